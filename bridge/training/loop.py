@@ -1,0 +1,267 @@
+"""The training loop: rollouts -> micro-batches -> gradients -> one write behind the fence, whatever the mode.
+
+Not covered: the loss (`grpo.py`), the optimizer (`optimizer.py`), how weights reach vLLM (`bridge/modes`).
+"""
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import BridgeError, UsageError
+from bridge.modes import MODES
+from bridge.modes.mode import Mode
+from bridge.rewards import score_all
+from bridge.rollouts import Sampler
+from bridge.run_directory import RunDirectory
+from bridge.training import batch, checkpoint, data, grpo
+from bridge.training.logprobs import check_head, model_logprobs
+from bridge.training.metrics import StepMetrics
+from bridge.training.optimizer import SplitMasterAdamW, clip_by_global_norm
+from bridge.types import Environment, Group, Problem
+from bridge.weights import skeleton
+
+Report = Callable[[StepMetrics], None]
+EVALUATION_SEED = 2**31
+"""Far from the seeds of the steps, so that no evaluation repeats a rollout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What one run came to."""
+
+    steps: int
+    """Optimizer steps taken."""
+    weight_version: int
+    """Version that the server serves now."""
+    checkpoint: Path
+    """The last checkpoint."""
+    reward_before: float | None
+    """Mean reward of the held-out problems before training; None without evaluation."""
+    reward_after: float | None
+    """The same afterwards."""
+    rewards: tuple[float, ...]
+    """Mean reward of each step."""
+    logprob_diff_max: float
+    """Largest difference of log-probabilities between vLLM and the trainer in all steps, in nats."""
+    fence_p50_ms: float
+    """Median over the steps of pausing and publishing (without writing), in milliseconds."""
+    attach_ms: float
+    """Attaching all parameters, in milliseconds."""
+    weight_bytes: int
+    """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What one pass over a batch found."""
+
+    loss: float
+    """Mean over the sampled tokens."""
+    norm: float
+    """Global norm before clipping."""
+    diffs: Tensor
+    """|log-probability of vLLM - of the trainer| of every token that was trained on, in nats."""
+
+
+def train(config: TrainConfig, environment: Environment, run: RunDirectory, report: Report) -> Summary:
+    """Train for `config.training_steps` steps, leave metrics and checkpoints behind, and tell `report` of each step.
+
+    An interrupt or an error ends the run with the weights of the last published step saved.
+
+    Raises:
+        BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
+    """
+    run.write_config(config)
+    checkpoint.tokenizer_files(config.model_name)
+    mode = MODES[config.mode](config)
+    try:
+        return _Trainer(config, environment, run, mode).run(report)
+    finally:
+        mode.close()
+
+
+class _Trainer:
+    """One run's state."""
+
+    def __init__(self, config: TrainConfig, environment: Environment, run: RunDirectory, mode: Mode) -> None:
+        self._config, self._environment, self._run, self._mode = config, environment, run, mode
+        self._tokenizer = skeleton.tokenizer(config.model_name)
+        self._sampler = Sampler(
+            mode.url,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            timeout_s=config.request_timeout_s,
+        )
+        self._held_out = data.held_out(environment) if config.eval_samples else []
+        self._problems = data.endless(list(environment), config.seed)
+        self._attached = mode.open()
+        self._model, self._device = self._attached.model, self._attached.device
+        check_head(self._model)
+        if config.gradient_checkpointing:
+            _recompute_activations(self._model)
+        self._optimizer = SplitMasterAdamW(self._model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self._steps: list[StepMetrics] = []
+        self._written = 0
+        """The step whose weights are in memory, whole; 0 before the first, and while one is being written."""
+        self._saved: dict[int, Path] = {}
+
+    def run(self, report: Report) -> Summary:
+        """Take every step, evaluating before and after if asked to."""
+        before = self._evaluate()
+        try:
+            for step in range(1, self._config.training_steps + 1):
+                report(self._step(step))
+                if self._is_due(step):
+                    self._save(step)
+        except (BridgeError, KeyboardInterrupt):
+            if self._written:
+                self._save(self._written)
+            raise
+        after = self._evaluate()
+        return self._summary(before, after)
+
+    def _step(self, step: int) -> StepMetrics:
+        config = self._config
+        start = time.perf_counter()
+        problems = list(islice(self._problems, config.batch_size // config.group_size))
+        groups = self._roll_out(problems, config.group_size, seed=config.seed + step)
+        sampled = time.perf_counter()
+        gradients = self._accumulate(groups)
+        trained = time.perf_counter()
+        times = self._mode.publish(lambda: self._write(step, gradients.norm))
+        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+        metrics = StepMetrics(
+            step=step,
+            weight_version=times.version,
+            reward_mean=rewards.mean().item(),
+            reward_std=rewards.std(correction=0).item(),
+            loss=gradients.loss,
+            grad_norm=gradients.norm,
+            logprob_diff_mean=gradients.diffs.mean().item(),
+            logprob_diff_max=gradients.diffs.max().item() if len(gradients.diffs) else float("nan"),
+            changed_weight_share=self._optimizer.changed_weight_share,
+            rollout_s=sampled - start,
+            train_s=trained - sampled,
+            fence_pause_s=times.pause_s,
+            fence_write_s=times.write_s,
+            fence_publish_s=times.publish_s,
+            tokens_generated=batch.count_tokens(groups),
+            peak_memory_gib=_peak_memory_gib(self._device),
+        )
+        self._steps.append(metrics)
+        self._run.append(metrics)
+        return metrics
+
+    def _roll_out(self, problems: Sequence[Problem], num_samples: int, *, seed: int) -> list[Group]:
+        prompts = [data.encode(self._tokenizer, problem) for problem in problems]
+        completions = self._sampler.sample(prompts, num_samples=num_samples, seed=seed)
+        return [
+            Group(
+                problem=problem,
+                prompt_token_ids=prompt,
+                completions=group,
+                rewards=score_all(self._environment, problem, [completion.text for completion in group]),
+            )
+            for problem, prompt, group in zip(problems, prompts, completions, strict=True)
+        ]
+
+    def _accumulate(self, groups: Sequence[Group]) -> Gradients:
+        """Run forward and backward over the batch; the gradients stay in the parameters."""
+        config = self._config
+        advantages_GN = grpo.group_advantages(torch.tensor([group.rewards for group in groups]))
+        self._optimizer.zero_grad(set_to_none=True)
+        losses, diffs = [torch.zeros((), device=self._device)], [torch.zeros(0, device=self._device)]
+        for part in batch.micro_batches(
+            groups,
+            advantages_GN,
+            max_tokens=config.micro_batch_tokens,
+            pad_token_id=0,
+            device=self._device,
+        ):
+            logprobs_BT = model_logprobs(self._model, part, config.temperature)
+            loss = grpo.clipped_loss(
+                logprobs_BT,
+                part.sampled_logprobs_BT,
+                part.advantages_B,
+                part.mask_BT,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                num_tokens=batch.count_tokens(groups),
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            diffs.append((logprobs_BT.detach() - part.sampled_logprobs_BT)[part.mask_BT].abs())
+        norm = clip_by_global_norm(self._model.parameters(), config.max_grad_norm)
+        if not math.isfinite(norm):
+            raise UsageError(
+                f"the gradient's norm is {norm} at step {len(self._steps) + 1}; the weights were not touched",
+                remedy="lower --lr",
+            )
+        return Gradients(loss=torch.stack(losses).sum().item(), norm=norm, diffs=torch.cat(diffs))
+
+    def _write(self, step: int, norm: float) -> None:
+        self._written = 0
+        self._optimizer.step(grad_norm=norm)
+        self._written = step
+
+    def _evaluate(self) -> float | None:
+        """Return the mean reward of the held-out problems, sampled as in training."""
+        if not self._held_out:
+            return None
+        groups = self._roll_out(self._held_out, self._config.eval_samples, seed=self._config.seed + EVALUATION_SEED)
+        return statistics.fmean(reward for group in groups for reward in group.rewards)
+
+    def _is_due(self, step: int) -> bool:
+        interval = self._config.save_interval
+        return step == self._config.training_steps or (interval > 0 and step % interval == 0)
+
+    def _save(self, step: int) -> None:
+        """Save the weights, which are those of `step`, unless they are saved already."""
+        if step not in self._saved:
+            folder = self._config.save_path / f"step_{step}"
+            self._saved[step] = checkpoint.save(
+                self._model, self._config.model_name, folder, step=step, extra={"weight_version": self._mode.version}
+            )
+
+    def _summary(self, before: float | None, after: float | None) -> Summary:
+        fences = [metrics.fence_pause_s + metrics.fence_publish_s for metrics in self._steps]
+        diffs = [metrics.logprob_diff_max for metrics in self._steps if metrics.logprob_diff_max >= 0]
+        return Summary(
+            steps=len(self._steps),
+            weight_version=self._mode.version,
+            checkpoint=self._saved[len(self._steps)],
+            reward_before=before,
+            reward_after=after,
+            rewards=tuple(metrics.reward_mean for metrics in self._steps),
+            logprob_diff_max=max(diffs, default=float("nan")),
+            fence_p50_ms=statistics.median(fences) * 1e3,
+            attach_ms=self._attached.attach_s * 1e3,
+            weight_bytes=self._attached.weight_bytes(),
+        )
+
+
+def _recompute_activations(model: PreTrainedModel) -> None:
+    """Turn gradient checkpointing on, which works in training mode alone, and keep dropout off."""
+    model.gradient_checkpointing_enable()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

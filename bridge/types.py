@@ -1,0 +1,69 @@
+"""Plain records that cross package borders, free of torch.
+
+Not covered: what a person configures (`config.py`) and what a server exports (`weights/manifest.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
+
+Message = dict[str, str]
+"""One chat message: `role` and `content`."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Problem(TypedDict):
+    """One problem of an environment; every further key is the environment's own."""
+
+    prompt: str | list[Message]
+    """Text, or chat messages that the model's chat template renders."""
+    answer: NotRequired[Any]
+    """What the environment's `score` compares with, if it needs anything."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A task: problems to iterate over, and a score for a completion.
+
+    Iterated once per pass over the data; the trainer shuffles each pass by its own seed. An
+    environment may add `held_out() -> list[Problem]`: problems kept from training, for evaluation.
+    """
+
+    def __iter__(self) -> Iterator[Problem]:
+        """Yield every training problem once."""
+        ...
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """Return the reward of one completion, a finite number."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled completion, as the server returned it."""
+
+    token_ids: tuple[int, ...]
+    """The sampled tokens, the end-of-sequence token included when it was sampled."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each sampled token under the server's sampling distribution, in nats."""
+    text: str
+    """The decoded completion without special tokens."""
+    finish_reason: FinishReason
+    """Why the server stopped; `length` means that it was truncated."""
+    weight_version: int | None
+    """Version of the weights that made it; None if the server tells none or several made it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The rollouts of one prompt."""
+
+    problem: Problem
+    """What was asked."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as it was sent to the server."""
+    completions: tuple[Completion, ...]
+    """The sampled completions."""
+    rewards: tuple[float, ...]
+    """One finite reward per completion, in the same order."""

@@ -1,0 +1,141 @@
+"""The proof of one copy, on a live server: every claim is tested from both processes.
+
+Not covered: what may go wrong before attaching (`bridge/checks`).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from bridge.checks.result import Check, failed, passed
+from bridge.client import BridgeClient
+from bridge.protocol import Element
+from bridge.rollouts import Sampler
+from bridge.training import batch
+from bridge.training.logprobs import model_logprobs
+from bridge.types import Group
+from bridge.weights import fence, manifest
+from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.digest import digest
+
+NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
+LOGPROB_MEAN_LIMIT = 0.05
+"""Nats: two healthy engines differ by 0.013 to 0.024 in the mean; a stale copy by whole nats."""
+RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
+
+
+def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iterator[Check]:
+    """Attach to the live server and yield one check per claim; weights are as before afterwards.
+
+    Raises:
+        AttachError: there is nothing to attach to, or it refuses.
+        ServerUnreachableError: the server is gone.
+    """
+    exported = manifest.load(config_path)
+    with BridgeClient(exported, timeout_s=timeout_s) as client:
+        attached = attach(exported)
+        yield storages(attached)
+        yield bytes_allocated(attached)
+        with fence.frozen(client):
+            yield from markers(attached, client)
+            yield digests(attached, client.digests())
+        yield logprobs(attached, Sampler(client.url, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s))
+
+
+def storages(attached: AttachedModel) -> Check:
+    """Check that every parameter of the trainer's model lies in a storage of the server."""
+    name, expected = "storages", "every parameter lies in the server's memory"
+    outside = attached.unshared_parameters()
+    total = sum(1 for _ in attached.model.parameters())
+    if outside:
+        found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
+        return failed(name, found, expected, RESTART)
+    return passed(name, f"{total} of {total} parameters lie in the server's memory", expected)
+
+
+def bytes_allocated(attached: AttachedModel) -> Check:
+    """Check that attaching allocated no weights."""
+    name, expected = "weight bytes", "0 bytes of weights allocated by the trainer"
+    found = f"{attached.weight_bytes()} bytes of weights allocated by the trainer"
+    return passed(name, found, expected) if attached.weight_bytes() == 0 else failed(name, found, expected, RESTART)
+
+
+def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
+    """Check that what one process writes the other reads, one element of every parameter, both ways; put all back.
+
+    The caller holds the fence.
+    """
+    views = attached.manifest.param_mappings
+    places = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
+    elements = tuple(Element(parameter=views[name].parameter, index=index) for name, index in places.items())
+    cells = [attached.server_tensors[e.parameter].view(-1)[e.index] for e in elements]
+    before = [cell.clone() for cell in cells]
+    marks = tuple(1.0 + index % 128 / 128 for index in range(len(cells)))  # exact in bf16
+    marks = tuple(-mark if mark == old.item() else mark for mark, old in zip(marks, before, strict=True))
+    opposite = tuple(-mark for mark in marks)
+    try:
+        _fill(cells, marks)
+        yield _compare("trainer writes, server reads", client.read(elements), marks)
+        client.write(elements, opposite)
+        yield _compare("server writes, trainer reads", tuple(cell.item() for cell in cells), opposite)
+    finally:
+        _fill(cells, tuple(old.item() for old in before))
+    yield _compare("marks put back", client.read(elements), tuple(old.item() for old in before))
+
+
+def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
+    """Check that both processes compute the same digest of every one of vLLM's parameters."""
+    ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    name, expected = "checksums", "equal checksums of every tensor from both sides"
+    if different:
+        found = f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
+        return failed(name, found, expected, RESTART)
+    return passed(name, f"{len(ours)} of {len(ours)} tensors have equal checksums", expected)
+
+
+def logprobs(attached: AttachedModel, sampler: Sampler) -> Check:
+    """Check that vLLM and the attached model give the same log-probabilities to tokens that vLLM sampled."""
+    diffs = logprob_diffs(attached, sampler)
+    mean, largest = diffs.mean().item(), diffs.max().item()
+    name, expected = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
+    found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
+    if mean <= LOGPROB_MEAN_LIMIT:
+        return passed(name, found, expected)
+    return failed(name, found, expected, "compare the versions of transformers and vLLM, and the model's configuration")
+
+
+def logprob_diffs(attached: AttachedModel, sampler: Sampler) -> torch.Tensor:
+    """Sample from random prompts and return |log-probability of vLLM - of the attached model| per token, in nats."""
+    generator = torch.Generator().manual_seed(0)
+    size = (NUM_PROMPTS, PROMPT_TOKENS)
+    prompts = [tuple(row) for row in torch.randint(attached.model.config.vocab_size, size, generator=generator).tolist()]
+    groups = [
+        Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=sampled, rewards=(0.0,) * len(sampled))
+        for prompt, sampled in zip(
+            prompts, sampler.sample(prompts, num_samples=NUM_SAMPLES, seed=0), strict=True
+        )
+    ]
+    parts = batch.micro_batches(
+        groups, torch.ones(NUM_PROMPTS, NUM_SAMPLES), max_tokens=2**13, pad_token_id=0, device=attached.device
+    )
+    with torch.no_grad():
+        return torch.cat(
+            [(model_logprobs(attached.model, part, 1.0) - part.sampled_logprobs_BT)[part.mask_BT].abs() for part in parts]
+        )
+
+
+def _fill(cells: list[torch.Tensor], values: tuple[float, ...]) -> None:
+    for cell, value in zip(cells, values, strict=True):
+        cell.fill_(value)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
+    wrong = sum(left != right for left, right in zip(found, expected, strict=True))
+    text = f"{len(found) - wrong} of {len(found)} marks seen"
+    if wrong:
+        return failed(name, text, "one mark in every parameter", RESTART)
+    return passed(name, text, "one mark in every parameter")

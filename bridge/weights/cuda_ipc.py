@@ -1,0 +1,110 @@
+"""CUDA IPC: the one file that exports and opens handles to GPU memory.
+
+Not covered: shared memory on the CPU (`shared_memory.py`), which parameter lies where (`manifest.py`).
+Source: `torch.multiprocessing.reductions.reduce_tensor` of torch 2.11: the tuple of eight items.
+"""
+
+import base64
+import os
+from typing import Any
+
+import torch
+
+from bridge.errors import AttachError
+from bridge.weights.manifest import CudaHandle
+
+EXPANDABLE = "expandable_segments:True"
+
+
+def export(tensor: torch.Tensor) -> CudaHandle:
+    """Describe `tensor`'s storage so that another process can open it.
+
+    The exporter must keep the tensor alive; this process itself cannot open the handle (CUDA's rule).
+
+    Raises:
+        AttachError: the allocator's segments are expandable and have no legacy IPC handle.
+    """
+    assert tensor.is_cuda, tensor.device
+    storage: Any = tensor.untyped_storage()
+    try:
+        device, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    except RuntimeError as error:
+        raise AttachError(
+            f"the GPU memory of a weight cannot be exported ({_first_line(error)})", remedy=_export_remedy()
+        ) from error
+    return CudaHandle(
+        device_index=device,
+        ipc_handle_b64=_encode(handle),
+        storage_size=size,
+        storage_offset=offset,
+        ref_counter_handle_b64=_encode(counter),
+        ref_counter_offset=counter_offset,
+        event_handle_b64=_encode(event),
+        event_sync_required=event_sync,
+        tensor_offset=int(tensor.storage_offset()),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStorage:
+    """Map the exporter's memory into this process, on `device`; nothing is copied or allocated.
+
+    Raises:
+        AttachError: the driver refuses; the usual reasons are named.
+    """
+    opener: Any = torch.UntypedStorage
+    try:
+        storage: torch.UntypedStorage = opener._new_shared_cuda(
+            device.index,
+            base64.b64decode(handle.ipc_handle_b64),
+            handle.storage_size,
+            handle.storage_offset,
+            base64.b64decode(handle.ref_counter_handle_b64),
+            handle.ref_counter_offset,
+            base64.b64decode(handle.event_handle_b64),
+            handle.event_sync_required,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise AttachError(
+            f"the GPU refuses to open the server's memory ({_first_line(error)})",
+            remedy="in containers share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
+            "bridge doctor tests CUDA IPC and names the cause",
+        ) from error
+    return storage
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of the GPU that this process calls `device`, as nvidia-smi prints it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def device_of(uuid: str) -> torch.device:
+    """Return this process's device for the GPU `uuid`.
+
+    Raises:
+        AttachError: this process does not see that GPU.
+    """
+    seen = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    if uuid not in seen:
+        raise AttachError(
+            f"the server's weights are on {uuid}, and this process sees {', '.join(seen) or 'no GPU'}",
+            remedy=f"CUDA_VISIBLE_DEVICES={uuid} bridge train ... (the trainer must use the server's GPU)",
+        )
+    return torch.device("cuda", seen[uuid])
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _export_remedy() -> str:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if EXPANDABLE in os.environ.get(name, ""):
+            return f"start the server without {EXPANDABLE}: unset {name}"
+    return "bridge doctor tests CUDA IPC between two processes and names the cause"

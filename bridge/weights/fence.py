@@ -1,0 +1,92 @@
+"""The trainer's side of the fence: the only window in which weights change.
+
+    pause      the scheduler stops, every rank's device is idle
+    write      the caller writes, then this process's device is idle
+    publish    cached keys and values are dropped, the version goes up by one, generation resumes
+
+A Ctrl-C inside the window waits for its end: weights are never left half written by an interrupt. An
+error in it leaves the server paused, and torn once this process is gone.
+
+Not covered: what is written.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from bridge.client import BridgeClient
+from bridge.protocol import InFlight
+
+
+@dataclass(frozen=True, kw_only=True)
+class FenceTimes:
+    """One passage through the fence."""
+
+    version: int
+    """The version that it published."""
+    pause_s: float
+    """Seconds until the server had stopped."""
+    write_s: float
+    """Seconds of writing."""
+    publish_s: float
+    """Seconds until the server generated again."""
+
+
+def update(client: BridgeClient, write: Callable[[], None], *, in_flight: InFlight) -> FenceTimes:
+    """Run `write` inside the fence and publish what it wrote.
+
+    Raises:
+        AttachError: the server refuses the fence.
+        ServerUnreachableError: the server is gone.
+    """
+    with deferred_interrupt():
+        start = time.perf_counter()
+        client.pause(in_flight)
+        paused = time.perf_counter()
+        write()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        written = time.perf_counter()
+        version = client.publish().version
+        published = time.perf_counter()
+    return FenceTimes(
+        version=version, pause_s=paused - start, write_s=written - paused, publish_s=published - written
+    )
+
+
+@contextmanager
+def frozen(client: BridgeClient) -> Iterator[None]:
+    """Hold the server still without publishing: for reading, and for writes that the block puts back."""
+    with deferred_interrupt():
+        client.pause("keep")
+        try:
+            yield
+        finally:
+            client.resume()
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM until the end of the block, then let the last of them act."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        waiting.append(number)
+
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if waiting:
+        signal.raise_signal(waiting[-1])

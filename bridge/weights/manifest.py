@@ -1,0 +1,290 @@
+"""The manifest: what a server writes so that a trainer can attach, and how it is found and checked.
+
+Not covered: opening the handles (`cuda_ipc.py`, `shared_memory.py`) and the model's layout (`layout.py`).
+"""
+
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bridge.errors import ManifestError
+from bridge.process import ProcessIdentity, boot_id
+
+MANIFEST_NAME = "vllm_bridge_config.json"
+SCHEMA_VERSION = 1
+DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  the documented place, checked for ownership on reading
+START_SERVER = "start one with: bridge serve-vllm --model MODEL"
+
+
+class Record(BaseModel):
+    """A frozen record that refuses unknown keys and documents every field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class View(Record):
+    """One Hugging Face parameter, or a slice of a fused one, inside one of vLLM's parameters."""
+
+    parameter: str
+    """vLLM's name of the parameter that holds it."""
+    offset: int = Field(ge=0)
+    """Elements between the parameter's first element and the view's."""
+    shape: tuple[int, ...]
+    """Shape in elements."""
+    stride: tuple[int, ...]
+    """Stride in elements."""
+
+
+class Handle(Record):
+    """One of vLLM's parameters inside one storage that another process can open."""
+
+    storage_size: int = Field(gt=0)
+    """Size of the storage in bytes."""
+    storage_offset: int = Field(ge=0)
+    """Bytes between the start of the opened allocation and the storage."""
+    tensor_offset: int = Field(default=0, ge=0)
+    """Elements between the start of the storage and the parameter's first element."""
+    shape: tuple[int, ...]
+    """Shape in elements."""
+    stride: tuple[int, ...]
+    """Stride in elements."""
+    dtype: str
+    """torch's name of the element type, such as `bfloat16`."""
+
+
+class CudaHandle(Handle):
+    """A parameter in GPU memory: the eight items of torch's IPC tuple, and its place in the storage."""
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    """Tells this handle from the others."""
+    device_index: int
+    """The GPU's index in the exporting process; meaningless elsewhere: see the shard's `gpu_uuid`."""
+    ipc_handle_b64: str
+    """The CUDA IPC memory handle, with torch's prefix."""
+    ref_counter_handle_b64: str
+    """Name of torch's shared reference counter."""
+    ref_counter_offset: int
+    """Place in that counter's file."""
+    event_handle_b64: str
+    """The CUDA IPC event handle, empty when there is nothing to wait for."""
+    event_sync_required: bool
+    """Whether the importer has to wait for the event."""
+
+
+class SharedMemoryHandle(Handle):
+    """A parameter in a shared-memory file of the server."""
+
+    kind: Literal["shared_memory"] = "shared_memory"
+    """Tells this handle from the others."""
+    path: str
+    """The file to map."""
+
+
+AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind")]
+
+
+class Shard(Record):
+    """What one tensor-parallel rank exports."""
+
+    rank: int
+    """Tensor-parallel rank."""
+    gpu_uuid: str | None
+    """UUID of the GPU that holds it; None on the CPU."""
+    ipc_handles: dict[str, AnyHandle]
+    """vLLM's parameters by vLLM's name."""
+    param_mappings: dict[str, View]
+    """Hugging Face parameter -> where it lies."""
+    padding: dict[str, int]
+    """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
+
+
+class Manifest(Shard):
+    """The whole of `vllm_bridge_config.json`; its own shard is rank 0's."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    """Format of this file."""
+    model: str
+    """The model as it was given to vLLM: a folder or a hub name."""
+    dtype: str
+    """torch's name of the weights' element type."""
+    backend: Literal["cuda_ipc", "shared_memory"]
+    """How handles are opened."""
+    tp_degree: int = Field(ge=1)
+    """Tensor-parallel ranks."""
+    dp_shard_degree: int = Field(ge=1)
+    """Data-parallel shards; 1 unless several engines share the data."""
+    num_params: int = Field(ge=1)
+    """Elements of all Hugging Face parameters on all ranks together, padding left out."""
+    param_names: tuple[str, ...]
+    """The Hugging Face parameters, sorted."""
+    shared_weights_enabled: bool
+    """True in every manifest that this package wrote."""
+    single_copy_enabled: bool
+    """True in every manifest that this package wrote."""
+    other_shards: tuple[Shard, ...]
+    """What the ranks after the first export, in their order."""
+    host: str
+    """Host name of the server, for messages."""
+    boot_id: str
+    """Tells one boot of one host from all others."""
+    server: ProcessIdentity
+    """The API server's process."""
+    url: str
+    """Where the server answers."""
+    token: str = Field(repr=False)
+    """Bearer token for `/bridge/*`."""
+    versions: dict[str, str]
+    """Versions of bridge, vllm, torch and transformers on the server's side."""
+
+    def shard(self, rank: int = 0) -> Shard:
+        """Return what tensor-parallel `rank` exports."""
+        return self if rank == 0 else self.other_shards[rank - 1]
+
+
+def search_path() -> tuple[Path, ...]:
+    """Return where a manifest is looked for when no path is given, first place first."""
+    folders = [Path(os.environ["LOGDIR"])] if os.environ.get("LOGDIR") else []
+    return tuple(folder / MANIFEST_NAME for folder in (*folders, Path.cwd(), DEFAULT_FOLDER))
+
+
+def resolve_path(given: Path | None) -> Path:
+    """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it."""
+    if given is None:
+        return search_path()[0]
+    return given / MANIFEST_NAME if given.is_dir() else given
+
+
+def find(given: Path | None = None) -> Path:
+    """Return the path of the manifest to use.
+
+    Raises:
+        ManifestError: there is none; a given path that is missing is never a reason to look elsewhere.
+    """
+    if given is not None:
+        path = resolve_path(given)
+        if not path.is_file():
+            raise ManifestError(f"no manifest at {path}", remedy=f"{START_SERVER} --vllm-config-path {given}")
+        return path
+    for path in search_path():
+        if path.is_file():
+            return path
+    places = ", ".join(str(path.parent) for path in search_path())
+    raise ManifestError(
+        f"no manifest: no {MANIFEST_NAME} in {places}",
+        remedy=f"{START_SERVER} (here, or name its file with --vllm-config-path)",
+    )
+
+
+def read(path: Path) -> Manifest:
+    """Read and validate the manifest at `path`, without asking whether its server lives.
+
+    Raises:
+        ManifestError: another user's file, no JSON, cut short, of another schema, or edited by hand.
+    """
+    owner = path.stat().st_uid
+    if owner != os.getuid():
+        raise ManifestError(
+            f"{path} belongs to user {owner}, expected {os.getuid()}: another user's server cannot be attached to",
+            remedy=START_SERVER,
+        )
+    try:
+        document = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(
+            f"{path} is no whole JSON document ({error}): it was cut short or edited",
+            remedy=f"restart the server, which writes it anew; {START_SERVER}",
+        ) from error
+    return _parse(path, document)
+
+
+def _parse(path: Path, document: object) -> Manifest:
+    if not isinstance(document, dict):
+        raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", remedy=START_SERVER)
+    if document.get("ipc_handles") == {}:
+        raise ManifestError(
+            f"{path} has no ipc_handles: a vLLM without Bridge's patches wrote it",
+            remedy=f"{START_SERVER}; bridge doctor names the patches and the installed vLLM",
+        )
+    if document.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise ManifestError(
+            f"{path} has schema version {document['schema_version']}, expected {SCHEMA_VERSION}",
+            remedy="install the same Bridge on both sides and restart the server",
+        )
+    try:
+        return Manifest.model_validate(document)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(str(part) for part in fault['loc']) or 'the document'}: {fault['msg']}"
+            for fault in error.errors()[:3]
+        )
+        raise ManifestError(
+            f"{path} does not fit the manifest's schema in {error.error_count()} places ({faults})",
+            remedy="it was edited or written by another Bridge: restart the server, which writes it anew",
+        ) from error
+
+
+def check_server(manifest: Manifest, path: Path) -> None:
+    """Check that the server that wrote `manifest` is a live process of this host.
+
+    Raises:
+        ManifestError: another host, an earlier boot, another pid namespace, or a dead server.
+    """
+    if manifest.boot_id != boot_id():
+        here = socket.gethostname()
+        cause = (
+            "it was written before this host's last boot"
+            if manifest.host == here
+            else f"it was written on host {manifest.host}, this is {here}"
+        )
+        raise ManifestError(f"{path} is of no use here: {cause}", remedy=START_SERVER)
+    if not manifest.server.is_visible():
+        raise ManifestError(
+            f"{path} was written in another pid namespace (a container?), where pid {manifest.server.pid} lives",
+            remedy="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
+        )
+    if not manifest.server.is_alive():
+        raise ManifestError(
+            f"{path} is stale: its server, pid {manifest.server.pid}, is gone",
+            remedy=f"remove the file or {START_SERVER}",
+        )
+
+
+def load(given: Path | None = None) -> Manifest:
+    """Find, read and check the manifest of a live server of this host.
+
+    Raises:
+        ManifestError: for any reason that `find`, `read` and `check_server` give.
+    """
+    path = find(given)
+    manifest = read(path)
+    check_server(manifest, path)
+    return manifest
+
+
+def write(manifest: Manifest, path: Path) -> None:
+    """Write `manifest` to `path` atomically, readable by its owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(manifest.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def remove_own(path: Path, server: ProcessIdentity) -> None:
+    """Remove the manifest at `path` if `server` wrote it; leave anything else alone."""
+    try:
+        if read(path).server == server:
+            path.unlink()
+    except (ManifestError, FileNotFoundError):
+        return

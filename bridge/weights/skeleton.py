@@ -1,0 +1,79 @@
+"""The trainer's model without its weights: parameters on the meta device, buffers real.
+
+Server and trainer build it by the same function, so that both speak of the same parameters. Buffers
+are made by the model itself: RoPE scaling of every kind stays as its author wrote it.
+
+Not covered: giving the parameters memory (`attach.py`).
+"""
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.weights.layout import OTHER_MODES, Shape
+
+
+def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return `model`'s causal language model with every parameter on the meta device.
+
+    Raises:
+        UsageError: there is no such model.
+        UnsupportedModelError: it is quantised, or no causal language model of transformers.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no usable model at {model!r}: {_first_line(error)}",
+            remedy="name a folder with a config.json, or a model of the hub",
+        ) from error
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"{model} is quantised: its weights are no plain tensors that an optimizer could step",
+            remedy="take the unquantised model",
+        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config.get_text_config(), dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{model} is no causal language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
+        ) from error
+    skeleton.tie_weights()
+    return skeleton
+
+
+def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
+    """Return every parameter's shape by name, a tied parameter once."""
+    return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+
+
+def tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load `model`'s tokenizer.
+
+    Raises:
+        UsageError: the model has none.
+    """
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{model!r} has no usable tokenizer: {_first_line(error)}",
+            remedy="copy tokenizer.json and tokenizer_config.json into the model's folder",
+        ) from error
+    return loaded
+
+
+def absolute(model: str) -> str:
+    """Return a local model's absolute folder, and a hub name as it is."""
+    path = Path(model)
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,144 @@
+"""Start, watch and stop the processes that are ours, and no others.
+
+Not covered: what the server says in its log (`server_log.py`).
+Source: prctl(2) PR_SET_PDEATHSIG; setsid(2): a session's id is not given away while one of its processes lives.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bridge.process import ProcessIdentity
+
+POLL_S = 0.2
+
+TETHER = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this one is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Run before the child's own program and replaced by it: the pid and the start time stay the same."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that we started, at the head of a session of its own."""
+
+    process: subprocess.Popen[bytes]
+    """Reaped by `stop` alone, so that its pid stays its own until then."""
+    identity: ProcessIdentity
+    """Tells it from any later process with its pid."""
+    log: Path
+    """Its stdout and stderr."""
+
+    def is_alive(self) -> bool:
+        """Tell whether it runs; never reaps it."""
+        return self.identity.is_alive()
+
+    def exit_code(self) -> int | None:
+        """Return its exit code without reaping it: negative for a signal, None while it runs."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+    """Start `argv` (a full path first) in a session of its own; it gets SIGTERM when this process dies, however."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", TETHER, str(os.getpid()), *argv],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Child(process, ProcessIdentity.of(process.pid), log)
+
+
+@contextlib.contextmanager
+def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[Child]:
+    """Run `argv` for as long as the context lasts, and leave nothing of its tree behind."""
+    child = start(argv, environment, log)
+    try:
+        yield child
+    finally:
+        stop(child)
+
+
+def wait_until(child: Child, is_ready: Callable[[], bool], *, limit_s: float, tell: Callable[[float], None]) -> bool:
+    """Wait until `is_ready`; return False when `child` ended first or `limit_s` seconds passed.
+
+    `tell` is called with the elapsed seconds.
+    """
+    began = time.monotonic()
+    while child.is_alive() and (elapsed := time.monotonic() - began) < limit_s:
+        if is_ready():
+            return True
+        tell(elapsed)
+        time.sleep(POLL_S)
+    return False
+
+
+def stop(child: Child, *, grace_s: float = 30.0) -> None:
+    """Ask `child` to end, and make sure after `grace_s` that nothing of its tree is left.
+
+    A second Ctrl-C ends the grace at once.
+    """
+    tree = _tree(child)
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
+        _wait(child.is_alive, grace_s)
+        _wait(lambda: any(_is_running(process) for process in tree), grace_s / 6)
+    finally:
+        tree |= _tree(child)
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # psutil checks the start time first: a reused pid is left alone
+        child.process.wait()
+        left = psutil.wait_procs(list(tree), timeout=5)[1]
+        assert not left, f"processes that we started cannot be killed: {left}"
+
+
+def _wait(busy: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while busy() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _tree(child: Child) -> set[psutil.Process]:
+    """Return every process of the child's session, and the descendants that left it."""
+    members = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
+    for process in tuple(members):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            members.update(process.children(recursive=True))
+    return members
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,53 @@
+"""What people read goes to stderr, what programs read to stdout.
+
+Not covered: what is said (each command), and the help texts (typer).
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+"""rich leaves colours out where stderr is no terminal or NO_COLOR is set."""
+
+STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
+
+
+def note(text: str, *, style: str = "") -> None:
+    """Tell a person something."""
+    people.print(Text(text, style=style))
+
+
+def verdict(status: str, text: str) -> None:
+    """Print one line that opens with PASS, WARN, FAIL or SKIP."""
+    people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", text))
+
+
+def fault(message: str, hint: str) -> None:
+    """Print `error: ...`, an empty line and `hint: ...`."""
+    people.print(Text.assemble(("error: ", "bold red"), message))
+    people.print()
+    people.print(Text.assemble(("hint: ", "bold cyan"), hint))
+
+
+def data(line: str) -> None:
+    """Print one line for a program, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Show that we wait for `what`; the yielded function replaces the detail behind it.
+
+    On a terminal it is one moving line; elsewhere `what` is printed once and the details are left out.
+    """
+    if not people.is_terminal:
+        note(f"{what} ...")
+        yield lambda _: None
+        return
+    with people.status(Text(what), spinner="line") as status:
+        yield lambda detail: status.update(Text(f"{what}  {detail}"[: people.width - 4]))

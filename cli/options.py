@@ -1,0 +1,172 @@
+"""Flags out of configurations: every field of a `Config` becomes one flag of a command.
+
+Not covered: what the fields mean (`bridge/config.py`) and how a wrong flag is reported (`cli/main.py`).
+"""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+
+from bridge.config import Config
+from bridge.errors import UsageError
+
+PANELS: Mapping[str | None, tuple[str, ...]] = {
+    None: ("model", "model_name", "mode", "environment", "training_steps", "save_path", "device"),
+    "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
+    "Loss and optimizer": ("lr", "weight_decay", "max_grad_norm", "clip_low", "clip_high"),
+    "Evaluation and what is kept": ("eval_samples", "save_interval", "run_dir"),
+    "Memory": (
+        "gpu_memory_utilization", "max_model_len", "dtype", "tensor_parallel_size",
+        "micro_batch_tokens", "gradient_checkpointing",
+    ),
+    "Server": ("port", "host", "vllm_port", "vllm_host", "vllm_config_path", "in_flight", "request_timeout_s"),
+}  # fmt: skip
+"""Panel of the help text -> its fields, both in the order in which they are shown; None is typer's own first panel."""
+
+METAVARS: Mapping[type, str] = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
+WIDEST_METAVAR = 16
+"""Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
+
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON objects on stdout.")]
+
+
+def from_config(
+    *configs: type[Config], hide: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag per field of `configs`, and pass it one resolved configuration per class.
+
+    The command's keyword-only parameters are options of its own. A field that several classes know, by its name or
+    by a synonym, is one flag. The fields in `hide` are left out of the help text.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = {p.name: p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+        def run(**given: Any) -> None:
+            mine = {name: given.pop(name) for name in own}
+            toml = given.pop("config")
+            flags = _settled(given, configs)
+            command(*(cls.resolve(flags, toml, beside=configs) for cls in configs), **mine)
+
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        parameters = [*_flags(configs, hide), _config_flag(), *own.values()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _settled(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict[str, Any]:
+    """Drop what was not given, and refuse two flags that say different things about one field."""
+    flags = {key: value for key, value in given.items() if value is not None}
+    if flags.pop("single_copy", False):
+        flags.setdefault("weight_bridge_mode", "shared_vllm")
+    for key in [key for key in flags if key.startswith("no_")]:
+        flags[key.removeprefix("no_")] = not flags.pop(key)
+    said: dict[tuple[type[Config], str | None], tuple[str, Any]] = {}
+    for key, value in flags.items():
+        for cls in configs:
+            other, before = said.setdefault((cls, cls.field_of(key)), (key, value))
+            if cls.field_of(key) and before != value:
+                raise UsageError(
+                    f"{_name(other)} {before} and {_name(key)} {value} contradict each other: they are one choice",
+                    remedy=f"give only one of {_name(other)} and {_name(key)}",
+                )
+    return flags
+
+
+def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator[inspect.Parameter]:
+    """Yield the shown flags in the order of the panels, then every other name under which a field may be given."""
+    shown: dict[str, FieldInfo] = {}
+    for cls in configs:
+        for name, field in cls.model_fields.items():
+            if name not in hide and not any(known in shown for known in (name, *_synonyms(name, configs))):
+                shown[name] = field
+    for name in sorted(shown, key=_place):
+        yield _shown_flag(name, shown[name], _synonyms(name, configs))
+    others = {name for cls in configs for name in (*cls.model_fields, *cls.synonyms)} - shown.keys()
+    yield from (_hidden_flag(name, str) for name in sorted(others))
+    yield from (_hidden_flag(f"no_{name}", bool) for name in shown if _kind(shown[name].annotation) is bool)
+    if "mode" in shown:
+        yield _hidden_flag("single_copy", bool)
+
+
+def _synonyms(name: str, configs: tuple[type[Config], ...]) -> list[str]:
+    """Return the other names of the field `name`, in whichever class it is one."""
+    pairs = [pair for cls in configs for pair in cls.synonyms.items()]
+    return sorted({other for pair in pairs if name in pair for other in pair} - {name})
+
+
+def _place(name: str) -> tuple[int, int]:
+    for row, fields in enumerate(PANELS.values()):
+        if name in fields:
+            return row, fields.index(name)
+    raise AssertionError(f"{name} is in no panel of the help text")
+
+
+def _shown_flag(name: str, field: FieldInfo, also: list[str]) -> inspect.Parameter:
+    kind = _kind(field.annotation)
+    option = typer.Option(
+        _name(name),
+        metavar=_metavar(kind),
+        help=_help(name, field, also),
+        show_default=False,
+        rich_help_panel=list(PANELS)[_place(name)[0]],
+    )
+    return _parameter(name, Annotated[(bool if kind is bool else str) | None, option])
+
+
+def _hidden_flag(name: str, kind: type) -> inspect.Parameter:
+    return _parameter(name, Annotated[kind | None, typer.Option(_name(name), hidden=True)])
+
+
+def _config_flag() -> inspect.Parameter:
+    help_text = "TOML file of choices; BRIDGE_* variables and flags win over it."
+    return _parameter("config", Annotated[Path | None, typer.Option("--config", metavar="FILE", help=help_text)])
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _kind(annotation: Any) -> Any:
+    """Return the type behind `type | None`."""
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
+    return annotation
+
+
+def _metavar(kind: Any) -> str:
+    if typing.get_origin(kind) is not Literal:
+        return METAVARS[kind]
+    choices = "|".join(typing.get_args(kind))
+    return choices if len(choices) <= WIDEST_METAVAR else "CHOICE"
+
+
+def _help(name: str, field: FieldInfo, synonyms: list[str]) -> str:
+    text = re.sub(r"`([^`]+)`", r"[cyan]\1[/]", escape(field.description or ""))
+    if _metavar(kind := _kind(field.annotation)) == "CHOICE":
+        text += f" One of {', '.join(typing.get_args(kind))}."
+    also = [_name(f"no_{name}")] if kind is bool else [_name(synonym) for synonym in synonyms]
+    text += f" Also {', '.join(also)}." if also else ""
+    if field.is_required():
+        return text + escape(" [required]")
+    return text if field.default is None else text + escape(f" [default: {_written(field.default)}]")
+
+
+def _written(default: object) -> str:
+    return ("no", "yes")[default] if isinstance(default, bool) else str(default)
+
+
+def _name(field: str) -> str:
+    return "--" + field.replace("_", "-")

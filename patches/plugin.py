@@ -1,0 +1,26 @@
+"""The general plugin: vLLM calls `register` in every one of its processes, perhaps more than once.
+
+Nothing is imported at the top: vLLM swallows an exception raised while a plugin is *loaded*, and
+stops at one raised inside the function.
+
+Not covered: HTTP routes (`routes.py`).
+"""
+
+import os
+
+ENABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
+
+
+def register() -> None:
+    """Patch this process's vLLM, if shared weights are asked for by `VLLM_ENABLE_SHARED_WEIGHTS=1`.
+
+    Raises:
+        IncompatibleVersionError: the installed vLLM is outside the range, or a patched symbol differs.
+    """
+    if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
+        return
+    from patches import compatibility, memory_pool, model_runner  # noqa: PLC0415  see the module's docstring
+
+    compatibility.check_installed()
+    model_runner.patch()
+    memory_pool.patch()

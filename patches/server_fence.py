@@ -1,0 +1,111 @@
+"""The server's side of the fence: paused -> written -> published, one holder at a time.
+
+Not covered: HTTP (`routes.py`), writing, which the trainer does in its own process.
+"""
+
+import asyncio
+from typing import Any
+
+from bridge.errors import AttachError
+from bridge.process import ProcessIdentity
+from bridge.protocol import FenceState, InFlight
+
+
+class ServerFence:
+    """Pauses and resumes one engine, counts versions, and knows who paused it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.version = 0
+        self.holder: ProcessIdentity | None = None
+        self._engine = engine
+        self._lock = asyncio.Lock()
+
+    @property
+    def state(self) -> FenceState:
+        """Where the fence stands now; a holder that died left the weights torn."""
+        if self.holder is None:
+            return "serving"
+        return "paused" if self.holder.is_alive() else "torn"
+
+    async def pause(self, holder: ProcessIdentity, in_flight: InFlight) -> None:
+        """Stop the scheduler, wait for every rank's device, and give the fence to `holder`.
+
+        The scheduler is paused without `AsyncLLM.pause_generation`, whose fixed sleep of 20 ms only
+        orders outputs for a human eye (vLLM 0.26 to 0.33 say so beside it).
+
+        Raises:
+            AttachError: somebody else holds the fence, or a weight has moved since the load.
+        """
+        async with self._lock:
+            self._refuse_unless_free(holder)
+            self.holder = holder
+            try:
+                await self._engine.engine_core.pause_scheduler_async(mode=in_flight, clear_cache=False)
+                await self._settle()
+            except BaseException:
+                self.holder = None
+                await self._engine.resume_generation()
+                raise
+
+    async def publish(self, holder: ProcessIdentity) -> None:
+        """Drop every cached key and value, count one version more, and resume.
+
+        Requests that were frozen compute their keys and values again, under the new weights.
+
+        Raises:
+            AttachError: `holder` does not hold the fence, or vLLM refuses to drop its cache.
+        """
+        async with self._lock:
+            self._refuse_unless_held(holder)
+            if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+                raise AttachError(
+                    "vLLM refused to reset its prefix cache: stale keys and values would be served",
+                    remedy="the server stays paused; restart it, and report the log's last lines",
+                )
+            self.version += 1
+            await self._resume()
+
+    async def release(self, holder: ProcessIdentity) -> None:
+        """Resume without a new version, because nothing was written.
+
+        Raises:
+            AttachError: `holder` does not hold the fence.
+        """
+        async with self._lock:
+            self._refuse_unless_held(holder)
+            await self._resume()
+
+    def refuse_unless_held(self, holder: ProcessIdentity) -> None:
+        """Raise AttachError unless `holder` holds the fence."""
+        self._refuse_unless_held(holder)
+
+    async def _resume(self) -> None:
+        await self._engine.resume_generation()
+        self.holder = None
+
+    async def _settle(self) -> None:
+        moved = sorted({name for rank in await self._engine.collective_rpc("bridge_settle") for name in rank})
+        if moved:
+            raise AttachError(
+                f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
+                remedy="restart the server and attach again",
+            )
+
+    def _refuse_unless_free(self, holder: ProcessIdentity) -> None:
+        if self.state == "paused" and self.holder != holder:
+            assert self.holder is not None
+            raise AttachError(
+                f"process {self.holder.pid} holds the fence, and one process alone may write",
+                remedy="wait for it to end, or stop it",
+            )
+        if self.state == "torn":
+            assert self.holder is not None
+            raise AttachError(
+                f"the weights are torn: process {self.holder.pid} died inside the fence",
+                remedy="restart the server from the last checkpoint",
+            )
+
+    def _refuse_unless_held(self, holder: ProcessIdentity) -> None:
+        if self.holder != holder:
+            owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
+            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")

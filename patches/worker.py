@@ -1,0 +1,123 @@
+"""What one worker of vLLM can be asked about its weights: export, addresses, digests, single elements.
+
+vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server reaches the
+methods by `collective_rpc`. Answers are JSON text or plain numbers, which every executor can carry.
+
+Not covered: when these may be called (`server_fence.py`).
+"""
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.protocol import Element
+from bridge.weights import cuda_ipc, digest, layout, skeleton
+from bridge.weights.layout import OTHER_MODES
+from bridge.weights.manifest import AnyHandle, Shard, SharedMemoryHandle
+from patches import layers, model_runner
+
+if TYPE_CHECKING:
+    from bridge.weights.shared_memory import SharedBlock
+
+
+class BridgeWorker:
+    """Methods that Bridge adds to vLLM's worker; `rank`, `vllm_config` and `model_runner` are the worker's own."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def bridge_export(self) -> str:
+        """Return this rank's `Shard` as JSON, or `{"error": ..., "remedy": ...}` when the model is refused."""
+        try:
+            return self._bridge_shard().model_dump_json()
+        except BridgeError as error:
+            return json.dumps({"error": error.message, "remedy": error.remedy})
+
+    def bridge_settle(self) -> list[str]:
+        """Finish all work on this rank's device, and name the parameters that have moved since the load."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        known: dict[str, int] = self.model_runner.bridge_addresses
+        now = model_runner.addresses(self._bridge_model())
+        return sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
+
+    def bridge_digests(self) -> dict[str, str]:
+        """Return a digest of every parameter."""
+        return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
+
+    def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
+        """Return the value of each of `elements`."""
+        return [float(self._bridge_element(Element(**element))) for element in elements]
+
+    def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
+        """Set each of `elements` to its value."""
+        for element, value in zip(elements, values, strict=True):
+            self._bridge_element(Element(**element)).fill_(value)
+        self.bridge_settle()
+
+    def _bridge_model(self) -> nn.Module:
+        model: nn.Module = self.model_runner.get_model()
+        return model
+
+    def _bridge_element(self, element: Element) -> torch.Tensor:
+        parameter = self._bridge_model().get_parameter(element.parameter)
+        return parameter.detach().view(-1)[element.index]
+
+    def _bridge_shard(self) -> Shard:
+        model, config = self._bridge_model(), self.vllm_config.model_config
+        _refuse_foreign_types(model, config.dtype)
+        expected = skeleton.shapes(
+            skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code)
+        )
+        shard = Shard(
+            rank=self.rank,
+            gpu_uuid=_gpu_uuid(model),
+            ipc_handles=_handles(model),
+            param_mappings=layers.views(model, expected),
+            padding=layers.padding(model),
+        )
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
+            layout.check_coverage(expected, held, shard.param_mappings, shard.padding)
+        return shard
+
+
+def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
+    others = [f"{name} ({parameter.dtype})" for name, parameter in model.named_parameters() if parameter.dtype != dtype]
+    if others:
+        raise UnsupportedModelError(
+            f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantised or repacked",
+            remedy=f"serve the unquantised model; {OTHER_MODES}",
+        )
+
+
+def _gpu_uuid(model: nn.Module) -> str | None:
+    device = next(model.parameters()).device
+    return cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None
+
+
+def _handles(model: nn.Module) -> dict[str, AnyHandle]:
+    block = model_runner.shared_block(model)
+    return {
+        name: cuda_ipc.export(parameter.detach()) if block is None else _shared_handle(parameter, block)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _shared_handle(parameter: torch.Tensor, block: "SharedBlock") -> SharedMemoryHandle:
+    assert parameter.untyped_storage().data_ptr() == block.storage.data_ptr(), "a weight left the shared file"
+    assert block.path.startswith(f"/proc/{os.getpid()}/"), block.path
+    return SharedMemoryHandle(
+        path=block.path,
+        storage_size=block.storage.nbytes(),
+        storage_offset=0,
+        tensor_offset=int(parameter.storage_offset()),
+        shape=tuple(parameter.shape),
+        stride=parameter.stride(),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+    )

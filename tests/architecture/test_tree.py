@@ -1,0 +1,71 @@
+"""What no linter checks about the tree: the C boundary lies in one file, and no file names a place outside."""
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bridge", "cli", "environments", "patches", "tests")
+SHARED_BY_ALL = {"/", "/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/var/tmp"}
+"""Folders that a file may name although a checkout may lie in them."""
+OPENS_CUDA_IPC = "_new_shared_cuda"
+
+
+def _python_files() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from (ROOT / package).rglob("*.py")
+
+
+def _tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("git, or its folder, is not here")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def _foreign_paths(text: str, root: Path) -> list[str]:
+    """Return the absolute paths in `text` that lie beside or in the checkout `root`."""
+    place = root if str(root.parent) in SHARED_BY_ALL else root.parent
+    return re.findall(rf"(?<![\w./-]){re.escape(str(place))}/[\w.-]+", text)
+
+
+def test_one_file_opens_cuda_ipc_handles() -> None:
+    openers = {
+        str(file.relative_to(ROOT))
+        for file in _python_files()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == OPENS_CUDA_IPC
+    }
+    assert openers == {"bridge/weights/cuda_ipc.py"}
+
+
+def test_no_file_names_a_place_beside_the_checkout() -> None:
+    found = {}
+    for file in _tracked_files():
+        paths = _foreign_paths(file.read_text(errors="ignore"), ROOT)
+        if paths:
+            found[str(file.relative_to(ROOT))] = paths
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("see /place/notes/a.md", ["/place/notes"]),
+        ("cd /place/checkout/bridge", ["/place/checkout"]),
+        ("https://example.org/place/notes", []),
+        ("a homeplace/notes", []),
+    ],
+)
+def test_a_place_beside_the_checkout_is_recognised(text: str, found: list[str]) -> None:
+    assert _foreign_paths(text, Path("/place/checkout")) == found
+
+
+def test_in_a_folder_that_all_share_only_the_checkout_itself_counts() -> None:
+    assert _foreign_paths("/tmp/other and /tmp/checkout/bridge", Path("/tmp/checkout")) == ["/tmp/checkout/bridge"]

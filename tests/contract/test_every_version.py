@@ -1,0 +1,16 @@
+"""Every vLLM of the supported range fits, read from its wheel's source (`make contract`)."""
+
+import pytest
+
+from patches.compatibility import TESTED_VERSIONS, find_faults, read_below
+from patches.symbols import SYMBOLS
+from tests.contract.wheels import fetch
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", TESTED_VERSIONS)
+def test_every_pinned_symbol_fits(version: str, pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--every-vllm"):
+        pytest.skip("reads nine wheels: make contract")
+    root = fetch(version, frozenset(pin.module for pin in SYMBOLS))
+    assert find_faults(lambda module: read_below(root, module)) == []

@@ -1,0 +1,146 @@
+"""Each kind of pin reports each way in which a vLLM can stop fitting."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import pytest
+
+from bridge.errors import IncompatibleVersionError
+from patches import compatibility
+from patches.compatibility import TESTED_VERSIONS, find_faults, is_supported
+from patches.pins import Class, Constant, Function, LateImport, Name, Pin
+from patches.symbols import SYMBOLS
+
+SOURCE = """
+from typing import TYPE_CHECKING
+GROUP = "vllm.group"
+if TYPE_CHECKING:
+    platform: object
+
+class Base:
+    limit: int = 3
+    def __init__(self, size):
+        self.size = size
+    async def reset(self, hard=False): ...
+
+class Worker(Base):
+    def load(self, dummy=False, *, model=None): ...
+    def pool(self, tag): ...
+    def process(self):
+        from layers.linear import dispatch
+        dispatch(self)
+"""
+
+
+Use = Literal["call", "wrap", "replace"]
+
+
+def _function(name: str, use: Use, *parameters: str, is_async: bool = False) -> Function:
+    return Function(module="m", name=name, why="", use=use, parameters=parameters, is_async=is_async)
+
+
+LOAD = _function("Worker.load", "wrap", "dummy")
+POOL = _function("Worker.pool", "replace", "tag")
+RESET = _function("Worker.reset", "call", "hard", is_async=True)
+ATTRIBUTES = Class(module="m", name="Worker", attributes=("size", "limit", "pool"), why="")
+GROUP = Constant(module="m", name="GROUP", value="vllm.group", why="")
+LATE = LateImport(module="m", name="Worker.process", imports=("layers.linear", "dispatch"), why="")
+PLATFORM = Name(module="m", name="platform", why="")
+PINS = (LOAD, POOL, RESET, ATTRIBUTES, GROUP, LATE, PLATFORM)
+
+
+def _faults(old: str, new: str, pins: Iterable[Pin] = PINS) -> list[str]:
+    doctored = SOURCE.replace(old, new)
+    assert doctored != SOURCE or old == new, f"the source does not hold {old!r}"
+    return find_faults({"m": doctored}.get, pins)
+
+
+def test_the_undoctored_source_fits() -> None:
+    assert _faults("", "") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("load(self, dummy=False", "load(self", "m.Worker.load takes (model), expected (dummy)"),
+        ("def load", "def load_weights", "m.Worker.load is missing"),
+        ("pool(self, tag)", "pool(self, tag, device=0)", "m.Worker.pool takes (tag, device), expected (tag)"),
+        ("pool(self, tag)", "pool(self, kind)", "m.Worker.pool takes (kind), expected (tag)"),
+        ("hard=False", "mode, hard=False", "m.Worker.reset takes (mode, hard), expected (hard): mode has no default"),
+        (
+            "hard=False",
+            "*, mode, hard=False",
+            "m.Worker.reset takes (mode, hard), expected (hard): mode has no default",
+        ),
+        ("async def reset", "def reset", "m.Worker.reset is not async, expected the opposite"),
+        ("self.size = size", "self.length = size", "m.Worker has no attribute size"),
+        ("class Worker(Base)", "class Worker", "m.Worker has no attribute size, limit"),
+        ('"vllm.group"', '"vllm.groups"', "m.GROUP is 'vllm.groups', expected 'vllm.group'"),
+        (
+            "from layers.linear",
+            "from layers.other",
+            "m.Worker.process does not import layers.linear.dispatch when it runs",
+        ),
+        ("platform: object", "pass", "m.platform is missing"),
+    ],
+)
+def test_a_doctored_source_is_reported(old: str, new: str, fault: str) -> None:
+    assert fault in _faults(old, new)
+
+
+def test_an_import_at_the_top_is_no_late_import() -> None:
+    moved = SOURCE.replace("        from layers.linear import dispatch\n", "").replace(
+        "from typing", "from layers.linear import dispatch\nfrom typing"
+    )
+    assert len(find_faults({"m": moved}.get, [LATE])) == 1
+
+
+def test_every_misfit_is_reported_at_once() -> None:
+    assert [fault.partition(" ")[0] for fault in _faults("class Worker(Base):", "class Other:")] == [
+        "m.Worker.load",
+        "m.Worker.pool",
+        "m.Worker.reset",
+        "m.Worker",
+        "m.Worker.process",
+    ]
+
+
+def test_a_missing_module_is_reported_for_each_of_its_symbols() -> None:
+    assert find_faults(lambda _module: None, [POOL, LOAD]) == [
+        "m.Worker.pool is missing with its module",
+        "m.Worker.load is missing with its module",
+    ]
+
+
+@pytest.mark.parametrize("version", [*TESTED_VERSIONS, "0.32.0+cpu", "0.26.3", "0.33.1.post1", "0.30.0rc2"])
+def test_a_version_of_the_range_is_supported(version: str) -> None:
+    assert is_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0", "0.3.3", "dev"])
+def test_a_version_outside_the_range_is_refused_and_the_tried_ones_are_named(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "installed_version", lambda: version)
+    with pytest.raises(IncompatibleVersionError) as refusal:
+        compatibility.check_installed()
+    assert version in refusal.value.message
+    assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
+    assert '"vllm>=0.26,<0.34"' in refusal.value.remedy
+
+
+def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "installed_version", lambda: "0.30.0")
+    monkeypatch.setattr(compatibility, "read_installed", {"m": "class Worker: ..."}.get)
+    with pytest.raises(IncompatibleVersionError) as refusal:
+        compatibility.check_installed()
+    assert "0.30.0" in refusal.value.message
+    names = [f"{pin.module}.{pin.name}" for pin in SYMBOLS]
+    assert [name for name in names if f"{name} is missing with its module" not in refusal.value.message] == []
+    assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
+
+
+def test_without_vllm_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "DISTRIBUTIONS", ("no-such-distribution",))
+    with pytest.raises(IncompatibleVersionError, match="no vLLM is installed"):
+        compatibility.installed_version()

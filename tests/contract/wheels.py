@@ -1,0 +1,45 @@
+"""Get the pinned modules of any vLLM from its wheel: downloaded once, a few files kept, the rest deleted.
+
+Not covered: checking them (`test_every_version.py`).
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+CACHE = Path(__file__).parents[2] / ".contract"
+PLATFORMS = ("manylinux1", "manylinux2014", "manylinux_2_28", "manylinux_2_31", "manylinux_2_34", "manylinux_2_35")
+"""Tags under which vLLM's wheels were published; only their Python files matter here."""
+
+
+def fetch(version: str, modules: frozenset[str]) -> Path:
+    """Return the folder that holds the source of `modules` (those that exist) of vLLM `version`."""
+    folder = CACHE / version
+    complete = folder / "modules.json"
+    wanted = sorted(modules)
+    if not complete.is_file() or json.loads(complete.read_text()) != wanted:
+        with tempfile.TemporaryDirectory() as temporary:
+            _extract(_download(version, Path(temporary)), modules, folder)
+        complete.write_text(json.dumps(wanted))
+    return folder
+
+
+def _download(version: str, folder: Path) -> Path:
+    platforms = [f"--platform={tag}_x86_64" for tag in PLATFORMS]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    subprocess.run(
+        [*command, "--python-version=3.12", *platforms, "--dest", str(folder), f"vllm=={version}"], check=True
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _extract(wheel: Path, modules: frozenset[str], folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = {module.replace(".", "/") for module in modules}
+        files = {f"{path}.py" for path in wanted} | {f"{path}/__init__.py" for path in wanted}
+        for name in files & set(archive.namelist()):
+            archive.extract(name, folder)

@@ -1,0 +1,1 @@
+"""Models that the tests make themselves: random weights, a tokenizer of single characters."""

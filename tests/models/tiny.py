@@ -1,0 +1,86 @@
+"""Tiny models on disk, with a tokenizer, from a configuration alone.
+
+Not covered: the demo's model, which can do sums (`cli/demo_model.py`).
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+VOCABULARY = 301
+"""No multiple of 64: vLLM pads it."""
+
+
+def llama(vocabulary: int = VOCABULARY) -> LlamaConfig:
+    """Llama with llama3 RoPE scaling, tied embeddings and grouped-query attention."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def qwen2(vocabulary: int = VOCABULARY) -> Qwen2Config:
+    """Qwen2 with biases and a head of its own."""
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float = 0.08) -> Path:
+    """Write a bf16 model with random weights of standard deviation `std`, and its tokenizer, to `folder`."""
+    torch.manual_seed(seed)
+    config.initializer_range = std
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer of single characters, as many of them as the vocabulary has room for."""
+    special = ["<pad>", "<unk>", "<eos>"]
+    characters = [chr(code) for code in range(32, 127)]
+    filler = [chr(0x4E00 + index) for index in range(max(0, vocabulary - len(special) - len(characters)))]
+    words = [*special, *characters, *filler][:vocabulary]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder)

@@ -1,0 +1,199 @@
+"""Chunked log-probabilities against the naive computation, and against whole transformers models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from bridge.errors import UnsupportedModelError
+from bridge.training import logits
+from bridge.training.batch import MicroBatch
+from bridge.training.logprobs import check_head, model_logprobs, token_logprobs
+
+VOCABULARY = 301
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows a chunk, so that every test crosses chunks and ends in a part of one."""
+    monkeypatch.setattr(logits, "CHUNK_LOGITS", 3 * VOCABULARY + 5)
+
+
+def naive(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    raw = hidden @ head.T + (0 if bias is None else bias)
+    raw = raw / scale
+    raw = raw if cap is None else cap * torch.tanh(raw / cap)
+    logprobs = (raw / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cap", "scale", "with_bias"), [(None, 1.0, False), (None, 8.0, True), (2.0, 1.0, False)])
+def test_values_and_gradients_are_those_of_the_naive_computation_in_float64(
+    dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(VOCABULARY + 19, 16).to(dtype)
+    leaves = [torch.randn(10, 16).to(dtype), fused[:VOCABULARY], torch.randn(VOCABULARY).to(dtype)]
+    ours, exact = [x.detach().requires_grad_() for x in leaves], [x.double().requires_grad_() for x in leaves]
+    targets, weights = torch.randint(VOCABULARY, (10,)), torch.randn(10)
+
+    logprobs, entropies = token_logprobs(
+        ours[0],
+        ours[1],
+        targets,
+        0.7,
+        ours[2] if with_bias else None,
+        final_logit_softcapping=cap,
+        logits_scaling=scale,
+    )
+    expected, expected_entropies = naive(
+        exact[0], exact[1], targets, temperature=0.7, bias=exact[2] if with_bias else None, cap=cap, scale=scale
+    )
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert not entropies.requires_grad
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-5)
+
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    # the gradient is rounded once, to its own dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    for mine, theirs in list(zip(ours, exact, strict=True))[: 3 if with_bias else 2]:
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert mine.grad.dtype == dtype
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=tolerance, atol=1e-5)
+
+
+def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(50, 64).bfloat16(), torch.randn(VOCABULARY, 64).bfloat16()
+    targets = torch.randint(VOCABULARY, (50,))
+    exact, _ = naive(hidden.double(), head.double(), targets)
+    ours, _ = token_logprobs(hidden, head, targets, 1.0)
+    rounded = (hidden @ head.T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    assert (ours - exact).abs().max() < 1e-4
+    assert (rounded - exact).abs().max() > 0.02
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_rows_still_do() -> None:
+    hidden, head = torch.randn(4, 16, requires_grad=True), torch.randn(VOCABULARY, 16)
+    token_logprobs(hidden, head, torch.arange(4), 1.0)[0].sum().backward()
+    assert hidden.grad is not None
+    assert head.grad is None
+
+
+def test_no_rows_give_no_numbers_and_zero_gradients() -> None:
+    hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    logprobs, entropies = token_logprobs(hidden, head, torch.empty(0, dtype=torch.int64), 1.0)
+    logprobs.sum().backward()
+    assert logprobs.shape == entropies.shape == (0,)
+    assert head.grad is not None
+    assert not head.grad.any()
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, tuple) else (result,)
+            sizes.extend(x.numel() for x in outputs if torch.is_tensor(x))
+            return result
+
+    hidden, head = torch.randn(100, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    with Watch():  # type: ignore[no-untyped-call]
+        token_logprobs(hidden, head, torch.arange(100), 1.0)[0].sum().backward()
+    assert max(sizes) == head.numel() < 100 * VOCABULARY
+
+
+def micro_batch(lengths: list[tuple[int, int]]) -> MicroBatch:
+    """Make rows of (prompt, completion) lengths, padded on the right."""
+    shape = len(lengths), max(sum(pair) for pair in lengths)
+    attention_mask_BT, mask_BT = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(lengths):
+        attention_mask_BT[row, : prompt + completion] = True
+        mask_BT[row, prompt - 1 : prompt + completion - 1] = True
+    return MicroBatch(
+        tokens_BT=torch.randint(VOCABULARY, shape),
+        attention_mask_BT=attention_mask_BT,
+        mask_BT=mask_BT,
+        sampled_logprobs_BT=torch.zeros(shape),
+        advantages_B=torch.ones(len(lengths)),
+    )
+
+
+def models() -> list[PreTrainedModel]:
+    return [
+        LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+        Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5, pad_token_id=0)),
+        GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_model_s_log_probabilities_and_gradients_are_those_of_its_own_logits(index: int) -> None:
+    torch.manual_seed(0)
+    model = models()[index].eval()
+    batch = micro_batch([(3, 5), (1, 2), (4, 4)])
+    ours = model_logprobs(model, batch, 0.8)
+    whole = model(input_ids=batch.tokens_BT, attention_mask=batch.attention_mask_BT).logits[:, :-1].float() / 0.8
+    expected = whole.log_softmax(-1).gather(2, batch.tokens_BT[:, 1:, None]).squeeze(2)
+
+    mask_BS = batch.mask_BT[:, :-1]
+    assert ours.shape == batch.mask_BT.shape
+    assert not ours[~batch.mask_BT].any()
+    torch.testing.assert_close(ours[:, :-1][mask_BS], expected[mask_BS], rtol=1e-5, atol=1e-5)
+
+    parameters = list(model.parameters())
+    mine, theirs = (torch.autograd.grad(x, parameters) for x in (ours.sum(), expected[mask_BS].sum()))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_known_heads_pass_the_check(index: int) -> None:
+    check_head(models()[index].bfloat16().eval())
+
+
+def test_a_head_of_its_own_kind_is_refused() -> None:
+    class Doubled(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    with pytest.raises(UnsupportedModelError, match=r"Doubled turns hidden states .* differ by 50.0%"):
+        check_head(Doubled(LlamaConfig(**SIZES)))

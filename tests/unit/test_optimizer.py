@@ -1,0 +1,218 @@
+"""The split master: exact reconstruction, nothing lost at tiny rates, nothing moved in memory."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge.errors import UsageError
+from bridge.training import optimizer as module
+from bridge.training.optimizer import SplitMasterAdamW, clip_by_global_norm
+from bridge.training.split_master import join, split
+
+
+def floats(*bits: int) -> Tensor:
+    return torch.tensor([b - 2**32 if b >= 2**31 else b for b in bits], dtype=torch.int32).view(torch.float32)
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+
+
+def master(optimizer: SplitMasterAdamW, parameter: Tensor) -> Tensor:
+    return join(parameter.detach().view(torch.int16), optimizer.state[parameter]["remainder"])
+
+
+def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(values)
+    made.grad = gradient.to(values.dtype)
+    return made
+
+
+def test_a_split_master_joins_to_the_same_bits() -> None:
+    torch.manual_seed(0)
+    anything = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).int().view(torch.float32)
+    anything = anything[anything.isfinite()]
+    edges = floats(
+        0x00000000, 0x80000000,  # zero and negative zero
+        0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x80008000,  # subnormals, around the tie
+        0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0xBF808000,  # ties with an even and an odd upper half
+        0x3FFF8000, 0x3FFFFFFF, 0xBFFFFFFF,  # a carry into the exponent
+        0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000,  # the largest, and infinities
+    )  # fmt: skip
+    for values in (anything, edges):
+        assert torch.equal(bits(join(*split(values))), bits(values))
+
+
+def test_the_upper_half_is_the_nearest_bf16_and_a_tie_goes_away_from_zero() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(100_000)
+    is_tie = (bits(values) & 0xFFFF) == 0x8000
+    upper = split(values)[0].view(torch.bfloat16)
+    assert torch.equal(upper[~is_tie], values.bfloat16()[~is_tie])
+    ties = floats(0x3F808000, 0xBF808000, 0x3F818000)
+    assert split(ties)[0].tolist() == [0x3F81, 0xBF81 - 2**16, 0x3F82]
+    assert math.copysign(1, split(torch.tensor([-0.0]))[0].view(torch.bfloat16).item()) == -1
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_500_steps_at_a_tiny_rate_equal_a_float32_master_and_plain_bf16_stalls(weight_decay: float) -> None:
+    torch.manual_seed(0)
+    start, lr = (torch.randn(40, 50) * 0.05).bfloat16(), 1e-6
+    split_weight, plain, reference = (torch.nn.Parameter(x) for x in (start.clone(), start.clone(), start.float()))
+    ours = SplitMasterAdamW([split_weight], lr=lr, weight_decay=weight_decay)
+    others = [torch.optim.AdamW([x], lr=lr, weight_decay=weight_decay, foreach=False) for x in (plain, reference)]
+    drift = torch.randn_like(reference)
+    for _ in range(500):
+        gradient = (drift + torch.randn_like(drift)).bfloat16()
+        split_weight.grad, plain.grad, reference.grad = gradient, gradient.clone(), gradient.float()
+        for optimizer in (ours, *others):
+            optimizer.step()
+    learnt = (reference.detach() - start.float()).norm()
+    torch.testing.assert_close(master(ours, split_weight), reference.detach(), rtol=1e-7, atol=1e-9)
+    assert torch.equal(split_weight.detach(), split(reference.detach())[0].view(torch.bfloat16))
+    assert (plain.detach().float() - start.float()).norm() < 0.2 * learnt
+    assert (split_weight.detach().float() - start.float()).norm() > 0.9 * learnt
+
+
+def test_views_of_rows_are_written_in_place_and_their_neighbours_are_left_alone() -> None:
+    fused = torch.randn(12, 8).bfloat16()
+    before, pointer = fused.clone(), fused.data_ptr()
+    query, value = parameter(fused[:6], torch.ones(6, 8)), parameter(fused[8:10], torch.ones(2, 8))
+    SplitMasterAdamW([query, value], lr=0.5).step()
+    assert query.data_ptr() == pointer
+    assert value.data_ptr() == pointer + 8 * 8 * 2
+    assert not (fused[:6] == before[:6]).any()
+    assert not (fused[8:10] == before[8:10]).any()
+    assert torch.equal(fused[6:8], before[6:8])
+    assert torch.equal(fused[10:], before[10:])
+
+
+def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    start, gradient = torch.randn(7, 11).bfloat16(), torch.randn(7, 11)
+    results = []
+    for chunk in (2**24, 10):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+        weight = parameter(start.clone(), gradient)
+        optimizer = SplitMasterAdamW([weight], lr=1e-3)
+        optimizer.step()
+        results.append((weight.detach(), optimizer.state[weight]["remainder"], optimizer.changed_weight_share))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]
+
+
+def test_float32_parameters_are_stepped_as_torch_does() -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(5, 6), torch.randn(20, 5, 6)
+    mine, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    ours = SplitMasterAdamW([mine], lr=1e-3, weight_decay=0.01)
+    torchs = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.01, foreach=False)
+    for gradient in gradients:
+        mine.grad, theirs.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        torchs.step()
+    torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+    assert "remainder" not in ours.state[mine]
+
+
+def test_a_float32_gradient_of_a_bf16_weight_is_used_as_it_is() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1).bfloat16())
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.tensor([1 + 2**-12])
+    optimizer = SplitMasterAdamW([weight])
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(0.1 * (1 + 2**-12), rel=1e-7)
+
+
+def test_the_share_of_changed_words_is_counted_exactly() -> None:
+    # a step of 1e-3 moves 0.01 (spacing 2^-14) and 1e-9, but not 64 (spacing 0.5); no gradient, no change
+    moved = parameter(torch.tensor([0.01, 64.0, 1e-9]).bfloat16(), torch.ones(3))
+    still = torch.nn.Parameter(torch.ones(5))
+    float32 = parameter(torch.tensor([1.0, 2.0**20]), torch.ones(2))
+    optimizer = SplitMasterAdamW([moved, still, float32], lr=1e-3)
+    assert optimizer.changed_weight_share == 0.0
+    optimizer.step()
+    assert optimizer.changed_weight_share == pytest.approx((2 + 0 + 1) / 10)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_touches_no_weight(value: float) -> None:
+    good, bad = (parameter(torch.ones(4).bfloat16(), torch.ones(4)) for _ in range(2))
+    assert bad.grad is not None
+    bad.grad[2] = value
+    optimizer = SplitMasterAdamW([good, bad], lr=0.1)
+    norm = clip_by_global_norm([good, bad], 1.0)
+    assert not math.isfinite(norm)
+    assert good.grad is not None
+    assert torch.equal(good.grad, torch.ones(4).bfloat16())
+    for known in (None, norm):
+        with pytest.raises(UsageError, match="expected a finite one: no weight was touched"):
+            optimizer.step(grad_norm=known)
+    assert torch.equal(good.detach(), torch.ones(4).bfloat16())
+    assert not optimizer.state
+
+
+def test_the_norm_of_bf16_gradients_is_a_float32_one() -> None:
+    torch.manual_seed(0)
+    weights = [parameter(torch.zeros(n).bfloat16(), torch.randn(n)) for n in (3, 1000, 40_000)]
+    exact = math.sqrt(sum(float(w.grad.double().square().sum()) for w in weights if w.grad is not None))
+    assert clip_by_global_norm(weights, 1e9) == pytest.approx(exact, rel=1e-5)
+    assert clip_by_global_norm(weights, 1.0) == pytest.approx(exact, rel=1e-5)
+    assert clip_by_global_norm(weights, 1.0) == pytest.approx(1.0, rel=2e-3)
+    assert clip_by_global_norm([torch.nn.Parameter(torch.ones(2))], 1.0) == 0.0
+
+
+def test_a_saved_state_keeps_its_dtypes_and_goes_on_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(6, 30).bfloat16()
+    straight = parameter(torch.randn(30).bfloat16(), gradients[0])
+    optimizer = SplitMasterAdamW([straight], lr=1e-5)
+    for gradient in gradients[:3]:
+        straight.grad = gradient
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = parameter(straight.detach().clone(), gradients[0])
+    other = SplitMasterAdamW([resumed], lr=1.0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert {key: value.dtype for key, value in other.state[resumed].items() if key != "step"} == {
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+        "remainder": torch.int16,
+    }
+    for gradient in gradients[3:]:
+        straight.grad, resumed.grad = gradient, gradient.clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(straight, resumed)
+    assert torch.equal(bits(master(optimizer, straight)), bits(master(other, resumed)))
+
+
+def test_a_state_of_another_model_is_refused_whole() -> None:
+    weight = parameter(torch.ones(3).bfloat16(), torch.ones(3))
+    optimizer = SplitMasterAdamW([weight])
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    larger = SplitMasterAdamW([parameter(torch.ones(4).bfloat16(), torch.ones(4))])
+    two = SplitMasterAdamW([weight, parameter(torch.ones(4), torch.ones(4))])
+    float32 = SplitMasterAdamW([parameter(torch.ones(3), torch.ones(3))])
+    for other in (larger, two, float32):
+        with pytest.raises(UsageError, match="does not fit the model"):
+            other.load_state_dict(before)
+        assert not other.state
+
+
+def test_float16_strided_and_overlapping_parameters_are_refused() -> None:
+    whole = torch.zeros(4, 4).bfloat16()
+    with pytest.raises(UsageError, match=r"torch.float16, expected bfloat16 or float32"):
+        SplitMasterAdamW([torch.nn.Parameter(whole.half())])
+    with pytest.raises(AssertionError, match=r"\(4, 1\)"):
+        SplitMasterAdamW([torch.nn.Parameter(whole[:, :2])])
+    with pytest.raises(AssertionError, match="overlaps"):
+        SplitMasterAdamW([torch.nn.Parameter(whole[:3]), torch.nn.Parameter(whole[2:])])
