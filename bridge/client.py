@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bridge.errors import AttachError, ServerUnreachableError
+from bridge.errors import AttachError, ManifestError, ServerUnreachableError
 from bridge.process import ProcessIdentity
 from bridge.protocol import (
     Digests,
@@ -17,6 +17,7 @@ from bridge.protocol import (
     InFlight,
     PauseRequest,
     ReadRequest,
+    Refusal,
     ReleaseRequest,
     Status,
     Values,
@@ -38,9 +39,7 @@ class BridgeClient:
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         self.url = url or manifest.url
         self._holder = ProcessIdentity.current()
-        self._http = httpx.Client(
-            base_url=self.url, headers={"authorization": f"Bearer {manifest.token}"}, timeout=timeout_s
-        )
+        self._http = _open(self.url, manifest.token, timeout_s)
 
     def __enter__(self) -> Self:
         """Use the connection in a `with` block."""
@@ -82,26 +81,38 @@ class BridgeClient:
 
     def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
         """Let the server set `elements`; only inside the fence."""
-        self._call(
-            "POST", "tensors/write", WriteRequest(holder=self._holder, elements=elements, values=values), Status
-        )
+        self._call("POST", "tensors/write", WriteRequest(holder=self._holder, elements=elements, values=values), Status)
 
     def _call(self, method: str, route: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
         content = None if body is None else body.model_dump_json()
         headers = {"content-type": "application/json"}
         try:
             response = self._http.request(method, f"/bridge/{route}", content=content, headers=headers)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise unreachable(self.url, f"{type(error).__name__}: {error}") from error
         if response.status_code == CONFLICT:
-            refusal = response.json()
-            raise AttachError(refusal["error"], remedy=refusal["remedy"])
+            refusal = self._parse(route, response, Refusal)
+            raise AttachError(refusal.error, remedy=refusal.remedy)
         if not response.is_success:
             raise unreachable(self.url, f"/bridge/{route} answered {response.status_code}: {response.text[:200]}")
+        return self._parse(route, response, answer)
+
+    def _parse(self, route: str, response: httpx.Response, kind: type[Answer]) -> Answer:
         try:
-            return answer.model_validate_json(response.content)
+            return kind.model_validate_json(response.content)
         except ValidationError as error:
-            raise unreachable(self.url, f"/bridge/{route} answered what is no {answer.__name__}") from error
+            raise unreachable(self.url, f"/bridge/{route} answered what is no {kind.__name__}") from error
+
+
+def _open(url: str, token: str, timeout_s: float) -> httpx.Client:
+    """Open a connection past any proxy: the server is on this host."""
+    headers = {"authorization": f"Bearer {token}"}
+    try:
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ManifestError(
+            f"{url} is no address of a server: {error}", remedy="--vllm-port, or restart the server"
+        ) from error
 
 
 def unreachable(url: str, reason: str) -> ServerUnreachableError:

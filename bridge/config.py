@@ -188,7 +188,5 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         if self.batch_size % self.group_size:
-            raise ValueError(
-                f"--batch-size {self.batch_size} is no multiple of --group-size {self.group_size}"
-            )
+            raise ValueError(f"--batch-size {self.batch_size} is no multiple of --group-size {self.group_size}")
         return self

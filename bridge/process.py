@@ -54,7 +54,7 @@ def boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _start_ticks(pid: int) -> int | None:

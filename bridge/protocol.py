@@ -83,6 +83,15 @@ class WriteRequest(Body):
     """One value per element, exactly representable in the parameter's type."""
 
 
+class Refusal(Body):
+    """The answer with status 409: what was asked for cannot be done."""
+
+    error: str
+    """What is wrong, what was found and expected."""
+    remedy: str
+    """One line that mends it."""
+
+
 class Values(Body):
     """The answer to a read."""
 

@@ -51,9 +51,8 @@ def shortened(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def source_file(environment: object) -> str:
-    """Return the file that defines the class of `environment`, or its module's name when there is none."""
-    kind = type(environment)
+def source_file(kind: type) -> str:
+    """Return the file that defines the class `kind`, or its module's name when there is none."""
     try:
         return inspect.getfile(kind)
     except (TypeError, OSError):  # defined interactively, or in C
@@ -61,7 +60,7 @@ def source_file(environment: object) -> str:
 
 
 def _score(environment: Environment, problem: Problem, completion: str) -> float:
-    name, file = type(environment).__name__, source_file(environment)
+    name, file = type(environment).__name__, source_file(type(environment))
     prompt = shortened(repr(problem["prompt"]))
     subject = f", on prompt {prompt} and completion {shortened(repr(completion))}"
     with foreign_code(f"{name}.score", file, subject):
@@ -70,10 +69,10 @@ def _score(environment: Environment, problem: Problem, completion: str) -> float
     if reward is not None and math.isfinite(reward):
         return reward
     kind = "" if reward is not None else f" of type {type(value).__name__}"
+    returned = f"{name}.score returned {shortened(repr(value))}{kind}, expected a finite number"
     raise RewardError(
-        f"{name}.score returned {shortened(repr(value))}{kind}, expected a finite number ({_definition(environment, file)})"
-        f"{subject}",
-        remedy=f"return a finite number from score in {Path(file).name}, 0.0 for instance, then run the same command again",
+        f"{returned} ({_definition(environment, file)}){subject}",
+        remedy=f"return a finite number from score in {Path(file).name}, then run the same command again",
     )
 
 

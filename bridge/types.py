@@ -10,7 +10,8 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_check
 Message = dict[str, str]
 """One chat message: `role` and `content`."""
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
+"""What vLLM 0.26 to 0.33 answer; its fifth reason, `error`, always becomes an HTTP status of 500."""
 
 
 class Problem(TypedDict):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from bridge.checks.result import Check, failed, passed
 from bridge.client import BridgeClient
@@ -97,7 +98,7 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
 
 def logprobs(attached: AttachedModel, sampler: Sampler) -> Check:
     """Check that vLLM and the attached model give the same log-probabilities to tokens that vLLM sampled."""
-    diffs = logprob_diffs(attached, sampler)
+    diffs = logprob_diffs(attached.model, sample(sampler, attached.model.config.vocab_size))
     mean, largest = diffs.mean().item(), diffs.max().item()
     name, expected = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
@@ -106,23 +107,25 @@ def logprobs(attached: AttachedModel, sampler: Sampler) -> Check:
     return failed(name, found, expected, "compare the versions of transformers and vLLM, and the model's configuration")
 
 
-def logprob_diffs(attached: AttachedModel, sampler: Sampler) -> torch.Tensor:
-    """Sample from random prompts and return |log-probability of vLLM - of the attached model| per token, in nats."""
+def sample(sampler: Sampler, vocab_size: int) -> list[Group]:
+    """Sample completions of random prompts, always the same prompts for the same vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    size = (NUM_PROMPTS, PROMPT_TOKENS)
-    prompts = [tuple(row) for row in torch.randint(attached.model.config.vocab_size, size, generator=generator).tolist()]
-    groups = [
-        Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=sampled, rewards=(0.0,) * len(sampled))
-        for prompt, sampled in zip(
-            prompts, sampler.sample(prompts, num_samples=NUM_SAMPLES, seed=0), strict=True
-        )
+    rows = torch.randint(vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    prompts = [tuple(row) for row in rows]
+    return [
+        Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=sampled, rewards=(0.0,) * NUM_SAMPLES)
+        for prompt, sampled in zip(prompts, sampler.sample(prompts, num_samples=NUM_SAMPLES, seed=0), strict=True)
     ]
+
+
+def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
+    """Return |log-probability of the server, as it came with the token - of `model`| per sampled token, in nats."""
     parts = batch.micro_batches(
-        groups, torch.ones(NUM_PROMPTS, NUM_SAMPLES), max_tokens=2**13, pad_token_id=0, device=attached.device
+        groups, torch.ones(len(groups), NUM_SAMPLES), max_tokens=2**13, pad_token_id=0, device=model.device
     )
     with torch.no_grad():
         return torch.cat(
-            [(model_logprobs(attached.model, part, 1.0) - part.sampled_logprobs_BT)[part.mask_BT].abs() for part in parts]
+            [(model_logprobs(model, part, 1.0) - part.sampled_logprobs_BT)[part.mask_BT].abs() for part in parts]
         )
 
 

@@ -1,7 +1,8 @@
 """Where vLLM can run here: which vLLM is installed and which GPUs the driver shows, without importing torch or vLLM.
 
 Not covered: whether the GPU fits the installed vLLM (`bridge doctor`).
-Source: `cuda.h` of the CUDA driver API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`), which minds CUDA_VISIBLE_DEVICES.
+Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`); it minds
+CUDA_VISIBLE_DEVICES.
 """
 
 import ctypes

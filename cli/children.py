@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import psutil
 from bridge.process import ProcessIdentity
 
 POLL_S = 0.2
+TRACKER_S = 5.0
+"""Time for a resource tracker to remove what its killed users left in /dev/shm: hundreds of MiB for vLLM."""
 
 TETHER = """
 import ctypes, os, signal, sys
@@ -70,16 +72,6 @@ def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Chi
     return Child(process, ProcessIdentity.of(process.pid), log)
 
 
-@contextlib.contextmanager
-def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[Child]:
-    """Run `argv` for as long as the context lasts, and leave nothing of its tree behind."""
-    child = start(argv, environment, log)
-    try:
-        yield child
-    finally:
-        stop(child)
-
-
 def wait_until(child: Child, is_ready: Callable[[], bool], *, limit_s: float, tell: Callable[[float], None]) -> bool:
     """Wait until `is_ready`; return False when `child` ended first or `limit_s` seconds passed.
 
@@ -94,7 +86,7 @@ def wait_until(child: Child, is_ready: Callable[[], bool], *, limit_s: float, te
     return False
 
 
-def stop(child: Child, *, grace_s: float = 30.0) -> None:
+def stop(child: Child, *, grace_s: float = 15.0) -> None:
     """Ask `child` to end, and make sure after `grace_s` that nothing of its tree is left.
 
     A second Ctrl-C ends the grace at once.
@@ -104,15 +96,30 @@ def stop(child: Child, *, grace_s: float = 30.0) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
         _wait(child.is_alive, grace_s)
-        _wait(lambda: any(_is_running(process) for process in tree), grace_s / 6)
+        _wait(lambda: any(_is_running(process) for process in tree), grace_s / 3)
     finally:
         tree |= _tree(child)
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # psutil checks the start time first: a reused pid is left alone
+        trackers = {process for process in tree if _is_tracker(process)}
+        _kill(tree - trackers)
         child.process.wait()
+        _wait(lambda: any(_is_running(process) for process in trackers), TRACKER_S)
+        _kill(trackers)
         left = psutil.wait_procs(list(tree), timeout=5)[1]
         assert not left, f"processes that we started cannot be killed: {left}"
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # psutil checks the start time first: a reused pid is left alone
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Tell whether it is Python's resource tracker: it ends after its users, having removed their shared memory."""
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _wait(busy: Callable[[], bool], limit_s: float) -> None:

@@ -30,6 +30,7 @@ def doctor(
         typer.Option(
             "--port",
             "--vllm-port",
+            metavar="INTEGER",
             min=1,
             max=65535,
             envvar=["BRIDGE_PORT", "BRIDGE_VLLM_PORT"],
@@ -49,6 +50,7 @@ def doctor(
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(
+            metavar="auto|cpu|cuda",
             envvar="BRIDGE_DEVICE",
             show_envvar=False,
             help="Where vLLM is to run; auto: what the installed vLLM was built for.",
@@ -93,7 +95,8 @@ def lines(check: Check, width: int) -> Iterator[Text]:
     if check.status in ("WARN", "FAIL"):
         yield from hanging(Text(f"{label}{'expected':{LABEL_WIDTH}} ", "dim"), check.expected, width)
     if check.remedy:
-        yield from hanging(Text(f"{label}{'mend':{LABEL_WIDTH}} ", "bold"), check.remedy, width)
+        heading = "next" if check.status == "SKIP" else "mend"
+        yield from hanging(Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.remedy, width)
 
 
 def hanging(head: Text, text: str, width: int) -> Iterator[Text]:

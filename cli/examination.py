@@ -12,7 +12,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import bridge
-from bridge.checks import cuda_ipc, facts, gpu, installation, manifest, memfd, memory, port, server, software
+from bridge.checks import cuda_ipc, facts, gpu, installation, leftovers, manifest, memfd, memory, port, server, software
 from bridge.checks.result import Check, failed, passed
 from bridge.checks.surroundings import environment_variables
 from bridge.config import ServeConfig
@@ -121,7 +121,8 @@ def server_checks(
         checks += manifest.others(examined.path)
     own = port_of(live) if live else None
     wanted = asked_port or own or DEFAULT_PORT
-    return [*checks, port.check(wanted, live.server.pid if live and wanted == own else None)]
+    listener = port.check(wanted, live.server.pid if live and wanted == own else None)
+    return [*checks, listener, leftovers.engines_have_servers(leftovers.running())]
 
 
 def port_of(live: Manifest) -> int | None:

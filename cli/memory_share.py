@@ -45,7 +45,9 @@ def derive(model: str, *, gpu_bytes: int, tensor_parallel_size: int) -> MemorySh
         f"{num_params / 1e9:.2f}B parameters: training needs {mine * TRAINER_BYTES / GIB:.0f} GiB for gradients and "
         f"optimizer and about {activations / GIB:.0f} GiB for activations of {gpu_bytes / GIB:.0f} GiB"
     )
-    return MemoryShare(share, reason + ("; that is more than is left, it may run out of memory" if least > left else ""))
+    return MemoryShare(
+        share, reason + ("; that is more than is left, it may run out of memory" if least > left else "")
+    )
 
 
 def count_parameters(model: Path) -> int | None:

@@ -4,7 +4,7 @@ Not covered: the trainer's process, which is this one.
 """
 
 import contextlib
-import http.client
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +22,13 @@ from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
 from cli.server_command import ServerCommand
 from cli.train import load_environment, train_in
+from cli.watchdog import Watchdog, health
 
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
+
+STOP_GRACE_S = 15.0
+START_GRACE_S = 2.0
+"""A server that is still starting has nothing to lose, and vLLM 0.32 heeds no SIGTERM while its engine starts."""
 
 StartLimit = Annotated[
     float,
@@ -71,16 +76,21 @@ def serving(config: ServeConfig, command: ServerCommand, log: Path, *, limit_s: 
         ServerUnreachableError: it was not ready within `limit_s` seconds, or died, then or later.
         BridgeError: whatever the patches refused inside it.
     """
-    with children.running(command.argv, command.environment, log) as child:
-        try:
-            _wait(child, config, command, limit_s)
+    child = children.start(command.argv, command.environment, log)
+    watchdog = Watchdog(child, _reachable(config.host), config.port)
+    grace_s = START_GRACE_S
+    try:
+        _wait(child, config, command, limit_s)
+        grace_s = STOP_GRACE_S
+        with watchdog.watching():
             yield child
-        except ServerUnreachableError as error:
-            if child.is_alive():
-                raise
-            raise _died(child, f"{error.message}; ", log) from error
-        finally:
-            manifest.remove_own(command.manifest, child.identity)
+    except ServerUnreachableError as error:
+        if child.is_alive():
+            raise
+        raise _died(child, watchdog) from error
+    finally:
+        children.stop(child, grace_s=grace_s)
+        manifest.remove_own(command.manifest, child.identity)
 
 
 def _wait(child: Child, config: ServeConfig, command: ServerCommand, limit_s: float) -> None:
@@ -100,18 +110,23 @@ def _wait(child: Child, config: ServeConfig, command: ServerCommand, limit_s: fl
             remedy=f"read {child.log}, or give it more time with --start-limit-s",
         )
     else:
-        raise _died(child, "", child.log)
+        raise _died(child)
 
 
-def _died(child: Child, context: str, log: Path) -> BridgeError:
+def _died(child: Child, watchdog: Watchdog | None = None) -> BridgeError:
     """Return what a person has to know of a server that ended by itself."""
-    refused = server_log.own_error(log)
+    refused = server_log.own_error(child.log)
     if refused is not None:
         return refused
+    how = "lost its engine" if watchdog and watchdog.bit else f"ended with {_in_words(child.exit_code())}"
     return ServerUnreachableError(
-        f"{context}vLLM (pid {child.process.pid}) ended with exit code {child.exit_code()}: {server_log.root_error(log)}",
-        remedy=f"read {log}",
+        f"vLLM (pid {child.process.pid}) {how}: {server_log.root_error(child.log)}", remedy=f"read {child.log}"
     )
+
+
+def _in_words(exit_code: int | None) -> str:
+    assert exit_code is not None, "it has ended"
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _is_ready(child: Child, config: ServeConfig, path: Path) -> bool:
@@ -121,13 +136,7 @@ def _is_ready(child: Child, config: ServeConfig, path: Path) -> bool:
             return False
     except (FileNotFoundError, ManifestError):
         return False
-    connection = http.client.HTTPConnection(_reachable(config.host), config.port, timeout=2)
-    with contextlib.closing(connection):
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except (OSError, http.client.HTTPException):
-            return False
+    return health(_reachable(config.host), config.port) == "well"
 
 
 def _reachable(host: str) -> str:

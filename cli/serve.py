@@ -23,7 +23,7 @@ from cli.server_command import ServerCommand
 
 VllmFlags = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[-- FLAGS OF VLLM]", help="Passed to vllm serve as they are.", show_default=False),
+    typer.Argument(metavar="-- VLLM_FLAGS", help="vLLM's own flags, passed on as they are.", show_default=False),
 ]
 
 
@@ -64,7 +64,9 @@ def check_model(model: str) -> None:
     folder = Path(model).expanduser()
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
         found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-        raise UsageError(f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub")
+        raise UsageError(
+            f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub"
+        )
 
 
 def check_port(host: str, port: int) -> None:
@@ -132,15 +134,15 @@ def _check_is_here(path: Path) -> None:
         where = f"host {found.host}" if another_host else "another container"
         raise UsageError(
             f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
-            remedy=f"choose another place with --vllm-config-path, or remove the file if that server is gone: rm {path}",
+            remedy=f"choose another place with --vllm-config-path, or, if that server is gone: rm {path}",
         )
 
 
 def _holder(port: int) -> str:
     """Return who listens on `port`, in words; empty where the system does not tell us."""
     try:
-        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
-        pid = next((connection.pid for connection in listening if connection.pid), None)
+        listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+        pid = next((listener.pid for listener in listening if listener.laddr and listener.laddr.port == port), None)
         return f" by pid {pid} ({psutil.Process(pid).name()})" if pid else ""
     except psutil.Error:
         return ""

@@ -52,7 +52,11 @@ class ServerCommand:
             argv=(*_vllm(config, share), *_defaults(flags), *flags),
             environment={**environment, **cpu},
             manifest=Path(environment["BRIDGE_MANIFEST_PATH"]),
-            notes=(f"{device}: {why}", *share_note, *(f"{name}={value}: not set, derived" for name, value in cpu.items())),
+            notes=(
+                f"{device}: {why}",
+                *share_note,
+                *(f"{name}={value}: not set, derived" for name, value in cpu.items()),
+            ),
         )
 
 
@@ -82,9 +86,7 @@ def _memory_share(config: ServeConfig, flags: Sequence[str], device: Device) -> 
     if config.gpu_memory_utilization or device == "cpu" or "--kv-cache-memory-bytes" in vllm_flags.names(flags):
         return config.gpu_memory_utilization, []
     smallest = min(accelerator.gpu_memory_bytes())
-    derived = memory_share.derive(
-        config.model, gpu_bytes=smallest, tensor_parallel_size=config.tensor_parallel_size
-    )
+    derived = memory_share.derive(config.model, gpu_bytes=smallest, tensor_parallel_size=config.tensor_parallel_size)
     return derived.share, [f"--gpu-memory-utilization {derived.share}: {derived.reason}"]
 
 

@@ -15,15 +15,21 @@ PREFIX = re.compile(
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+\s[\d:.,]+\s+)?"  # ERROR 11-20 11:03:01
     r"(\[[^\]]+:\d+\]\s?)?"  # [core.py:1234]
 )
-ERROR = re.compile(r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*")
+ERROR = re.compile(
+    r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
+)
 LAST_BYTES = 1 << 18
 """What is read from the end of a log: the traceback of its end fits, an old one of a long run does not."""
 
 
 def root_error(log: Path) -> str:
-    """Return the line that says why the process ended: its first error, else its last line."""
+    """Return the line that says why the process ended: its first error; where there is none, its last line."""
     lines = list(_lines(log))
-    return next((line for line in lines if _is_root(line)), lines[-1] if lines else "it printed nothing")
+    place = next((place for place, line in enumerate(lines) if _is_root(line)), None)
+    if place is None:
+        return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
+    further = lines[place + 1 : place + 3] if "validation error" in lines[place] else []  # pydantic says what below
+    return " ".join([lines[place], *(line.strip() for line in further)]).partition(" [type=")[0]
 
 
 def last_line(log: Path) -> str:

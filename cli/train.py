@@ -42,7 +42,6 @@ def train_in(run: RunDirectory, config: TrainConfig, environment: Environment, *
     """
     from bridge.training import loop
 
-    run.write_config(config)
     console.note(f"run directory: {run.path}", style="dim")
 
     def report(metrics: StepMetrics) -> None:
@@ -50,7 +49,7 @@ def train_in(run: RunDirectory, config: TrainConfig, environment: Environment, *
         if as_json:
             console.data(to_json(metrics))
 
-    summary = loop.train(config, environment, run, report=report)
+    summary = loop.train(config, environment, run, report)
     console.note(summary_line(summary))
     return summary
 
@@ -74,5 +73,5 @@ def summary_line(summary: "Summary") -> str:
         rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
     return (
         f"done: {summary.steps} steps{rewards}  |dlogprob| max {summary.logprob_diff_max:.3f}"
-        f"  fence p50 {summary.fence_p50_ms:.1f} ms"
+        f"  fence p50 {summary.fence_p50_ms:.1f} ms  checkpoint {summary.checkpoint}"
     )

@@ -55,7 +55,7 @@ def shown(checks: Iterable[Check], *, as_json: bool) -> list[Check]:
     seen = []
     for check in checks:
         seen.append(check)
-        console.verdict(check.status, check.name, check.found)
+        console.verdict(check.status, f"{check.name}: {check.found}")
         if check.status == "FAIL":
             console.note(f"      expected: {check.expected}\n      hint: {check.remedy}")
         if as_json:

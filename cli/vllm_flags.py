@@ -44,10 +44,22 @@ def _at_most(limit: float) -> Callable[[str], bool]:
 
 
 def _plain_format(value: str) -> bool:
-    return value in {"auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"}
+    return value in {
+        "auto",
+        "hf",
+        "pt",
+        "safetensors",
+        "npcache",
+        "dummy",
+        "mistral",
+        "fastsafetensors",
+        "runai_streamer",
+    }
 
 
-_REPLICAS = Refusal("every data-parallel replica has weights of its own, a trainer would train one of them", _at_most(1))
+_REPLICAS = Refusal(
+    "every data-parallel replica has weights of its own, a trainer would train one of them", _at_most(1)
+)
 _RANK = Refusal("one server has to own every weight; data-parallel replicas have their own")
 _DRAFT = Refusal("the draft model is a second set of weights, which would not be trained")
 _OFFLOAD = Refusal("offloaded weights live in host memory and are copied to the GPU for each use", _at_most(0))
@@ -56,13 +68,17 @@ _NO_HTTP = Refusal("the trainer reaches the server over plain HTTP on its port")
 _HIDDEN = Refusal("the API server's process has to be the one that writes the manifest")
 
 REFUSED: Mapping[str, Refusal] = {
-    "--quantization": Refusal("quantised weights are not the bytes that a trainer updates", {"none", "None"}.__contains__),
+    "--quantization": Refusal(
+        "quantised weights are not the bytes that a trainer updates", {"none", "None"}.__contains__
+    ),
     "--quantization-config": Refusal("quantised weights are not the bytes that a trainer updates"),
     "--load-format": Refusal("this loader maps or repacks the weights in a way of its own", _plain_format),
     "--worker-extension-cls": Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
     "--worker-cls": Refusal("Bridge's patches fit vLLM's own workers alone"),
     "--weight-transfer-config": Refusal("a second way of writing weights would race with the fence"),
-    "--pipeline-parallel-size": Refusal("a pipeline stage holds some layers alone; a trainer needs them all", _at_most(1)),
+    "--pipeline-parallel-size": Refusal(
+        "a pipeline stage holds some layers alone; a trainer needs them all", _at_most(1)
+    ),
     "--data-parallel-size": _REPLICAS,
     "--data-parallel-size-local": _REPLICAS,
     "--data-parallel-rank": _RANK,

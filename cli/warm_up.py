@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """Label of a token that is given rather than predicted."""
+WEIGHT_DECAY = 0.1
+"""Without it the sums that are not shown are learnt later."""
 SLIPS = (-2, -1, 1, 2)
 """How far a wrong answer is from the right one."""
 
@@ -31,41 +33,67 @@ Example = tuple[str, str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Steps that share one mixture of answers."""
+
+    num_steps: int
+    """Optimizer steps."""
+    right_share: float
+    """Weight of the right answers in the loss."""
+    lr: float
+    """Learning rate at its peak; it falls to a twentieth along a cosine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How long and from what the model learns."""
 
-    num_clean_steps: int = 160
-    """Steps with right answers alone."""
-    num_mixed_steps: int = 50
-    """Steps after them, with wrong answers mixed in."""
+    clean: Phase = Phase(num_steps=160, right_share=1.0, lr=3e-3)
+    """First, with right answers alone."""
+    mixed: Phase = Phase(num_steps=40, right_share=0.53, lr=5e-4)
+    """Then, with wrong answers mixed in; held-out problems end a little below the share of right ones."""
     batch_size: int = 96
     """Problems per step."""
-    right_share: float = 0.55
-    """Weight of the right answers in the mixed steps; on held-out problems the model ends a little below it."""
-    lr: float = 3e-3
-    """Learning rate at its peak; it falls to a twentieth along a cosine."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
     seed: int = 0
     """Seed of the initial weights, the order of the problems and the wrong answers."""
+
+    def phases(self) -> tuple[Phase, Phase]:
+        """Return the phases in their order."""
+        return (self.clean, self.mixed)
+
+    def num_steps(self) -> int:
+        """Return the steps of all phases."""
+        return sum(phase.num_steps for phase in self.phases())
 
 
 def warm_up(model: Any, tokenizer: Any, problems: Iterable[Problem], recipe: Recipe, progress: Progress) -> None:
     """Train `model` in place, in the element type that it has."""
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
-    num_steps = recipe.num_clean_steps + recipe.num_mixed_steps
     draw = random.Random(recipe.seed)  # noqa: S311  no secret is made of it
     batches = _batches(list(problems), recipe.batch_size, draw)
-    for step in range(num_steps):
-        optimizer.param_groups[0]["lr"] = recipe.lr * _lr_share(step, num_steps)
-        right_share = 1.0 if step < recipe.num_clean_steps else recipe.right_share
+    done = 0
+    for phase in recipe.phases():
+        learn = _learner(model, tokenizer, phase)
+        for step in range(phase.num_steps):
+            learn(step, _examples(next(batches), phase.right_share, draw))
+            done += 1
+            progress(done, recipe.num_steps())
+
+
+def _learner(model: Any, tokenizer: Any, phase: Phase) -> Callable[[int, list[Example]], None]:
+    """Return what makes one step of `phase`."""
+    import torch
+
+    # A new optimizer: after right answers alone the moments are tiny, and the first wrong ones would make huge steps.
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
+
+    def learn(step: int, examples: list[Example]) -> None:
+        optimizer.param_groups[0]["lr"] = phase.lr * _lr_share(step, phase.num_steps)
         optimizer.zero_grad()
-        _loss(model, tokenizer, _examples(next(batches), right_share, draw)).backward()
+        _loss(model, tokenizer, examples).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        progress(step + 1, num_steps)
+
+    return learn
 
 
 def _lr_share(step: int, num_steps: int) -> float:

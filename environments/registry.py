@@ -36,7 +36,8 @@ def load(name: str) -> Environment:
     environment = _made(_class(name), name)
     _check_score(environment, name)
     _check_problems(environment, name)
-    return environment
+    checked: Environment = environment
+    return checked
 
 
 def _class(name: str) -> type:
@@ -94,18 +95,20 @@ def _class_in(module: ModuleType, class_name: str, path: str) -> type:
 
 
 def _made(kind: type, name: str) -> Any:
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(kind).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        raise UsageError(
-            f"environment {name}: {kind.__name__} needs constructor arguments ({', '.join(needed)}), expected none",
-            remedy=f"give each of them a default in {kind.__name__}.__init__",
-        )
-    with foreign_code(f"environment {name}: making {kind.__name__}()", inspect.getfile(kind)):
+    with foreign_code(f"environment {name}: making {kind.__name__}()", source_file(kind)):
+        if needed := [
+            parameter.name for parameter in inspect.signature(kind).parameters.values() if _is_needed(parameter)
+        ]:
+            raise UsageError(
+                f"environment {name}: {kind.__name__} needs constructor arguments ({', '.join(needed)}), expected none",
+                remedy=f"give each of them a default in {kind.__name__}.__init__",
+            )
         return kind()
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    takes_any_number = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not takes_any_number
 
 
 def _check_score(environment: Any, name: str) -> None:
@@ -117,12 +120,13 @@ def _check_score(environment: Any, name: str) -> None:
         inspect.signature(score).bind({}, "")
     except TypeError as error:
         raise RewardError(
-            f"environment {name}: score cannot be called with (problem, completion): {error}", remedy=f"write it as: {form}"
+            f"environment {name}: score cannot be called with (problem, completion): {error}",
+            remedy=f"write it as: {form}",
         ) from error
 
 
 def _check_problems(environment: Any, name: str) -> None:
-    file = source_file(environment)
+    file = source_file(type(environment))
     with foreign_code(f"environment {name}: listing its problems", file):
         if not isinstance(environment, Iterable):
             _refuse(name, "is not iterable", f"add __iter__, which yields problems such as {EXAMPLE}")

@@ -83,14 +83,15 @@ def _rows(layer: nn.Module, shard: Any, total: int) -> tuple[int, int]:
         return 0, _vocabulary_rows(layer)
     if shard is None:
         return 0, total
-    if isinstance(layer, QKVParallelLinear):
+    if isinstance(layer, QKVParallelLinear) and isinstance(shard, str | int):
         part = shard if isinstance(shard, str) else "qkv"[shard]
         return layer._get_shard_offset_mapping(part), layer._get_shard_size_mapping(part)
-    if isinstance(layer, MergedColumnParallelLinear):
+    if isinstance(layer, MergedColumnParallelLinear) and isinstance(shard, int):
         sizes = [size // layer.tp_size for size in layer.output_sizes]
         return sum(sizes[:shard]), sizes[shard]
     raise UnsupportedModelError(
-        f"{type(layer).__name__} is fused in a way that Bridge does not know", remedy=OTHER_MODES
+        f"shard {shard!r} of vLLM's {type(layer).__name__} is cut in a way that Bridge does not know",
+        remedy=OTHER_MODES,
     )
 
 

@@ -14,14 +14,15 @@ from functools import wraps
 
 def patch() -> None:
     """Give the tag `weights` a null context; once per process."""
-    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415  slow, and only where it is needed
+    from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker._maybe_get_memory_pool_context
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, "bridge"):
         return
 
     @wraps(original)
     def pool_context(worker: Worker, tag: str) -> AbstractContextManager[None]:
         return nullcontext() if tag == "weights" else original(worker, tag)
 
+    pool_context.bridge = True  # type: ignore[attr-defined]
     Worker._maybe_get_memory_pool_context = pool_context

@@ -23,16 +23,16 @@ _blocks: dict[int, SharedBlock] = {}
 
 def patch() -> None:
     """Wrap `load_model` of every runner of this vLLM; once per process."""
-    from vllm.platforms import current_platform  # noqa: PLC0415  initialises the platform
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
         _wrap(CPUModelRunner, _move_to_shared_memory)
         _keep_plain_linear()
         return
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2  # noqa: PLC0415
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
     _wrap(GPUModelRunner, _no_change)
     _wrap(GPUModelRunnerV2, _no_change)
@@ -43,9 +43,23 @@ def shared_block(model: nn.Module) -> SharedBlock | None:
     return _blocks.get(id(model))
 
 
-def addresses(model: nn.Module) -> dict[str, int]:
-    """Return the address of every parameter."""
-    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+class Places:
+    """Where every parameter of a model lay when this was made; quick enough to be asked at every fence."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = [
+            (f"{prefix}.{leaf}", module, leaf, parameter.data_ptr())
+            for prefix, module in model.named_modules()
+            for leaf, parameter in module.named_parameters(recurse=False)
+        ]
+
+    def moved(self) -> list[str]:
+        """Return the parameters that have another address now, or are gone."""
+        return [
+            name
+            for name, module, leaf, address in self._known
+            if (parameter := module._parameters.get(leaf)) is None or parameter.data_ptr() != address
+        ]
 
 
 def _wrap(runner: type[Any], after: Callable[[nn.Module], None]) -> None:
@@ -57,7 +71,7 @@ def _wrap(runner: type[Any], after: Callable[[nn.Module], None]) -> None:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         after(self.get_model())
-        self.bridge_addresses = addresses(self.get_model())
+        self.bridge_places = Places(self.get_model())
 
     load_model.bridge = True  # type: ignore[attr-defined]
     runner.load_model = load_model
@@ -89,9 +103,9 @@ def _move_to_shared_memory(model: nn.Module) -> None:
 
 def _keep_plain_linear() -> None:
     """Stop vLLM from repacking linear layers on the CPU (oneDNN, SGL, zentorch) and dropping their weights."""
-    from vllm.model_executor.layers import utils  # noqa: PLC0415
+    from vllm.model_executor.layers import utils
 
-    def plain_linear(layer: nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001  vLLM's signature
+    def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
         layer.cpu_linear = nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear

@@ -19,7 +19,7 @@ def register() -> None:
     """
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from patches import compatibility, memory_pool, model_runner  # noqa: PLC0415  see the module's docstring
+    from patches import compatibility, memory_pool, model_runner
 
     compatibility.check_installed()
     model_runner.patch()

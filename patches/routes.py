@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import socket
 import sys
 from argparse import Namespace
@@ -37,6 +38,7 @@ from bridge.protocol import (
     Digests,
     PauseRequest,
     ReadRequest,
+    Refusal,
     ReleaseRequest,
     Status,
     Values,
@@ -71,7 +73,7 @@ class BridgeRoutes:
         try:
             exported = await _export(engine_client, args)
         except BridgeError as error:
-            print(f"error: {error.message}\n\nhint: {error.remedy}", file=sys.stderr)  # noqa: T201  the log's last word
+            _tell(error)
             raise SystemExit(error.exit_code) from error
         state.bridge_manifest = exported
         state.bridge_fence = ServerFence(engine_client)
@@ -175,7 +177,7 @@ async def write(body: WriteRequest, request: Request, fence: Fence) -> Status:
 
 
 async def _refusal(_request: Request, error: BridgeError) -> JSONResponse:
-    return JSONResponse({"error": error.message, "remedy": error.remedy}, status_code=409)
+    return JSONResponse(Refusal(error=error.message, remedy=error.remedy).model_dump(), status_code=409)
 
 
 async def _export(engine_client: Any, args: Namespace) -> Manifest:
@@ -229,13 +231,25 @@ def _versions() -> dict[str, str]:
 
 
 async def _write_when_listening(exported: Manifest, path: Path) -> None:
-    async with httpx.AsyncClient(verify=False) as client:  # noqa: S501  this very server's own certificate
-        while True:
-            try:
-                if (await client.get(f"{exported.url}/health")).is_success:
-                    break
-            except httpx.TransportError:
-                await asyncio.sleep(0.02)
-    manifests.write(exported, path)
+    async with httpx.AsyncClient(verify=False, trust_env=False) as client:  # noqa: S501  this very server's own
+        while not await _is_well(client, f"{exported.url}/health"):  # noqa: ASYNC110  another task, not ours, is awaited
+            await asyncio.sleep(0.02)
+    try:
+        manifests.write(exported, path)
+    except BridgeError as error:
+        _tell(error)
+        signal.raise_signal(signal.SIGTERM)  # a server that nobody can attach to is of no use
+        return
     atexit.register(manifests.remove_own, path, exported.server)
     logger.info("Bridge: %d parameters can be attached; manifest: %s", len(exported.param_names), path)
+
+
+async def _is_well(client: httpx.AsyncClient, health: str) -> bool:
+    try:
+        return (await client.get(health)).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _tell(error: BridgeError) -> None:
+    print(f"error: {error.message}\n\nhint: {error.remedy}", file=sys.stderr)  # noqa: T201  the log's last word

@@ -1,5 +1,8 @@
 """The server's side of the fence: paused -> written -> published, one holder at a time.
 
+Cached keys and values are dropped as soon as the scheduler stands still: nothing is computed until it resumes, and a
+cache that vLLM refuses to drop is then known before a weight has changed.
+
 Not covered: HTTP (`routes.py`), writing, which the trainer does in its own process.
 """
 
@@ -28,40 +31,34 @@ class ServerFence:
         return "paused" if self.holder.is_alive() else "torn"
 
     async def pause(self, holder: ProcessIdentity, in_flight: InFlight) -> None:
-        """Stop the scheduler, wait for every rank's device, and give the fence to `holder`.
+        """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to `holder`.
 
-        The scheduler is paused without `AsyncLLM.pause_generation`, whose fixed sleep of 20 ms only
-        orders outputs for a human eye (vLLM 0.26 to 0.33 say so beside it).
+        Requests that were frozen compute their keys and values again, under the new weights. The scheduler is
+        paused without `AsyncLLM.pause_generation`, whose fixed sleep of 20 ms only orders outputs for a human eye
+        (vLLM 0.26 to 0.33 say so beside it).
 
         Raises:
-            AttachError: somebody else holds the fence, or a weight has moved since the load.
+            AttachError: somebody else holds the fence, a weight has moved since the load, or vLLM keeps its cache.
         """
         async with self._lock:
             self._refuse_unless_free(holder)
             self.holder = holder
             try:
                 await self._engine.engine_core.pause_scheduler_async(mode=in_flight, clear_cache=False)
-                await self._settle()
+                moved, dropped = await asyncio.gather(self._moved_weights(), self._drop_caches())
+                _refuse(moved, dropped)
             except BaseException:
-                self.holder = None
-                await self._engine.resume_generation()
+                await self._resume()
                 raise
 
     async def publish(self, holder: ProcessIdentity) -> None:
-        """Drop every cached key and value, count one version more, and resume.
-
-        Requests that were frozen compute their keys and values again, under the new weights.
+        """Count one version more, and resume.
 
         Raises:
-            AttachError: `holder` does not hold the fence, or vLLM refuses to drop its cache.
+            AttachError: `holder` does not hold the fence.
         """
         async with self._lock:
-            self._refuse_unless_held(holder)
-            if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-                raise AttachError(
-                    "vLLM refused to reset its prefix cache: stale keys and values would be served",
-                    remedy="the server stays paused; restart it, and report the log's last lines",
-                )
+            self.refuse_unless_held(holder)
             self.version += 1
             await self._resume()
 
@@ -72,26 +69,32 @@ class ServerFence:
             AttachError: `holder` does not hold the fence.
         """
         async with self._lock:
-            self._refuse_unless_held(holder)
+            self.refuse_unless_held(holder)
             await self._resume()
 
     def refuse_unless_held(self, holder: ProcessIdentity) -> None:
         """Raise AttachError unless `holder` holds the fence."""
-        self._refuse_unless_held(holder)
+        if self.holder != holder:
+            owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
+            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
 
     async def _resume(self) -> None:
         await self._engine.resume_generation()
         self.holder = None
 
-    async def _settle(self) -> None:
-        moved = sorted({name for rank in await self._engine.collective_rpc("bridge_settle") for name in rank})
-        if moved:
-            raise AttachError(
-                f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
-                remedy="restart the server and attach again",
-            )
+    async def _moved_weights(self) -> list[str]:
+        return sorted({name for rank in await self._engine.collective_rpc("bridge_settle") for name in rank})
+
+    async def _drop_caches(self) -> bool:
+        dropped: bool = await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return dropped
 
     def _refuse_unless_free(self, holder: ProcessIdentity) -> None:
+        if not (holder.is_visible() and holder.is_alive()):
+            raise AttachError(
+                f"process {holder.pid} is none that the server can see, and whose end it would notice",
+                remedy="run both in one pid namespace: docker run --pid=container:NAME",
+            )
         if self.state == "paused" and self.holder != holder:
             assert self.holder is not None
             raise AttachError(
@@ -105,7 +108,15 @@ class ServerFence:
                 remedy="restart the server from the last checkpoint",
             )
 
-    def _refuse_unless_held(self, holder: ProcessIdentity) -> None:
-        if self.holder != holder:
-            owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
-            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
+
+def _refuse(moved: list[str], dropped: bool) -> None:
+    if moved:
+        raise AttachError(
+            f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
+            remedy="restart the server and attach again",
+        )
+    if not dropped:
+        raise AttachError(
+            "vLLM refuses to drop its prefix cache: stale keys and values would be served; nothing was written",
+            remedy="try again when no other request runs, or restart the server",
+        )

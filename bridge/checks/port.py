@@ -5,6 +5,7 @@ Not covered: whether that server is well (`server.py`). Nothing is ever stopped 
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -41,7 +42,8 @@ def describe(pid: int | None) -> Listener:
         process = psutil.Process(pid) if pid else None
         if process is None:
             return Listener(pid=None, command="", ancestors=())
-        command = " ".join(process.cmdline()) or process.name()
+        program, *arguments = process.cmdline() or [process.name()]
+        command = " ".join([Path(program).name, *arguments])
         ancestors = tuple(parent.pid for parent in process.parents())
     except psutil.Error:
         return Listener(pid=pid, command="", ancestors=())

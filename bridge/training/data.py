@@ -6,14 +6,17 @@ Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts.
 import random
 from collections.abc import Iterator, Sequence
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from bridge.errors import RewardError
-from bridge.types import Environment, Problem
+from bridge.rewards import shortened
+from bridge.types import Environment, Message, Problem
 
 
 def endless(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
     """Yield the problems for ever, each pass over them in an order of its own that `seed` decides."""
+    assert problems, "no problems: there would be no end to looking for the first"
     for number in range(2**63):
         order = list(range(len(problems)))
         random.Random(f"{seed}/{number}").shuffle(order)  # noqa: S311  an order, not a secret
@@ -40,7 +43,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, .
     """Return the prompt's token ids; chat messages go through the model's chat template.
 
     Raises:
-        RewardError: messages without a chat template, or a prompt of no tokens.
+        RewardError: messages without a chat template or that it refuses, or a prompt of no tokens.
     """
     prompt = problem["prompt"]
     if isinstance(prompt, str):
@@ -51,7 +54,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, .
             remedy="give the prompts as text, or take a model with a chat template",
         )
     else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = _render(tokenizer, prompt)
     if not ids:
-        raise RewardError(f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt that says something")
+        raise RewardError(
+            f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt that says something"
+        )
     return tuple(ids)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise RewardError(
+            f"the model's chat template refuses the prompt {shortened(repr(messages))}: {error.message}",
+            remedy="give messages in the order and the roles that the model knows",
+        ) from error
+    return ids

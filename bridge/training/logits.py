@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = 2**26
-"""Float32 logits that are held at once (256 MiB, and as much again for a temporary)."""
+CHUNK_LOGITS = 2**25
+"""Float32 logits that are held at once (128 MiB, and as much again for a temporary)."""
 
 
 @dataclass(frozen=True, kw_only=True)

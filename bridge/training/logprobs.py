@@ -91,7 +91,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """Chunks of rows, forward and backward: logits are computed twice instead of being kept."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917  autograd passes positional arguments alone
+    def forward(
         ctx: Any, hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, by: LogitTransform
     ) -> tuple[Tensor, Tensor]:
         logprobs_N, normalisers_N, entropies_N = hidden_NH.new_empty((3, len(hidden_NH)), dtype=torch.float32)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
-from bridge.errors import BridgeError, UsageError
+from bridge.errors import UsageError
 from bridge.modes import MODES
 from bridge.modes.mode import Mode
 from bridge.rewards import score_all
@@ -29,6 +29,7 @@ from bridge.training.metrics import StepMetrics
 from bridge.training.optimizer import SplitMasterAdamW, clip_by_global_norm
 from bridge.types import Environment, Group, Problem
 from bridge.weights import skeleton
+from bridge.weights.fence import FenceTimes, deferred_interrupt
 
 Report = Callable[[StepMetrics], None]
 EVALUATION_SEED = 2**31
@@ -123,7 +124,7 @@ class _Trainer:
                 report(self._step(step))
                 if self._is_due(step):
                     self._save(step)
-        except (BridgeError, KeyboardInterrupt):
+        except BaseException:  # whatever it was, steps that were paid for are not lost
             if self._written:
                 self._save(self._written)
             raise
@@ -138,9 +139,18 @@ class _Trainer:
         sampled = time.perf_counter()
         gradients = self._accumulate(groups)
         trained = time.perf_counter()
-        times = self._mode.publish(lambda: self._write(step, gradients.norm))
+        with deferred_interrupt():  # a step that was published is in the metrics too
+            times = self._mode.publish(lambda: self._write(step, gradients.norm))
+            metrics = self._measure(step, groups, gradients, times, (sampled - start, trained - sampled))
+            self._steps.append(metrics)
+            self._run.append(metrics)
+        return metrics
+
+    def _measure(
+        self, step: int, groups: Sequence[Group], gradients: Gradients, times: FenceTimes, seconds: tuple[float, float]
+    ) -> StepMetrics:
         rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-        metrics = StepMetrics(
+        return StepMetrics(
             step=step,
             weight_version=times.version,
             reward_mean=rewards.mean().item(),
@@ -150,17 +160,14 @@ class _Trainer:
             logprob_diff_mean=gradients.diffs.mean().item(),
             logprob_diff_max=gradients.diffs.max().item() if len(gradients.diffs) else float("nan"),
             changed_weight_share=self._optimizer.changed_weight_share,
-            rollout_s=sampled - start,
-            train_s=trained - sampled,
+            rollout_s=seconds[0],
+            train_s=seconds[1],
             fence_pause_s=times.pause_s,
             fence_write_s=times.write_s,
             fence_publish_s=times.publish_s,
             tokens_generated=batch.count_tokens(groups),
             peak_memory_gib=_peak_memory_gib(self._device),
         )
-        self._steps.append(metrics)
-        self._run.append(metrics)
-        return metrics
 
     def _roll_out(self, problems: Sequence[Problem], num_samples: int, *, seed: int) -> list[Group]:
         prompts = [data.encode(self._tokenizer, problem) for problem in problems]
@@ -198,7 +205,7 @@ class _Trainer:
                 clip_high=config.clip_high,
                 num_tokens=batch.count_tokens(groups),
             )
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
             diffs.append((logprobs_BT.detach() - part.sampled_logprobs_BT)[part.mask_BT].abs())
         norm = clip_by_global_norm(self._model.parameters(), config.max_grad_norm)

@@ -69,13 +69,13 @@ class SplitMasterAdamW(torch.optim.Optimizer):
             UsageError: the norm is not finite; no weight was touched.
         """
         assert closure is None, "no closure: the gradients exist before the fence"
+        self._num_changed = []
         norm = global_norm(self._parameters()) if grad_norm is None else grad_norm
         if not math.isfinite(norm):
             raise UsageError(
                 f"the gradients' norm is {norm}, expected a finite one: no weight was touched",
                 remedy="skip this step; if it happens again lower --lr",
             )
-        self._num_changed = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

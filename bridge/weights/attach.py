@@ -9,6 +9,7 @@ Not covered: finding the manifest (`manifest.py`), when writing is allowed (`fen
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ class AttachedModel:
 
     def weight_bytes(self) -> int:
         """Return the bytes of weights that this process holds beside the server's: measured, 0 with one copy."""
-        unshared = sum(self.model.get_parameter(name).nbytes for name in self.unshared_parameters())
+        unshared = sum(int(self.model.get_parameter(name).nbytes) for name in self.unshared_parameters())
         return max(unshared, self.allocated_bytes)
 
 
@@ -62,13 +63,14 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
     """
     _refuse_other_shapes_of_servers(manifest)
     dtype = getattr(torch, manifest.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ManifestError(f"the manifest names the type {manifest.dtype!r}", remedy="restart the server")
     model = skeleton.build(manifest.model, dtype, trust_remote_code=trust_remote_code)
     _check_layout(manifest, model)
     device = torch.device("cpu") if manifest.gpu_uuid is None else cuda_ipc.device_of(manifest.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
     tensors = _open(manifest, device)
+    _refuse_overlaps(tensors)
     _assign(model, {name: _view(tensors[view.parameter], view) for name, view in manifest.param_mappings.items()})
     attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
     _move_buffers(model, device)
@@ -93,8 +95,8 @@ def _allocated_bytes(device: torch.device) -> int:
 def _refuse_other_shapes_of_servers(manifest: Manifest) -> None:
     if manifest.tp_degree != 1 or manifest.dp_shard_degree != 1:
         raise ManifestError(
-            f"the server runs with tensor-parallel size {manifest.tp_degree} and {manifest.dp_shard_degree} data-parallel "
-            "shards, and this trainer is one process: expected 1 and 1",
+            f"the server has tensor-parallel size {manifest.tp_degree} and {manifest.dp_shard_degree} data-parallel"
+            " shards; this trainer is one process: expected 1 and 1",
             remedy="restart it with: bridge serve-vllm --tensor-parallel-size 1",
         )
     if not (manifest.shared_weights_enabled and manifest.single_copy_enabled):
@@ -108,7 +110,7 @@ def _check_layout(manifest: Manifest, model: PreTrainedModel) -> None:
     bent = [n for n, h in manifest.ipc_handles.items() if h.stride != layout.contiguous_stride(h.shape)]
     if odd or bent:
         raise ManifestError(
-            f"{len(odd)} parameters are not {manifest.dtype} and {len(bent)} not contiguous, the first: {(odd + bent)[0]}",
+            f"{len(odd)} parameters are not {manifest.dtype}, {len(bent)} not contiguous, the first: {(odd + bent)[0]}",
             remedy="restart the server, which writes the manifest anew",
         )
 
@@ -130,13 +132,24 @@ def _open(manifest: Manifest, device: torch.device) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse two of vLLM's parameters in one place: a step of the one would write into the other."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
+    for (_, end, before), (start, _, after) in pairwise(spans):
+        if start < end:
+            raise AttachError(
+                f"{before} and {after} overlap in the server's memory by {end - start} bytes",
+                remedy="the manifest was edited: restart the server, which writes it anew",
+            )
+
+
 def _tensor(
     name: str, handle: Handle, storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     empty = torch.empty(0, dtype=dtype, device=device)
     try:
         return empty.set_(storage, handle.tensor_offset, handle.shape, handle.stride)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, OverflowError) as error:  # the latter two: a number of more than 64 bits
         raise AttachError(
             f"{name} does not fit into its storage of {handle.storage_size} bytes: shape {handle.shape} from element "
             f"{handle.tensor_offset}",

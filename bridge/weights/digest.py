@@ -22,8 +22,9 @@ def digest(tensor: torch.Tensor) -> str:
         position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=tensor.device)
         weight = ((position + 1) * _MIX).bitwise_xor_((position * _MIX) >> 29).bitwise_or_(1)
         total += (weight * (chunk + 1)).sum()
-    return f"{total.item() & (2**64 - 1):016x}"
+    return f"{int(total) & (2**64 - 1):016x}"
 
 
 def _word_type(tensor: torch.Tensor) -> torch.dtype:
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    """Return an integer type that divides an element; of four bytes at most, so that no bit's weight overflows."""
+    return {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)

@@ -1,8 +1,8 @@
 """The trainer's side of the fence: the only window in which weights change.
 
-    pause      the scheduler stops, every rank's device is idle
+    pause      the scheduler stops, every rank's device is idle, cached keys and values are dropped
     write      the caller writes, then this process's device is idle
-    publish    cached keys and values are dropped, the version goes up by one, generation resumes
+    publish    the version goes up by one, generation resumes
 
 A Ctrl-C inside the window waits for its end: weights are never left half written by an interrupt. An
 error in it leaves the server paused, and torn once this process is gone.
@@ -55,9 +55,7 @@ def update(client: BridgeClient, write: Callable[[], None], *, in_flight: InFlig
         written = time.perf_counter()
         version = client.publish().version
         published = time.perf_counter()
-    return FenceTimes(
-        version=version, pause_s=paused - start, write_s=written - paused, publish_s=published - written
-    )
+    return FenceTimes(version=version, pause_s=paused - start, write_s=written - paused, publish_s=published - written)
 
 
 @contextmanager

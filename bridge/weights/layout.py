@@ -47,7 +47,7 @@ def check_coverage(
         *_ownership_faults(server_shapes, views, padding),
     ]
     if faults:
-        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""  # noqa: PLR2004
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise UnsupportedModelError(
             f"the model cannot be shared byte for byte: {'; '.join(faults[:3])}{more}", remedy=OTHER_MODES
         )
@@ -65,7 +65,11 @@ def _ownership_faults(
     server_shapes: Mapping[str, Shape], views: Mapping[str, View], padding: Mapping[str, int]
 ) -> list[str]:
     owned: dict[str, list[tuple[int, int, str]]] = {name: [] for name in server_shapes}
-    faults = []
+    faults = [
+        f"{name}: {count} elements of padding, which vLLM cannot have there"
+        for name, count in padding.items()
+        if name not in owned or count < 0
+    ]
     for name, view in views.items():
         if view.parameter not in owned:
             faults.append(f"{name}: lies in {view.parameter}, which vLLM does not have")

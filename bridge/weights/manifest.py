@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +18,7 @@ from bridge.errors import ManifestError
 from bridge.process import ProcessIdentity, boot_id
 
 MANIFEST_NAME = "vllm_bridge_config.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  the documented place, checked for ownership on reading
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 
@@ -99,7 +101,7 @@ class Shard(Record):
     """vLLM's parameters by vLLM's name."""
     param_mappings: dict[str, View]
     """Hugging Face parameter -> where it lies."""
-    padding: dict[str, int]
+    padding: dict[str, Annotated[int, Field(ge=0)]]
     """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
 
 
@@ -134,9 +136,9 @@ class Manifest(Shard):
     """Tells one boot of one host from all others."""
     server: ProcessIdentity
     """The API server's process."""
-    url: str
+    url: str = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
     """Where the server answers."""
-    token: str = Field(repr=False)
+    token: str = Field(pattern=r"^[!-~]+$", repr=False)
     """Bearer token for `/bridge/*`."""
     versions: dict[str, str]
     """Versions of bridge, vllm, torch and transformers on the server's side."""
@@ -167,11 +169,11 @@ def find(given: Path | None = None) -> Path:
     """
     if given is not None:
         path = resolve_path(given)
-        if not path.is_file():
+        if not _is_file(path):
             raise ManifestError(f"no manifest at {path}", remedy=f"{START_SERVER} --vllm-config-path {given}")
         return path
     for path in search_path():
-        if path.is_file():
+        if _is_file(path):
             return path
     places = ", ".join(str(path.parent) for path in search_path())
     raise ManifestError(
@@ -184,22 +186,40 @@ def read(path: Path) -> Manifest:
     """Read and validate the manifest at `path`, without asking whether its server lives.
 
     Raises:
-        ManifestError: another user's file, no JSON, cut short, of another schema, or edited by hand.
+        ManifestError: gone, another user's, no JSON, cut short, of another schema, or edited by hand.
     """
-    owner = path.stat().st_uid
+    with _one_line_errors(path):
+        owner = path.stat().st_uid
     if owner != os.getuid():
         raise ManifestError(
             f"{path} belongs to user {owner}, expected {os.getuid()}: another user's server cannot be attached to",
             remedy=START_SERVER,
         )
     try:
-        document = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        with _one_line_errors(path):
+            document = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # no JSON, no text, a number of 5,000 digits, 5,000 brackets
         raise ManifestError(
             f"{path} is no whole JSON document ({error}): it was cut short or edited",
             remedy=f"restart the server, which writes it anew; {START_SERVER}",
         ) from error
     return _parse(path, document)
+
+
+def _is_file(path: Path) -> bool:
+    with _one_line_errors(path):
+        return path.is_file()
+
+
+@contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ManifestError(
+            f"the manifest {path} cannot be used: {error.strerror}",
+            remedy=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",
+        ) from error
 
 
 def _parse(path: Path, document: object) -> Manifest:
@@ -267,12 +287,21 @@ def load(given: Path | None = None) -> Manifest:
 
 
 def write(manifest: Manifest, path: Path) -> None:
-    """Write `manifest` to `path` atomically, readable by its owner alone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write `manifest` to `path` atomically, readable by its owner alone.
+
+    Raises:
+        ManifestError: the place cannot be written to; what was there is as it was.
+    """
+    with _one_line_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, manifest.model_dump_json(indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(descriptor, "w") as file:
-            file.write(manifest.model_dump_json(indent=1))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
@@ -286,5 +315,5 @@ def remove_own(path: Path, server: ProcessIdentity) -> None:
     try:
         if read(path).server == server:
             path.unlink()
-    except (ManifestError, FileNotFoundError):
+    except (ManifestError, OSError):
         return

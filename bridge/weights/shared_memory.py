@@ -53,7 +53,7 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
     """Map the first `num_bytes` of another process's shared file, readable and writable.
 
     Raises:
-        AttachError: the file is gone, belongs to somebody else, or is smaller than expected.
+        AttachError: the file is gone, belongs to somebody else, is none of ours, or is smaller than expected.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -63,6 +63,11 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
             remedy="run the trainer as the server's user, on its host and in its pid namespace (bridge doctor)",
         ) from error
     try:
+        if not _is_sealed(descriptor):
+            raise AttachError(
+                f"{path} is no shared memory of a server: its size is not sealed",
+                remedy="the manifest was edited or is stale: restart the server, which writes it anew",
+            )
         found = os.fstat(descriptor).st_size
         if found < num_bytes:
             raise AttachError(
@@ -72,6 +77,13 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
         return _map(descriptor, num_bytes)
     finally:
         os.close(descriptor)
+
+
+def _is_sealed(descriptor: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # only shared memory knows seals
+        return False
 
 
 def _map(descriptor: int, num_bytes: int) -> torch.UntypedStorage:

@@ -63,7 +63,7 @@ def test_similar_lengths_share_a_micro_batch_so_that_little_is_padding() -> None
 
 
 def test_the_result_does_not_depend_on_the_order_of_arrival() -> None:
-    prompts = [(1, 2), (1, 3), (4,)]
+    prompts = [(1, 2), (1, 3), (1, 2)]  # one prompt drawn twice: the same tokens with other advantages
     groups = [group(prompt, completion(5), completion(6), completion(7, 8), completion(9, 9)) for prompt in prompts]
     advantages = [[1.0, -1.0, 0.5, 0.25], [2.0, -2.0, 1.5, 1.25], [3.0, -3.0, 2.5, 2.25]]
     order = [2, 0, 1]

@@ -132,6 +132,18 @@ def test_an_older_checkpoint_is_replaced_and_nothing_of_it_stays(
     assert leftovers(folder) == ["step_1"]
 
 
+def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "name").write_text(name)
+    if not checkpoint._exchange(tmp_path / "one", tmp_path / "other"):
+        pytest.skip("this file system cannot exchange two names")
+    assert (tmp_path / "one" / "name").read_text() == "other"
+    assert (tmp_path / "other" / "name").read_text() == "one"
+    with pytest.raises(FileNotFoundError):
+        checkpoint._exchange(tmp_path / "one", tmp_path / "absent")
+
+
 def test_a_folder_that_is_not_ours_is_refused_and_an_empty_one_is_used(source: Path, tmp_path: Path) -> None:
     folder, model = tmp_path / "step_1", shared_model(tied=True)
     folder.mkdir()

@@ -13,6 +13,8 @@ from bridge.training import optimizer as module
 from bridge.training.optimizer import SplitMasterAdamW, clip_by_global_norm
 from bridge.training.split_master import join, split
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
 
 def floats(*bits: int) -> Tensor:
     return torch.tensor([b - 2**32 if b >= 2**31 else b for b in bits], dtype=torch.int32).view(torch.float32)
@@ -58,10 +60,13 @@ def test_the_upper_half_is_the_nearest_bf16_and_a_tie_goes_away_from_zero() -> N
     assert math.copysign(1, split(torch.tensor([-0.0]))[0].view(torch.bfloat16).item()) == -1
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_500_steps_at_a_tiny_rate_equal_a_float32_master_and_plain_bf16_stalls(weight_decay: float) -> None:
+def test_500_steps_at_a_tiny_rate_equal_a_float32_master_and_plain_bf16_stalls(
+    weight_decay: float, device: str
+) -> None:
     torch.manual_seed(0)
-    start, lr = (torch.randn(40, 50) * 0.05).bfloat16(), 1e-6
+    start, lr = (torch.randn(40, 50, device=device) * 0.05).bfloat16(), 1e-6
     split_weight, plain, reference = (torch.nn.Parameter(x) for x in (start.clone(), start.clone(), start.float()))
     ours = SplitMasterAdamW([split_weight], lr=lr, weight_decay=weight_decay)
     others = [torch.optim.AdamW([x], lr=lr, weight_decay=weight_decay, foreach=False) for x in (plain, reference)]
@@ -72,8 +77,8 @@ def test_500_steps_at_a_tiny_rate_equal_a_float32_master_and_plain_bf16_stalls(w
         for optimizer in (ours, *others):
             optimizer.step()
     learnt = (reference.detach() - start.float()).norm()
-    torch.testing.assert_close(master(ours, split_weight), reference.detach(), rtol=1e-7, atol=1e-9)
-    assert torch.equal(split_weight.detach(), split(reference.detach())[0].view(torch.bfloat16))
+    torch.testing.assert_close(master(ours, split_weight), reference.detach(), rtol=3e-7, atol=1e-9)
+    assert (split_weight != split(reference.detach())[0].view(torch.bfloat16)).float().mean() < 1e-3
     assert (plain.detach().float() - start.float()).norm() < 0.2 * learnt
     assert (split_weight.detach().float() - start.float()).norm() > 0.9 * learnt
 
@@ -155,6 +160,7 @@ def test_a_gradient_that_is_not_finite_touches_no_weight(value: float) -> None:
             optimizer.step(grad_norm=known)
     assert torch.equal(good.detach(), torch.ones(4).bfloat16())
     assert not optimizer.state
+    assert optimizer.changed_weight_share == 0.0
 
 
 def test_the_norm_of_bf16_gradients_is_a_float32_one() -> None:

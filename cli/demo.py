@@ -1,0 +1,163 @@
+"""`bridge demo`: the whole of the product in one command, with a tiny model that it makes itself.
+
+Not covered: the model (`demo_model.py`) and the picture (`reward_plot.py`).
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from bridge.checks.result import Check, any_failed
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import UsageError
+from bridge.run_directory import RunDirectory, write_json
+from cli import console
+from cli.options import Json
+from cli.run import attached_to, serving
+from cli.serve import free_port, prepare
+from cli.train import load_environment, train_in
+from cli.verify import FAILED_EXIT_CODE, proof
+
+if TYPE_CHECKING:
+    from bridge.training.loop import Summary
+
+HOST = "127.0.0.1"
+START_LIMIT_S = 300.0
+LEAST_GAIN = 0.2
+"""Held-out reward that the demo has to gain to pass; the warmed-up model gains about twice as much."""
+LEARNING_RATE = 2e-4
+GPU_SHARE = 0.2
+"""Share of a GPU for a model of a megabyte: all of it for the KV cache, and more than enough."""
+
+Out = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="The run directory; an earlier demo in it is replaced.")
+]
+Steps = Annotated[
+    int, typer.Option("--steps", metavar="INTEGER", min=1, help="Optimizer steps; with few it cannot pass.")
+]
+Where = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option("--device", metavar="auto|cpu|cuda", help="Where vLLM runs; auto takes the GPU when there is one."),
+]
+
+
+def demo(*, out: Out = Path("runs/demo"), steps: Steps = 80, device: Where = "auto", as_json: Json = False) -> None:
+    """Make a tiny model, train it in place on a running vLLM, and prove that there was one copy.
+
+    Needs no network, GPU or download. Exit code 3 when the reward did not rise or a proof failed.
+    """
+    run = _fresh(out)
+    model = _model()
+    summary, checks = _train_and_verify(model, run, steps, device)
+    document = conclusion(summary, checks)
+    write_json(run.path / "summary.json", document)
+    plot = _plot(summary, run)
+    _print_table(document, plot, run)
+    if as_json:
+        console.data(json.dumps(document))
+    if not document["passed"]:
+        raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def conclusion(summary: "Summary", checks: list[Check]) -> dict[str, Any]:
+    """Return what `summary.json` says: what was measured, and whether the demo passed."""
+    before, after = _held_out(summary)
+    return {
+        "reward_before": before,
+        "reward_after": after,
+        "steps": summary.steps,
+        "weight_bytes_copied": summary.weight_bytes,
+        "logprob_diff_max": summary.logprob_diff_max,
+        "fence_p50_ms": summary.fence_p50_ms,
+        "passed": after - before >= LEAST_GAIN
+        and summary.weight_bytes == 0
+        and bool(checks)
+        and not any_failed(checks),
+    }
+
+
+def _held_out(summary: "Summary") -> tuple[float, float]:
+    assert summary.reward_before is not None, "the demo evaluates"
+    assert summary.reward_after is not None, "the demo evaluates"
+    return summary.reward_before, summary.reward_after
+
+
+def _fresh(out: Path) -> RunDirectory:
+    """Return an empty run directory at `out`, replacing an earlier run there but nothing else."""
+    if out.is_dir() and any(out.iterdir()):
+        run = RunDirectory(out)
+        if not any(path.is_file() for path in (out / "summary.json", run.config, run.server_config)):
+            raise UsageError(
+                f"{out} is not empty and holds no run of Bridge", remedy="choose another folder with --out"
+            )
+        shutil.rmtree(out)
+    return RunDirectory.create(out, environment="demo")
+
+
+def _model() -> Path:
+    from cli import demo_model
+
+    with console.waiting("making a tiny model (once; it is kept)") as detail:
+        return demo_model.make(
+            demo_model.cache_folder(), progress=lambda step, num_steps: detail(f"step {step}/{num_steps}")
+        )
+
+
+def _train_and_verify(
+    model: Path, run: RunDirectory, steps: int, device: Literal["auto", "cpu", "cuda"]
+) -> tuple["Summary", list[Check]]:
+    serve = ServeConfig(
+        model=str(model),
+        port=free_port(HOST),
+        device=device,
+        gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
+        vllm_config_path=run.manifest,
+    )
+    train = TrainConfig(
+        model_name=str(model),
+        training_steps=steps,
+        lr=LEARNING_RATE,
+        batch_size=512,
+        max_new_tokens=8,
+        eval_samples=16,
+        save_path=run.path / "checkpoints",
+        run_dir=run.path,
+    )
+    environment = load_environment(train)
+    command = prepare(serve, [])
+    write_json(run.server_config, serve.model_dump(mode="json"))
+    with serving(serve, command, run.server_log, limit_s=START_LIMIT_S):
+        summary = train_in(run, attached_to(train, serve, command), environment, as_json=False)
+        console.note("verifying on the same live server")
+        return summary, proof(command.manifest, as_json=False)
+
+
+def _plot(summary: "Summary", run: RunDirectory) -> Path:
+    from cli import reward_plot
+
+    return reward_plot.plot(summary.rewards, _held_out(summary), run.path / "reward.png")
+
+
+def _print_table(document: dict[str, Any], plot: Path, run: RunDirectory) -> None:
+    rows = {
+        "held-out reward before": f"{document['reward_before']:.3f}",
+        "held-out reward after": f"{document['reward_after']:.3f}",
+        "optimizer steps, in place": str(document["steps"]),
+        "bytes of weights copied": str(document["weight_bytes_copied"]),
+        "largest difference of log-probabilities": f"{document['logprob_diff_max']:.4f} nats",
+        "fence, median": f"{document['fence_p50_ms']:.1f} ms",
+        "reward curve": str(plot),
+        "summary": str(run.path / "summary.json"),
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.people.print()
+    console.people.print(table)
+    verdict = "PASS" if document["passed"] else "FAIL"
+    wanted = f"the reward has to rise by {LEAST_GAIN} and every check to pass"
+    console.verdict(verdict, "one copy, trained in place" if document["passed"] else wanted)

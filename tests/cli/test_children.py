@@ -1,0 +1,211 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli import children, server_log
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+STUBBORN = """
+import signal, subprocess, sys, time
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", code])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def start(code: str, tmp_path: Path) -> children.Child:
+    return children.start([sys.executable, "-c", code], os.environ, tmp_path / "log")
+
+
+def grandchild(child: children.Child) -> int:
+    """Wait until the child has printed its own child's pid, and return it."""
+    deadline = time.monotonic() + 20
+    while not (text := child.log.read_text()).endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(text)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_child_leads_a_session_of_its_own_and_keeps_its_identity(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    grandchild(child)
+    assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
+    assert child.is_alive()
+    assert child.exit_code() is None
+    children.stop(child, grace_s=0.5)
+    assert not child.is_alive()
+
+
+def test_stopping_ends_the_whole_tree(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    pid = grandchild(child)
+    children.stop(child, grace_s=1)
+    assert is_gone(child.process.pid)
+    assert is_gone(pid)
+
+
+def test_stopping_kills_what_does_not_heed(tmp_path: Path) -> None:
+    child = start(STUBBORN, tmp_path)
+    pid = grandchild(child)
+    children.stop(child, grace_s=0.3)
+    assert child.exit_code() == -signal.SIGKILL
+    assert is_gone(pid)
+
+
+def test_stopping_finds_the_orphans_of_a_child_that_has_died(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    pid = grandchild(child)
+    os.kill(child.process.pid, signal.SIGKILL)
+    while child.is_alive():
+        time.sleep(0.01)
+    assert not is_gone(pid)
+    children.stop(child, grace_s=0.3)
+    assert is_gone(pid)
+
+
+def test_stopping_leaves_everybody_else_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    children.stop(start(FAMILY, tmp_path), grace_s=0.3)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_what_a_killed_child_left_in_shared_memory_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import signal, time; from multiprocessing.shared_memory import SharedMemory\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(SharedMemory(create=True, size=64).name, flush=True); time.sleep(60)"
+    )
+    child = start(code, tmp_path)
+    while not (name := child.log.read_text()).endswith("\n"):
+        time.sleep(0.02)
+    segment = Path("/dev/shm") / name.strip()
+    assert segment.exists()
+    children.stop(child, grace_s=0.2)
+    assert child.exit_code() == -signal.SIGKILL
+    assert not segment.exists()
+
+
+def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
+    child = start(STUBBORN, tmp_path)
+    pid = grandchild(child)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        children.stop(child, grace_s=60)
+    signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 10
+    assert is_gone(child.process.pid)
+    assert is_gone(pid)
+
+
+def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "import os, sys, time; from pathlib import Path; from cli import children\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        f"child = children.start(sleeper, os.environ, Path({str(log)!r}))\n"
+        "time.sleep(0.5); print(child.process.pid, flush=True); time.sleep(60)"
+    )
+    us = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert us.stdout is not None
+    pid = int(us.stdout.readline())
+    assert not is_gone(pid)
+    us.kill()
+    us.wait()
+    deadline = time.monotonic() + 10
+    while not is_gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_gone(pid)
+
+
+def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:
+    child = start("import sys; sys.exit(7)", tmp_path)
+    assert not children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None)
+    assert child.exit_code() == 7
+    children.stop(child, grace_s=0.5)
+
+
+def test_waiting_ends_at_its_limit_and_at_readiness(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    told: list[float] = []
+    assert not children.wait_until(child, lambda: False, limit_s=0.5, tell=told.append)
+    assert told == sorted(told)
+    assert children.wait_until(child, lambda: True, limit_s=0.5, tell=told.append)
+    children.stop(child, grace_s=0.5)
+
+
+LOG = """\
+(APIServer pid=10) INFO 11-20 11:03:00 [utils.py:300] starting
+(Worker pid=12) ERROR 11-20 11:26:04 [multiproc_executor.py:953] Traceback (most recent call last):
+(Worker pid=12) ERROR 11-20 11:26:04 [multiproc_executor.py:953]     raise RuntimeError(
+(Worker pid=12) ERROR 11-20 11:26:04 [multiproc_executor.py:953] RuntimeError: Cannot find any model weights
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+(APIServer pid=10) last words
+"""
+
+
+def test_the_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(LOG)
+    assert server_log.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
+    assert server_log.last_line(tmp_path / "log") == "last words"
+    assert server_log.own_error(tmp_path / "log") is None
+
+
+def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("one\n\ntwo\n")
+    assert server_log.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
+    (tmp_path / "log").write_text("")
+    assert server_log.root_error(tmp_path / "log") == "it printed nothing"
+
+
+def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, max_model_len is too long [type=value_error, input_value=...]\n"
+        "    For further information visit x\n"
+    )
+    assert server_log.root_error(tmp_path / "log").endswith("for ModelConfig Value error, max_model_len is too long")
+
+
+def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\nbye\n")
+    assert server_log.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
+
+
+def test_an_error_of_ours_inside_vllm_keeps_its_class_and_its_remedy(tmp_path: Path) -> None:
+    prefix = "(EngineCore pid=12) ERROR 11-20 11:26:04 [core.py:95] "
+    (tmp_path / "log").write_text(
+        f"{prefix}bridge.errors.UnsupportedModelError: lm_head.weight is repacked\n{prefix}hint: serve it in bfloat16\n"
+    )
+    error = server_log.own_error(tmp_path / "log")
+    assert error is not None
+    assert (type(error).__name__, error.exit_code) == ("UnsupportedModelError", 4)
+    assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")

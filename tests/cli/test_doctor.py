@@ -1,0 +1,181 @@
+"""`bridge doctor` as a person or a program sees it: lines, JSON, exit codes."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from bridge.checks import facts
+from bridge.checks.result import Check, failed, passed, skipped, warned
+from bridge.weights import manifest as manifests
+from cli import console, doctor, examination
+from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
+
+app = typer.Typer()
+app.command()(doctor.doctor)
+
+SECTIONS = [
+    ("Software", [passed("Python", "3.12", "3.11 or 3.12"), skipped("GPU", "none here", "a GPU")]),
+    (
+        "Server",
+        [
+            warned("Memory", "1 GiB", "4 GiB", "stop others"),
+            failed("Manifest", "word " * 40, "expected " * 20, "remedy " * 20),
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the probe know of a CPU, and the search path be an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
+    for name in ("LOGDIR", "BRIDGE_PORT", "BRIDGE_VLLM_PORT", "BRIDGE_VLLM_CONFIG_PATH", "BRIDGE_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(facts, "gather", lambda: CPU_FACTS)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def found(result: Result) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in json.loads(result.stdout)}
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, colour: bool = False) -> str:
+    page = io.StringIO()
+    people = Console(file=page, width=width, highlight=False, soft_wrap=True, force_terminal=colour)
+    monkeypatch.setattr(console, "people", people)
+    doctor.report(SECTIONS)
+    return page.getvalue()
+
+
+def test_json_is_a_list_of_whole_records_on_stdout() -> None:
+    result = run("--json", "--device", "cpu", "--port", "1")
+    fields = [field.name for field in dataclasses.fields(Check)]
+    checks = json.loads(result.stdout)
+    assert len(checks) > 10
+    assert all(list(check) == fields for check in checks)
+    assert "Software" not in result.stdout
+
+
+def test_the_report_is_for_people_and_counts() -> None:
+    result = run("--device", "cpu", "--port", "1")
+    assert result.stdout == ""
+    assert "Manifest" in result.stderr
+    assert "no server yet" in result.stderr
+    assert " PASS, " in result.stderr.splitlines()[-1]
+
+
+def test_a_failure_ends_in_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "examine", lambda *_: SECTIONS)
+    assert run().exit_code == 3
+    assert run("--json").exit_code == 3
+
+
+def test_warnings_alone_end_in_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = [("Server", [warned("Memory", "1 GiB", "4 GiB", "stop others")])]
+    monkeypatch.setattr(examination, "examine", lambda *_: warnings)
+    assert run().exit_code == 0
+
+
+def test_a_given_manifest_that_is_missing_fails(tmp_path: Path) -> None:
+    result = run("--json", "--device", "cpu", "--vllm-config-path", str(tmp_path / "none.json"))
+    assert result.exit_code == 3
+    assert found(result)["Manifest"]["status"] == "FAIL"
+
+
+def test_the_variable_of_a_flag_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIDGE_VLLM_CONFIG_PATH", str(tmp_path / "none.json"))
+    assert found(run("--json", "--device", "cpu"))["Manifest"]["status"] == "FAIL"
+
+
+def test_a_stale_manifest_fails_and_its_server_is_not_asked(tmp_path: Path) -> None:
+    manifests.write(manifest(server=dead_server()), tmp_path / manifests.MANIFEST_NAME)
+    checks = found(run("--json", "--device", "cpu"))
+    assert checks["Manifest"]["status"] == "PASS"
+    assert checks["Server process"]["status"] == "FAIL"
+    assert "Server health" not in checks
+
+
+def test_a_live_manifest_is_followed_to_its_server_and_port(tmp_path: Path) -> None:
+    manifests.write(manifest(url="http://127.0.0.1:9"), tmp_path / manifests.MANIFEST_NAME)
+    checks = found(run("--json", "--device", "cpu"))
+    assert checks["Server process"]["status"] == "PASS"
+    assert checks["Server health"]["status"] == "FAIL"
+    assert checks["Server's weights"]["status"] == "FAIL"
+    assert checks["Port 9"]["status"] == "FAIL"
+
+
+def test_asking_for_a_gpu_where_there_is_none_fails() -> None:
+    checks = found(run("--json", "--device", "cuda"))
+    assert checks["torch"]["status"] == "FAIL"
+    assert checks["GPU"]["status"] == "FAIL"
+    assert checks["CUDA IPC"]["status"] == "SKIP"
+
+
+def test_the_trial_runs_on_the_servers_gpu_if_it_is_visible() -> None:
+    assert examination.trial_gpu(gpu_facts(), None) == UUID
+    assert examination.trial_gpu(gpu_facts(), manifest(gpu_uuid=UUID)) == UUID
+    assert examination.trial_gpu(gpu_facts(), manifest(gpu_uuid="GPU-else")) == UUID
+    assert examination.trial_gpu(CPU_FACTS, manifest(gpu_uuid=UUID)) is None
+
+
+def test_outside_linux_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    sections = list(examination.examine(None, None, "auto"))
+    assert [check.status for _, checks in sections for check in checks] == ["FAIL"]
+
+
+def test_a_patch_that_does_not_fit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patches.compatibility.installed_version", lambda: "0.99.0")
+    check = examination.patches_fit()
+    assert check.status == "FAIL"
+    assert "0.99.0" in check.found
+
+
+def test_lines_fit_80_columns_and_end_without_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = printed(monkeypatch)
+    assert max(len(line) for line in page.splitlines()) <= 80
+    assert all(line == line.rstrip() for line in page.splitlines())
+
+
+def test_what_needs_mending_shows_what_was_expected_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = printed(monkeypatch)
+    assert "expected  4 GiB" in page
+    assert "mend      stop others" in page
+    assert "3.11 or 3.12" not in page
+    assert page.splitlines()[-1] == "1 PASS, 1 WARN, 1 FAIL, 1 SKIP"
+
+
+def test_no_color_leaves_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;31mFAIL" in printed(monkeypatch, colour=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    page = printed(monkeypatch, colour=True)
+    assert "FAIL" in page
+    assert "31m" not in page
+
+
+def test_a_word_wider_than_the_page_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/a" * 60
+    monkeypatch.setattr(console, "people", Console(file=io.StringIO(), width=80))
+    lines = [line.plain for line in doctor.lines(passed("Manifest", f"found {path}", "x"), 80)]
+    assert any(path in line for line in lines)
+
+
+def test_the_real_probe_of_this_machine_knows_torch_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    known = facts.gather()
+    assert known.trouble is None
+    assert known.torch is not None
+    assert known.import_error("transformers") is None

@@ -1,0 +1,110 @@
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from bridge import __version__
+from cli import main
+
+HEAVY = ("torch", "vllm", "transformers", "matplotlib", "httpx", "numpy", "accelerate")
+COMMANDS = ("demo", "run", "serve-vllm", "train", "verify", "doctor")
+
+
+def run_python(code: str, *arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def bridge(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    return run_python("from cli.main import main; main()", *arguments, columns=columns)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from cli.main import answer; answer(['--help']); answer(['run', '--help']);"
+        f"sys.stderr.write(' '.join(name for name in {HEAVY!r} if name in sys.modules))"
+    )
+    assert run_python(code).stderr == ""
+
+
+def test_help_answers_at_once() -> None:
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert bridge("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 0.45  # processor seconds: a busy machine changes them little
+
+
+def test_help_names_every_command() -> None:
+    shown = bridge("--help").stdout
+    assert [name for name in COMMANDS if name not in shown] == []
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_cuts_nothing_off(command: str, columns: int) -> None:
+    shown = bridge(command, "--help", columns=columns).stdout
+    assert "…" not in shown
+    assert max(len(line) for line in shown.splitlines()) <= columns
+
+
+def test_the_bare_command_shows_the_help() -> None:
+    assert bridge().stdout.strip() == bridge("--help").stdout.strip()
+
+
+def test_the_version_is_data() -> None:
+    done = bridge("--version")
+    assert (done.stdout, done.stderr, done.returncode) == (f"bridge {__version__}\n", "", 0)
+
+
+def test_a_wrong_flag_is_told_with_the_one_that_was_meant() -> None:
+    done = bridge("train", "--traning-steps", "3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no such flag: --traning-steps\n\nhint: did you mean")
+    assert "--training-steps" in done.stderr
+
+
+def test_a_flag_of_vllm_before_the_dashes_is_told_where_it_goes() -> None:
+    done = bridge("serve-vllm", "--model", "m", "--enforce-eager")
+    assert done.returncode == 2
+    assert "after --" in done.stderr
+
+
+def test_a_wrong_command_is_told_with_the_one_that_was_meant() -> None:
+    done = bridge("trian")
+    assert done.returncode == 2
+    assert "'train'" in done.stderr
+
+
+def test_a_mistake_of_the_users_shows_no_traceback() -> None:
+    done = bridge("verify", "--vllm-config-path", "/no/such/manifest.json")
+    assert done.returncode == 4
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no manifest at /no/such/manifest.json\n\nhint: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bug_shows_the_whole_traceback_and_says_so() -> None:
+    code = "import cli.main as m\ndef broken(arguments): raise ZeroDivisionError('ours')\nm.answer = broken\nm.main()"
+    done = run_python(code)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.rstrip().endswith(main.REPORT)
+
+
+def test_an_interrupt_is_one_line_and_130() -> None:
+    code = (
+        "import sys, cli.main as m\n"
+        "import cli.verify\n"
+        "def interrupted(given): raise KeyboardInterrupt\n"
+        "cli.verify.manifest.find = interrupted\n"
+        "sys.argv = ['bridge', 'verify']\n"
+        "m.main()"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")

@@ -1,0 +1,298 @@
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.config import ServeConfig
+from bridge.errors import BridgeError, IncompatibleVersionError, UsageError
+from bridge.process import ProcessIdentity, boot_id
+from bridge.weights import manifest
+from bridge.weights.manifest import Manifest, SharedMemoryHandle, View
+from cli import accelerator, memory_share, serve, vllm_flags
+from cli.server_command import ServerCommand
+
+
+class Installed:
+    """Entry points as `importlib.metadata` gives them."""
+
+    def __init__(self, **groups: tuple[str, ...]) -> None:
+        self._groups = groups
+
+    def entry_points(self, group: str) -> "Installed":
+        return Installed(names=self._groups.get(group.removeprefix("vllm.").removesuffix("_plugins"), ()))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._groups["names"])
+
+
+def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
+    """Pretend that `package` is installed, and GPUs of these sizes."""
+    device = "cpu" if "cpu" in package else "cuda"
+    monkeypatch.setattr(accelerator, "_installed_vllm", lambda: (device, f"{package} 0.32.0"))
+    monkeypatch.setattr(accelerator, "is_installed", lambda name: name == package)
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [gib * 2**30 for gib in gpus_gib])
+    plugins = Installed(general=("bridge", "theirs"), endpoint=("bridge_routes", "unwanted"), platform=("board",))
+    monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
+
+
+def model(tmp_path: Path, num_params: int) -> str:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_params], "data_offsets": [0, 2 * num_params]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm", 140)
+    argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
+    assert argv[:5] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m")
+    assert " ".join(argv[5:9]) == "--host 127.0.0.1 --port 9001"
+    assert argv[argv.index("--worker-extension-cls") + 1] == "patches.worker.BridgeWorker"
+    assert argv[argv.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.3"
+    assert argv[-1] == "--enforce-eager"
+    assert "--dtype" not in argv
+
+
+def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=raw_logprobs"], {}).argv
+    assert [flag for flag in argv if "logprobs" in flag] == ["--logprobs_mode=raw_logprobs"]
+
+
+def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    environment = ServerCommand.of(ServeConfig(model="m"), [], {"HOME": "/home"}).environment
+    assert environment["VLLM_PLUGINS"] == "bridge,theirs,board,bridge_routes"
+    assert (environment["VLLM_ENABLE_SHARED_WEIGHTS"], environment["HOME"]) == ("1", "/home")
+
+
+def test_the_users_own_list_of_plugins_is_only_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    environment = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_PLUGINS": "mine"}).environment
+    assert environment["VLLM_PLUGINS"] == "mine,bridge,bridge_routes"
+
+
+def test_a_bridge_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.setattr(importlib.metadata, "entry_points", Installed(general=("x",)).entry_points)
+    with pytest.raises(IncompatibleVersionError, match="not installed"):
+        ServerCommand.of(ServeConfig(model="m"), [], {})
+
+
+def test_the_manifest_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOGDIR", raising=False)
+    command = ServerCommand.of(ServeConfig(model="m"), [], {})
+    assert command.environment["BRIDGE_MANIFEST_PATH"] == str(tmp_path / "vllm_bridge_config.json")
+    assert command.manifest == tmp_path / "vllm_bridge_config.json"
+
+
+def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    command = ServerCommand.of(ServeConfig(model="m", tensor_parallel_size=2), [], {})
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert command.argv[2:5] == ("vllm.entrypoints.openai.api_server", "--model", "m")
+    kept = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_CPU_KVCACHE_SPACE": "4"})
+    assert kept.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm", 140)
+    command = ServerCommand.of(ServeConfig(model=model(tmp_path, 7_600_000_000)), [], {})
+    share = float(command.argv[command.argv.index("--gpu-memory-utilization") + 1])
+    assert share * 140 > 7.6 * 2 / 1.074 + 3
+    assert share * 140 + 7.6 * 12 / 1.074 + 20 < 140
+    assert any("7.60B parameters" in note for note in command.notes)
+
+
+def test_a_model_too_large_to_train_is_told(tmp_path: Path) -> None:
+    derived = memory_share.derive(model(tmp_path, 14_000_000_000), gpu_bytes=80 * 2**30, tensor_parallel_size=1)
+    assert "run out of memory" in derived.reason
+
+
+def test_an_unknown_model_gets_the_fallback() -> None:
+    derived = memory_share.derive("org/name", gpu_bytes=80 * 2**30, tensor_parallel_size=1)
+    assert derived.share == memory_share.UNKNOWN_SHARE
+    assert "not known" in derived.reason
+
+
+def test_parameters_are_counted_from_the_dimensions_where_there_are_no_weights(tmp_path: Path) -> None:
+    qwen_7b = {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(qwen_7b))
+    assert memory_share.count_parameters(tmp_path) == pytest.approx(7_615_616_512, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("package", "gpus", "asked", "said"),
+    [
+        ("vllm", (), "cuda", "shows no GPU"),
+        ("vllm-cpu", (80,), "cuda", "runs on the CPU alone"),
+        ("vllm", (80,), "cpu", "built for GPUs"),
+        ("vllm", (), "auto", "shows none"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, package: str, gpus: tuple[int, ...], asked: str, said: str
+) -> None:
+    on(monkeypatch, package, *gpus)
+    with pytest.raises(BridgeError, match=said):
+        ServerCommand.of(ServeConfig.model_validate({"model": "m", "device": asked}), [], {})
+
+
+def test_a_missing_vllm_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "is_installed", lambda _: False)
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
+    with pytest.raises(IncompatibleVersionError) as refused:
+        accelerator.choose("auto")
+    assert refused.value.remedy.startswith("pip install")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *([flag, "x"] for flag in vllm_flags.REFUSED),
+        *([flag, "2"] for flag in vllm_flags.SHORT_NAMES if flag != "-tp"),
+        ["-q", "fp8"],
+        ["--quantization=fp8"],
+        ["--quant", "fp8"],
+        ["--speculative_config", "{}"],
+        ["--load-format", "tensorizer"],
+        ["--api-server-count=2"],
+        ["--cpu-offload-gb", "0.5"],
+        ["--port", "9"],
+        ["-tp", "2"],
+        ["--tensor-parallel-size=2"],
+        ["mymodel"],
+    ],
+)
+def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
+    with pytest.raises(UsageError):
+        vllm_flags.check(flags, {})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--enable-sleep-mode"],
+        ["--enable-lora", "--max-lora-rank", "16"],
+        ["--enforce-eager", "--seed", "1"],
+        ["--quantization", "None"],
+        ["--load-format", "dummy"],
+        ["--api-server-count", "1"],
+        ["--cpu-offload-gb=0"],
+        ["-O3"],
+        ["--compilation-config.mode", "3"],
+        ["--config-format", "hf"],
+    ],
+)
+def test_a_flag_that_does_no_harm_passes(flags: list[str]) -> None:
+    vllm_flags.check(flags, {})
+
+
+def test_all_refused_flags_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check(["--headless", "-q", "fp8"], {"VLLM_USE_RUST_FRONTEND": "1"})
+    for name in ("--headless", "--quantization fp8", "VLLM_USE_RUST_FRONTEND"):
+        assert name in refused.value.message
+
+
+def test_a_taken_port_is_told_with_the_pid_that_holds_it() -> None:
+    code = (
+        "import socket, time; listener = socket.create_server(('127.0.0.1', 0))\n"
+        "print(listener.getsockname()[1], flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    port = int(holder.stdout.readline())
+    with pytest.raises(UsageError, match=f"port {port} is taken by pid {holder.pid}"):
+        serve.check_port("127.0.0.1", port)
+    holder.kill()
+    holder.wait()
+
+
+def test_a_free_port_passes() -> None:
+    serve.check_port("127.0.0.1", serve.free_port("127.0.0.1"))
+
+
+def test_a_host_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="is no address"):
+        serve.check_port("no such host.invalid", 9001)
+
+
+@pytest.mark.parametrize("given", ["/no/such/folder", "./nothing", "~/no-such-folder"])
+def test_a_model_written_as_a_path_has_to_be_there(given: str) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        serve.check_model(given)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        serve.check_model(str(tmp_path))
+
+
+def written(path: Path, server: ProcessIdentity, **changed: str) -> Path:
+    """Write the manifest of a server that serves one parameter."""
+    handle = SharedMemoryHandle(storage_size=2, storage_offset=0, shape=(1,), stride=(1,), dtype="bfloat16", path="/x")
+    fields = {
+        "rank": 0, "gpu_uuid": None, "ipc_handles": {"w": handle}, "padding": {},
+        "param_mappings": {"w": View(parameter="w", offset=0, shape=(1,), stride=(1,))},
+        "model": "m", "dtype": "bfloat16", "backend": "shared_memory", "tp_degree": 1, "dp_shard_degree": 1,
+        "num_params": 1, "param_names": ("w",), "shared_weights_enabled": True, "single_copy_enabled": True,
+        "other_shards": (), "host": socket.gethostname(), "boot_id": boot_id(), "server": server,
+        "url": "http://127.0.0.1:9", "token": "t", "versions": {},
+    }  # fmt: skip
+    manifest.write(Manifest.model_validate(fields | changed), path)
+    return path
+
+
+def dead() -> ProcessIdentity:
+    return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+
+
+def test_a_live_servers_manifest_is_refused_with_its_pid_and_url(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.json", ProcessIdentity.current())
+    with pytest.raises(UsageError, match=f"live server: pid {os.getpid()} at http://127.0.0.1:9"):
+        serve.clear_manifest(path)
+    assert path.exists()
+
+
+def test_a_stale_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "m.json", dead())
+    serve.clear_manifest(path)
+    assert not path.exists()
+    assert "is stale" in capsys.readouterr().err
+
+
+def test_a_truncated_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    path.write_text('{"model": ')
+    serve.clear_manifest(path)
+    assert not path.exists()
+    assert "cut short" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_host_is_left_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.json", dead(), host="elsewhere", boot_id="another")
+    with pytest.raises(UsageError, match="host elsewhere"):
+        serve.clear_manifest(path)
+    assert path.exists()
+
+
+def test_a_manifest_of_an_earlier_boot_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.json", dead(), boot_id="earlier")
+    serve.clear_manifest(path)
+    assert not path.exists()

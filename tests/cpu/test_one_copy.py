@@ -1,0 +1,126 @@
+"""One copy on the CPU with the real vLLM: a Llama with llama3 RoPE, tied embeddings, grouped heads, a padded vocabulary.
+
+Not covered: the demo (`test_demo.py`), refusals and accidents (`test_refusals.py`), GPUs (`tests/gpu`).
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from bridge.client import BridgeClient
+from bridge.errors import AttachError
+from bridge.protocol import VERSION_HEADER, Element, InFlight
+from bridge.rollouts import Sampler
+from bridge.types import Group
+from bridge.verify import NUM_SAMPLES, logprob_diffs
+from bridge.weights import fence
+from bridge.weights.attach import attach
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+BLOCK_TOKENS = 128
+"""vLLM's cache block on the CPU: a prefix is cached from this length on."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("llama")
+    with scenarios.served(tiny.write(tiny.llama(), folder / "model", std=0.06), folder / "server") as server:
+        yield server
+
+
+def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+    scenarios.trains_in_place(llama, tmp_path)
+
+
+def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:
+    scenarios.verifies(llama, tmp_path)
+
+
+def test_training_never_touches_the_padding_rows_of_the_vocabulary(llama: LiveServer) -> None:
+    (parameter, spare), *others = llama.manifest.padding.items()
+    tail = attach(llama.manifest).server_tensors[parameter].view(-1)[-spare:]
+    assert not others
+    assert spare == (320 - tiny.VOCABULARY) * 128
+    assert not tail.any()
+
+
+def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
+    attached = attach(llama.manifest)
+    values = attached.model.get_parameter("model.layers.0.self_attn.v_proj.weight").detach()
+    prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
+    sampler = Sampler(llama.manifest.url, max_new_tokens=8, temperature=1.0, timeout_s=60)
+
+    def largest_difference() -> float:
+        completions = sampler.sample([prompt], num_samples=NUM_SAMPLES, seed=1)[0]
+        group = Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * 4)
+        return logprob_diffs(attached.model, [group]).max().item()
+
+    assert largest_difference() < scenarios.PARITY_LIMIT
+    values.neg_()  # behind the server's back: it goes on with the keys and values that it cached before
+    assert largest_difference() > 10 * scenarios.PARITY_LIMIT
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        fence.update(client, lambda: None, in_flight="keep")
+        assert largest_difference() < scenarios.PARITY_LIMIT
+        fence.update(client, lambda: _negate(values), in_flight="keep")
+    assert largest_difference() < scenarios.PARITY_LIMIT
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
+def test_requests_under_way_are_kept_waited_for_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
+    body = {"model": llama.manifest.model, "prompt": [5, 6, 7], "max_tokens": 250, "ignore_eos": True, "n": 32}
+    url = f"{llama.manifest.url}/v1/completions"
+    with BridgeClient(llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as background:
+        before = client.status().version
+        pending = background.submit(httpx.post, url, json=body, timeout=60)
+        _wait_until_running(llama)
+        times = fence.update(client, lambda: None, in_flight=in_flight)
+        answer = pending.result().raise_for_status()
+    assert times.version == before + 1
+    tokens = answer.json()["usage"]["completion_tokens"]
+    assert (tokens < 32 * 250) == (in_flight == "abort"), tokens
+    both = f"{before}-{before + 1}"
+    expected_versions = {"keep": {both}, "wait": {both, str(before)}, "abort": {both, str(before)}}[in_flight]
+    assert answer.headers[VERSION_HEADER] in expected_versions
+
+
+def test_the_fence_needs_the_token_and_belongs_to_its_holder(llama: LiveServer) -> None:
+    element = (Element(parameter=next(iter(llama.manifest.ipc_handles)), index=0),)
+    assert httpx.get(f"{llama.manifest.url}/bridge/status").status_code == 401
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        before = client.read(element)
+        with pytest.raises(AttachError, match="does not hold the fence"):
+            client.write(element, (1.0,))
+        with pytest.raises(AttachError, match="does not hold the fence"):
+            client.publish()
+        assert client.read(element) == before
+
+
+def test_two_trainers_see_the_same_memory(llama: LiveServer) -> None:
+    first, second = attach(llama.manifest), attach(llama.manifest)
+    ours, theirs = (dict(attached.model.named_parameters()) for attached in (first, second))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with torch.no_grad():
+        ours["model.norm.weight"].add_(1)
+        assert torch.equal(ours["model.norm.weight"], theirs["model.norm.weight"])
+        ours["model.norm.weight"].sub_(1)
+
+
+def _negate(weight: torch.Tensor) -> None:
+    weight.neg_()
+
+
+def _wait_until_running(server: LiveServer) -> None:
+    for _ in range(1000):
+        metrics = httpx.get(f"{server.manifest.url}/metrics").text
+        running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+        if float(running[0].rpartition(" ")[2]) > 0:
+            return
+        time.sleep(0.005)
+    raise AssertionError("the request never ran")

@@ -1,0 +1,24 @@
+"""An environment that any model can improve at: the share of vowels in what it writes.
+
+Not covered: sense.
+"""
+
+from collections.abc import Iterator
+
+
+class Vowels:
+    """Prompts of a few characters, scored by the vowels of the completion."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        """Yield the training prompts."""
+        for number in range(40):
+            yield {"prompt": f"say {number}:"}
+
+    def held_out(self) -> list[dict[str, str]]:
+        """Return prompts that are not trained on."""
+        return [{"prompt": f"say {number}:"} for number in range(40, 50)]
+
+    def score(self, problem: dict[str, str], completion: str) -> float:
+        """Return the share of vowels, 0 for an empty completion."""
+        del problem
+        return sum(character in "aeiou" for character in completion) / max(1, len(completion))

@@ -1,0 +1,72 @@
+"""Facts and manifests that the tests of the checks start from; each test changes the one thing it is about."""
+
+from typing import Any
+
+from bridge.checks.facts import CudaState, Facts, Gpu, TorchBuild
+from bridge.process import ProcessIdentity, boot_id
+from bridge.weights.manifest import CudaHandle, Manifest, SharedMemoryHandle, View
+
+GIB = 2**30
+UUID = "GPU-11111111-2222-3333-4444-555555555555"
+
+CPU_FACTS = Facts(
+    torch=TorchBuild(version="2.13.0+cpu", cuda=None),
+    cuda=CudaState(driver_cuda=None, gpus=(), error="torch is a CPU build"),
+    imports={"torch": None, "transformers": None},
+)
+
+
+def gpu_facts(*, free_gib: float = 130, driver_cuda: str | None = "13.0", uuid: str = UUID) -> Facts:
+    gpu = Gpu(uuid=uuid, name="NVIDIA H200", total_bytes=140 * GIB, free_bytes=int(free_gib * GIB))
+    return Facts(
+        torch=TorchBuild(version="2.11.0+cu130", cuda="13.0"),
+        cuda=CudaState(driver_cuda=driver_cuda, gpus=(gpu,), error=None),
+        imports={"torch": None, "transformers": None},
+    )
+
+
+def shared_memory_handle(path: str = "/nowhere", size: int = 16) -> SharedMemoryHandle:
+    return SharedMemoryHandle(
+        path=path, storage_size=size, storage_offset=0, shape=(size // 4,), stride=(1,), dtype="float32"
+    )
+
+
+def cuda_handle() -> CudaHandle:
+    return CudaHandle(
+        storage_size=16, storage_offset=0, shape=(4,), stride=(1,), dtype="float32", device_index=0,
+        ipc_handle_b64="", ref_counter_handle_b64="", ref_counter_offset=0,
+        event_handle_b64="", event_sync_required=False,
+    )  # fmt: skip
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A manifest whose server is the calling process, with its weights in main memory."""
+    fields: dict[str, Any] = {
+        "rank": 0,
+        "gpu_uuid": None,
+        "ipc_handles": {"w": shared_memory_handle()},
+        "param_mappings": {"w": View(parameter="w", offset=0, shape=(4,), stride=(1,))},
+        "padding": {},
+        "model": "tiny",
+        "dtype": "float32",
+        "backend": "shared_memory",
+        "tp_degree": 1,
+        "dp_shard_degree": 1,
+        "num_params": 4,
+        "param_names": ("w",),
+        "shared_weights_enabled": True,
+        "single_copy_enabled": True,
+        "other_shards": (),
+        "host": "here",
+        "boot_id": boot_id(),
+        "server": ProcessIdentity.current(),
+        "url": "http://127.0.0.1:9",
+        "token": "secret",
+        "versions": {"bridge": "0.1.0", "torch": "2.13.0+cpu", "vllm": "0.32.0", "transformers": "5.19.0"},
+    }
+    return Manifest.model_validate(fields | changes)
+
+
+def dead_server() -> ProcessIdentity:
+    """The caller's pid, as an earlier process had it."""
+    return ProcessIdentity.current().model_copy(update={"start_ticks": 1})

@@ -1,0 +1,76 @@
+"""A real HTTP server in a thread, whose answers a test writes by hand."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Asked:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    body: str
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+Answers = Callable[[Asked], Answer | None]
+"""None: the connection is dropped without a word."""
+
+
+@dataclass(frozen=True)
+class HttpServer:
+    url: str
+    asked: list[Asked]
+
+
+def as_json(document: Any, status: int = 200, **headers: str) -> Answer:
+    return Answer(json.dumps(document), status, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+@contextmanager
+def serving(answers: Answers) -> Iterator[HttpServer]:
+    asked: list[Asked] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            content = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            asked.append(Asked(self.command, self.path, headers, json.loads(content) if content else None))
+            answer = answers(asked[-1])
+            if answer is None:
+                self.close_connection = True
+                return
+            data = answer.body.encode()
+            self.send_response(answer.status)
+            for name, value in {**answer.headers, "content-length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
+    thread.start()
+    try:
+        yield HttpServer(f"http://127.0.0.1:{server.server_address[1]}", asked)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

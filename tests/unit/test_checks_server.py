@@ -1,0 +1,143 @@
+"""The server's checks, against a real HTTP server that plays a patched vLLM."""
+
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from bridge.checks import server
+from bridge.protocol import Status
+from bridge.weights.manifest import Manifest
+from tests.unit.checks_sample import cuda_handle, dead_server, manifest, shared_memory_handle
+
+
+class PlayedServer(ThreadingHTTPServer):
+    """Answers /health and, to who knows the token, /bridge/status."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.health = 200
+        self.token = "secret"
+        self.status: Status | str = Status(model="tiny", version=3, state="serving", server=manifest().server)
+
+    def manifest(self, **changes: Any) -> Manifest:
+        return manifest(url=f"http://127.0.0.1:{self.server_port}", **changes)
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: PlayedServer
+
+    def do_GET(self) -> None:
+        played = self.server
+        status = played.status if isinstance(played.status, str) else played.status.model_dump_json()
+        if self.path == "/health":
+            self.answer(played.health, "")
+        elif self.headers["authorization"] != f"Bearer {played.token}":
+            self.answer(401, "")
+        else:
+            self.answer(200 if status else 404, status)
+
+    def answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Keep quiet."""
+
+
+@pytest.fixture
+def played() -> Iterator[PlayedServer]:
+    with PlayedServer() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def statuses(manifest: Manifest) -> list[str]:
+    return [check.status for check in server.answers(manifest)]
+
+
+def test_a_serving_server_passes_with_its_version(played: PlayedServer) -> None:
+    health, fence = server.answers(played.manifest())
+    assert (health.status, fence.status) == ("PASS", "PASS")
+    assert "version 3" in fence.found
+
+
+def test_a_proxy_is_not_asked(played: PlayedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert statuses(played.manifest()) == ["PASS", "PASS"]
+
+
+def test_a_server_that_is_gone_fails() -> None:
+    (check,) = server.answers(manifest(url="http://127.0.0.1:9"))
+    assert check.status == "FAIL"
+    assert "no answer" in check.found
+
+
+def test_a_dead_engine_fails(played: PlayedServer) -> None:
+    played.health = 503
+    (check,) = server.answers(played.manifest())
+    assert check.status == "FAIL"
+    assert "503" in check.found
+
+
+def test_another_token_means_another_server(played: PlayedServer) -> None:
+    health, fence = server.answers(played.manifest(token="old"))
+    assert (health.status, fence.status) == ("PASS", "FAIL")
+    assert "another server" in fence.found
+    assert "old" not in fence.found
+
+
+@pytest.mark.parametrize("answer", ["", "<html>", '{"state": "serving"}'])
+def test_a_server_without_our_routes_is_another_one(answer: str, played: PlayedServer) -> None:
+    played.status = answer
+    assert statuses(played.manifest()) == ["PASS", "FAIL"]
+
+
+@pytest.mark.parametrize("changes", [{"model": "other"}, {"server": dead_server()}])
+def test_a_later_server_at_the_same_port_is_another_one(changes: dict[str, Any], played: PlayedServer) -> None:
+    assert isinstance(played.status, Status)
+    played.status = played.status.model_copy(update=changes)
+    fence = server.answers(played.manifest())[1]
+    assert fence.status == "FAIL"
+    assert "another server" in fence.found
+
+
+def test_a_torn_fence_fails_and_names_the_way_back(played: PlayedServer) -> None:
+    assert isinstance(played.status, Status)
+    played.status = played.status.model_copy(update={"state": "torn", "holder": dead_server()})
+    fence = server.answers(played.manifest())[1]
+    assert fence.status == "FAIL"
+    assert f"pid {os.getpid()} died" in fence.found
+    assert "step_N" in str(fence.remedy)
+
+
+@pytest.mark.parametrize("holder", [dead_server(), None])
+def test_a_paused_fence_is_warned_of(holder: Any, played: PlayedServer) -> None:
+    assert isinstance(played.status, Status)
+    played.status = played.status.model_copy(update={"state": "paused", "holder": holder})
+    assert statuses(played.manifest()) == ["PASS", "WARN"]
+
+
+def test_shared_files_that_open_whole_pass() -> None:
+    descriptor = os.memfd_create("weights")
+    os.truncate(descriptor, 64)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    whole, longer = (manifest(ipc_handles={"w": shared_memory_handle(path, size)}) for size in (64, 128))
+    assert server.weights_open(whole).status == "PASS"
+    short = server.weights_open(longer)
+    assert short.status == "FAIL"
+    assert "64 bytes" in short.found
+    os.close(descriptor)
+    assert server.weights_open(whole).status == "FAIL"
+
+
+def test_gpu_memory_is_left_to_verify() -> None:
+    on_gpu = manifest(backend="cuda_ipc", ipc_handles={"w": cuda_handle()})
+    assert server.weights_open(on_gpu).status == "SKIP"

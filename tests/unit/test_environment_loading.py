@@ -1,0 +1,261 @@
+"""Loading environments by name, and calling their scores: every misuse ends in one clear line."""
+
+import sys
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.errors import RewardError, UsageError
+from bridge.rewards import score_all
+from bridge.types import Problem
+from environments import registry
+from environments.arithmetic import Arithmetic
+
+CLASS = "class Task:\n"
+PROBLEM: Problem = {"prompt": "3+4="}
+ITERATES = "    def __iter__(self):\n        return iter([{'prompt': '3+4='}])\n"
+SCORES = "    def score(self, problem, completion):\n        return 1.0\n"
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(source: str) -> Path:
+        path = tmp_path / "task.py"
+        path.write_text(source)
+        return path
+
+    return write_file
+
+
+def refusal(name: str) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        registry.load(name)
+    assert "\n" not in caught.value.message
+    assert "\n" not in caught.value.remedy
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def scoring(value: Any) -> Any:
+    class Task:
+        def __iter__(self) -> Any:
+            return iter([PROBLEM])
+
+        def score(self, problem: Problem, completion: str) -> Any:
+            if isinstance(value, BaseException):
+                raise value
+            return value
+
+    return Task()
+
+
+def test_arithmetic_is_known_by_name() -> None:
+    assert isinstance(registry.load("arithmetic"), Arithmetic)
+
+
+def test_a_class_of_a_file_is_loaded(write: Write) -> None:
+    environment = registry.load(f"{write(CLASS + ITERATES + SCORES)}:Task")
+    assert list(environment) == [PROBLEM]
+    assert score_all(environment, PROBLEM, ["7", "8"]) == (1.0, 1.0)
+
+
+def test_a_file_imports_its_neighbours_and_leaves_the_path_as_it_was(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_task.py").write_text("PROMPT = 'from next door'\n")
+    path = write(
+        "from neighbour_of_task import PROMPT\nclass Task:\n"
+        "    def __iter__(self):\n        return iter([{'prompt': PROMPT}])\n" + SCORES
+    )
+    before = list(sys.path)
+    assert list(registry.load(f"{path}:Task")) == [{"prompt": "from next door"}]
+    assert sys.path == before
+
+
+def test_a_file_may_be_called_like_a_module_of_the_standard_library(tmp_path: Path) -> None:
+    import random
+
+    (tmp_path / "random.py").write_text("class Task:\n" + ITERATES + SCORES)
+    registry.load(f"{tmp_path / 'random.py'}:Task")
+    assert sys.modules["random"] is random
+
+
+def test_dataclasses_and_chat_messages_work(write: Write) -> None:
+    path = write(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
+        + CLASS
+        + "    size: int = 3\n"
+        "    def __iter__(self):\n        return iter([{'prompt': [{'role': 'user', 'content': 'hi'}]}])\n" + SCORES
+    )
+    assert len(list(registry.load(f"{path}:Task"))) == 1
+
+
+def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
+    error = refusal("arithmetics")
+    assert "'arithmetics'" in error.message
+    assert "arithmetic, gsm" not in error.message
+    assert "path/to/file.py:ClassName" in error.message
+    assert "did you mean arithmetic?" in error.remedy
+    assert "did you mean" not in refusal("chess").remedy
+
+
+def test_a_file_without_a_class_name_says_how_to_name_one() -> None:
+    assert refusal("task.py").remedy == "--environment task.py:ClassName"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("gone.py:Task", "no such file"), (".:Task", "folder"), ("README.md:Task", "no ")]
+)
+def test_what_is_no_python_file_is_refused(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("words")
+    assert message in refusal(name).message
+
+
+def test_a_missing_class_names_the_classes_there_are(write: Write) -> None:
+    path = write("from pathlib import Path\ndef make(): ...\nclass Alpha: ...\nclass Sums: ...\n")
+    error = refusal(f"{path}:Sum")
+    assert "no class 'Sum'" in error.message
+    assert "it defines Alpha, Sums" in error.message
+    assert error.remedy == f"--environment {path}:Sums"
+    assert "make in" in refusal(f"{path}:make").message
+    assert "no class at all" in refusal(f"{write('')}:Sum").message
+
+
+def test_constructor_arguments_are_named(write: Write) -> None:
+    path = write("class Task:\n    def __init__(self, split, *, size, seed=0): ...\n")
+    assert "(split, size)" in refusal(f"{path}:Task").message
+
+
+def test_a_class_that_is_written_in_c_ends_in_a_clear_line_too(write: Write) -> None:
+    path = write("from collections import OrderedDict\nfrom itertools import count\n")
+    for name in ("OrderedDict", "count"):
+        assert f"{path}:{name}" in refusal(f"{path}:{name}").message
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\nraise KeyError('secret')\n", "raised KeyError: 'secret' (task.py line 2)"),
+        (
+            "x = 1\n\nimport no_such_module\n",
+            "raised ModuleNotFoundError: No module named 'no_such_module' (task.py line 3)",
+        ),
+        ("import sys\nsys.exit(3)\n", "raised SystemExit: 3 (task.py line 2)"),
+        ("class Task:\n    def (", "(task.py line 2)"),
+        ("raise ValueError('two\\nlines')\n", "raised ValueError: two lines (task.py line 1)"),
+        (
+            "class Task:\n    def __init__(self):\n        1 / 0\n",
+            "raised ZeroDivisionError: division by zero (task.py line 3)",
+        ),
+        (
+            "class Task:\n    def __iter__(self):\n        yield {}['x']\n" + SCORES,
+            "raised KeyError: 'x' (task.py line 3)",
+        ),
+        ("class Task:\n" + ITERATES + SCORES + "    def held_out(self):\n        return 1 / 0\n", "line 7)"),
+    ],
+)
+def test_code_that_raises_names_the_exception_and_its_line(write: Write, source: str, message: str) -> None:
+    error = refusal(f"{write(source)}:Task")
+    assert isinstance(error, RewardError)
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (SCORES, "is not iterable"),
+        (
+            "    def __iter__(self):\n        return self\n    def __next__(self):\n        raise StopIteration\n"
+            + SCORES,
+            "iterator",
+        ),
+        (ITERATES, "has no method score"),
+        (ITERATES + "    score = 3\n", "has no method score"),
+        (
+            ITERATES + "    def score(self, completion):\n        return 1.0\n",
+            "score cannot be called with (problem, completion)",
+        ),
+        ("    def __iter__(self):\n        return iter([])\n" + SCORES, "has no problems"),
+        (ITERATES + SCORES + "    def held_out(self):\n        return []\n", "has no held-out problems"),
+        (ITERATES + SCORES + "    def held_out(self):\n        yield {'prompt': ''}\n", "returned a generator"),
+        (
+            ITERATES + SCORES + "    def held_out(self):\n        return [{'prompt': ''}]\n",
+            "held-out problem 0: its prompt is empty",
+        ),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(write: Write, body: str, message: str) -> None:
+    assert message in refusal(f"{write(CLASS + body)}:Task").message
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("'3+4='", "found '3+4=' of type str"),
+        ("{'question': 'x'}", "no prompt, found the keys ['question']"),
+        ("{'prompt': 7}", "its prompt is 7"),
+        ("{'prompt': ''}", "its prompt is empty"),
+        ("{'prompt': []}", "its prompt is []"),
+        ("{'prompt': ['hi']}", "its prompt is ['hi']"),
+        ("{'prompt': [{'role': 'user'}]}", "its prompt is [{'role': 'user'}]"),
+    ],
+)
+def test_a_bad_problem_is_named_by_its_index(write: Write, bad: str, message: str) -> None:
+    problems = f"    def __iter__(self):\n        return iter([{{'prompt': 'fine'}}, {bad}])\n"
+    error = refusal(f"{write(CLASS + problems + SCORES)}:Task")
+    assert "problem 1: " in error.message
+    assert message in error.message
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1), np.array(1.0)])
+def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
+    (reward,) = score_all(scoring(value), PROBLEM, ["7"])
+    assert type(reward) is float
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", [1.0], np.ones(2), 1j, 10**400]
+)
+def test_whatever_is_no_finite_number_is_refused(value: Any) -> None:
+    with pytest.raises(RewardError, match="expected a finite number") as caught:
+        score_all(scoring(value), PROBLEM, ["7"])
+    assert "Task.score returned" in caught.value.message
+    assert "test_environment_loading.py line" in caught.value.message
+    assert "'3+4='" in caught.value.message
+    assert "'7'" in caught.value.message
+
+
+def test_a_score_that_raises_names_the_line_in_the_file_and_shortens_what_it_scored(write: Write) -> None:
+    path = write(
+        "class Task:\n" + ITERATES + "    def score(self, problem, completion):\n        return int(completion)\n"
+    )
+    environment = registry.load(f"{path}:Task")
+    with pytest.raises(RewardError) as caught:
+        score_all(environment, {"prompt": "why\n" * 100}, ["5", "long\n" * 100])
+    message = caught.value.message
+    assert "Task.score raised ValueError: invalid literal" in message
+    assert "(task.py line 5)" in message
+    assert "\n" not in message
+    assert len(message) < 450
+
+
+def test_the_line_is_the_files_own_even_when_a_library_raised(write: Write) -> None:
+    path = write(
+        "import json\nclass Task:\n"
+        + ITERATES
+        + "    def score(self, problem, completion):\n        return json.loads('{')\n"
+    )
+    with pytest.raises(RewardError, match=r"JSONDecodeError.*\(task\.py line 6\)"):
+        score_all(registry.load(f"{path}:Task"), PROBLEM, ["7"])
+
+
+def test_an_interrupt_is_no_fault_of_the_score() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        score_all(scoring(KeyboardInterrupt()), PROBLEM, ["7"])

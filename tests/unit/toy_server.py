@@ -1,0 +1,95 @@
+"""A server's side of the one copy, made by hand in the calling process: fused and padded weights in a shared file."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from bridge.weights import shared_memory
+from bridge.weights.manifest import Manifest, SharedMemoryHandle, View
+from tests.models import tiny
+from tests.unit.checks_sample import manifest
+
+PADDED_ROWS = 320
+FILLER = 7.0
+"""What the rows hold that no token owns."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class ToyServer:
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    """The server's own tensors, by vLLM's names."""
+    reference: PreTrainedModel
+    """The same model, loaded by transformers into memory of its own."""
+
+    def padding_rows(self) -> list[Tensor]:
+        return [tensor[tiny.VOCABULARY :] for tensor in self.tensors.values() if len(tensor) == PADDED_ROWS]
+
+    def edited(self, **changes: Any) -> Manifest:
+        """The manifest after somebody edited it."""
+        return Manifest.model_validate({**self.manifest.model_dump(), **changes})
+
+
+def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
+    tiny.write(config, folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    parts = _layout({name: parameter.detach() for name, parameter in reference.named_parameters()})
+    tensors, handles = _allocate({name: _stack(pieces) for name, pieces in parts.items()})
+    views = {}
+    for name, pieces in parts.items():
+        offset = 0
+        for piece, tensor in pieces.items():
+            stride = tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
+            views[piece] = View(parameter=name, offset=offset, shape=tuple(tensor.shape), stride=stride)
+            offset += tensor.numel()
+    padding = {
+        name: (PADDED_ROWS - tiny.VOCABULARY) * tensor.shape[1]
+        for name, tensor in tensors.items()
+        if len(tensor) == PADDED_ROWS
+    }
+    exported = manifest(
+        model=str(folder), dtype="bfloat16", ipc_handles=handles, param_mappings=views, padding=padding,
+        num_params=sum(parameter.numel() for parameter in reference.parameters()), param_names=tuple(sorted(views)),
+    )  # fmt: skip
+    return ToyServer(exported, tensors, reference.eval())
+
+
+def _layout(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """vLLM's parameter -> the Hugging Face parameters in it, in their order."""
+    fused_by = {part: fused for fused, parts in FUSED.items() for part in parts}
+    layout: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        *path, module, leaf = name.split(".")
+        layout.setdefault(".".join([*path, fused_by.get(module, module), leaf]), {})[name] = tensor
+    return layout
+
+
+def _stack(pieces: dict[str, Tensor]) -> Tensor:
+    whole = torch.cat(list(pieces.values()))
+    if len(whole) != tiny.VOCABULARY:
+        return whole
+    return torch.cat([whole, torch.full((PADDED_ROWS - len(whole), whole.shape[1]), FILLER, dtype=whole.dtype)])
+
+
+def _allocate(whole: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, SharedMemoryHandle]]:
+    starts, end = {}, 0
+    for name, tensor in whole.items():
+        starts[name] = end
+        end += -(-tensor.nbytes // shared_memory.ALIGNMENT_BYTES) * shared_memory.ALIGNMENT_BYTES
+    block = shared_memory.allocate(end)
+    tensors, handles = {}, {}
+    for name, tensor in whole.items():
+        start = starts[name] // 2
+        tensors[name] = torch.empty(0, dtype=torch.bfloat16).set_(block.storage, start, tensor.shape, tensor.stride())
+        tensors[name].copy_(tensor)
+        handles[name] = SharedMemoryHandle(
+            path=block.path, storage_size=end, storage_offset=0, tensor_offset=start,
+            shape=tuple(tensor.shape), stride=tensor.stride(), dtype="bfloat16",
+        )  # fmt: skip
+    return tensors, handles
