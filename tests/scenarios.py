@@ -101,7 +101,7 @@ def trains_in_place(server: LiveServer, folder: Path) -> None:
     checkpoint = AutoModelForCausalLM.from_pretrained(folder / "saved" / "step_3", dtype=torch.bfloat16).to(device)
     parity = logprob_diffs(checkpoint, server.sample()).max().item()
     moved = logprob_diffs(checkpoint, before).max().item()
-    assert parity < PARITY_LIMIT, parity
+    assert parity < PARITY_LIMIT, (parity, moved)
     assert moved > 10 * parity, (moved, parity)
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]

@@ -20,7 +20,9 @@ class SharedVllm:
         self._config = config
         self._manifest = manifest.load(config.vllm_config_path)
         _refuse_other_model(config.model_name, self._manifest.model)
-        self._client = BridgeClient(self._manifest, timeout_s=config.request_timeout_s, url=_given_url(config))
+        self._client = BridgeClient(
+            self._manifest, timeout_s=config.request_timeout_s, url=_url(config, self._manifest.url)
+        )
         self.version = self._client.status().version
 
     @property
@@ -52,5 +54,10 @@ def _refuse_other_model(wanted: str, served: str) -> None:
         )
 
 
-def _given_url(config: TrainConfig) -> str | None:
-    return None if config.vllm_port is None else f"http://{config.vllm_host}:{config.vllm_port}"
+def _url(config: TrainConfig, exported: str) -> str:
+    """Return the manifest's address, with whatever part of it the user gave in its place."""
+    if config.vllm_port is None and "vllm_host" not in config.model_fields_set:
+        return exported
+    scheme, _, address = exported.partition("://")
+    host = f"[{config.vllm_host}]" if ":" in config.vllm_host else config.vllm_host
+    return f"{scheme}://{host}:{config.vllm_port or address.rpartition(':')[2]}"

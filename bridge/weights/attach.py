@@ -149,7 +149,7 @@ def _tensor(
     empty = torch.empty(0, dtype=dtype, device=device)
     try:
         return empty.set_(storage, handle.tensor_offset, handle.shape, handle.stride)
-    except (RuntimeError, TypeError, OverflowError) as error:  # the latter two: a number of more than 64 bits
+    except (RuntimeError, ValueError) as error:  # the latter: a number of more than 64 bits
         raise AttachError(
             f"{name} does not fit into its storage of {handle.storage_size} bytes: shape {handle.shape} from element "
             f"{handle.tensor_offset}",

@@ -83,7 +83,7 @@ class SharedMemoryHandle(Handle):
 
     kind: Literal["shared_memory"] = "shared_memory"
     """Tells this handle from the others."""
-    path: str
+    path: str = Field(pattern=r"^/[^\x00]+$")
     """The file to map."""
 
 
@@ -155,10 +155,15 @@ def search_path() -> tuple[Path, ...]:
 
 
 def resolve_path(given: Path | None) -> Path:
-    """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it."""
+    """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it.
+
+    Raises:
+        ManifestError: the system cannot even look there.
+    """
     if given is None:
         return search_path()[0]
-    return given / MANIFEST_NAME if given.is_dir() else given
+    with _one_line_errors(given):
+        return given / MANIFEST_NAME if given.is_dir() else given
 
 
 def find(given: Path | None = None) -> Path:

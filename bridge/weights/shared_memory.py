@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bridge.checks.memory import available_bytes, cgroup_left_bytes
 from bridge.errors import AttachError
 
 ALIGNMENT_BYTES = 256
@@ -36,15 +37,15 @@ def allocate(num_bytes: int) -> SharedBlock:
     Raises:
         AttachError: the system has not that much memory.
     """
+    left = _left_bytes()
+    if num_bytes > left:  # asked for more, Linux does not refuse: it kills a process
+        raise _no_room(num_bytes, f"{left / 2**30:.2f} GiB are left")
     descriptor = os.memfd_create("bridge-weights", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         os.close(descriptor)
-        raise AttachError(
-            f"{num_bytes / 2**30:.2f} GiB of shared memory for the weights are not to be had ({error.strerror})",
-            remedy="free memory, or take a smaller model; bridge doctor shows what is available",
-        ) from error
+        raise _no_room(num_bytes, os.strerror(error.errno or 0)) from error
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return SharedBlock(path=f"/proc/{os.getpid()}/fd/{descriptor}", storage=_map(descriptor, num_bytes))
 
@@ -77,6 +78,18 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
         return _map(descriptor, num_bytes)
     finally:
         os.close(descriptor)
+
+
+def _left_bytes() -> int:
+    limit = cgroup_left_bytes()
+    return available_bytes() if limit is None else min(limit, available_bytes())
+
+
+def _no_room(num_bytes: int, reason: str) -> AttachError:
+    return AttachError(
+        f"{num_bytes / 2**30:.2f} GiB of shared memory for the weights are not to be had ({reason})",
+        remedy="free memory, or take a smaller model; bridge doctor shows what is available",
+    )
 
 
 def _is_sealed(descriptor: int) -> bool:

@@ -38,12 +38,20 @@ def as_json(document: Any, status: int = 200, **headers: str) -> Answer:
     return Answer(json.dumps(document), status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that gave up is part of many a test."""
+
+
 @contextmanager
 def serving(answers: Answers) -> Iterator[HttpServer]:
     asked: list[Asked] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # one packet per answer, or the kernel waits 40 ms for the second half
 
         def do_GET(self) -> None:
             content = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -60,12 +68,12 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815  http.server's name
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, *args: Any) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Listener(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
     thread.start()
     try:

@@ -121,9 +121,6 @@ def test_a_place_that_may_not_be_entered_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_a_search_place_of_another_user_is_refused(places: tuple[Path, ...]) -> None:
-    for folder in (places[1].parents[1], *places[1].parents[2:-1]):
-        if not folder.stat().st_mode & 0o005 and folder.stat().st_uid == 0:
-            folder.chmod(folder.stat().st_mode | 0o005)
     places[0].parent.chmod(0o700)
     os.seteuid(12345)
     try:
@@ -139,7 +136,7 @@ def test_a_manifest_cut_anywhere_is_refused(path: Path, compact: bool) -> None:
     whole = path.read_text()
     whole = json.dumps(json.loads(whole)) if compact else whole
     lengths = [*range(0, len(whole) - 1, 50), len(whole) - 1]
-    assert len(lengths) > 20
+    assert len(lengths) > 15
     for length in lengths:
         path.write_text(whole[:length])
         assert str(path) in refusal(lambda: load(path))
@@ -181,6 +178,7 @@ HANDLE = {
         ({"ipc_handles": {"w": {**HANDLE, "tensor_offset": -1}}}, "ipc_handles.w"),
         ({"ipc_handles": {"w": {**HANDLE, "storage_size": 0}}}, "ipc_handles.w"),
         ({"ipc_handles": {"w": {**HANDLE, "kind": "tuple"}}}, "ipc_handles.w"),
+        ({"ipc_handles": {"w": {**HANDLE, "path": "/no\x00path"}}}, "ipc_handles.w"),
         ({"ipc_handles": {}}, "ipc_handles"),
         ({"schema_version": 2}, "schema version 2, expected 1"),
         ({"schema_version": "one"}, "schema version one"),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_a_process_is_alive_until_it_ends_and_a_zombie_is_not() -> None:
     assert identity.is_alive()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken notice yet
-    assert os.path.exists(f"/proc/{child.pid}")
+    assert Path(f"/proc/{child.pid}").exists()
     assert not identity.is_alive()
     with pytest.raises(ProcessLookupError):
         ProcessIdentity.of(child.pid)
@@ -47,7 +48,7 @@ def test_another_pid_namespace_is_not_visible() -> None:
     assert not identity.is_visible()
 
 
-def test_a_name_with_brackets_and_spaces_does_not_shift_the_start_time(tmp_path: os.PathLike[str]) -> None:
+def test_a_name_with_brackets_and_spaces_does_not_shift_the_start_time() -> None:
     program = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R 1 (b'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -55,8 +56,7 @@ def test_a_name_with_brackets_and_spaces_does_not_shift_the_start_time(tmp_path:
         before = ProcessIdentity.of(child.pid)
         assert child.stdout is not None
         child.stdout.readline()
-        with open(f"/proc/{child.pid}/stat") as stat:
-            assert "(a) R 1 (b)" in stat.read()
+        assert "(a) R 1 (b)" in Path(f"/proc/{child.pid}/stat").read_text()
         assert before.is_alive()
         assert before == ProcessIdentity.of(child.pid)
         child.kill()

@@ -61,7 +61,7 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
 
 
 def _layout(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """vLLM's parameter -> the Hugging Face parameters in it, in their order."""
+    """Return, per parameter of vLLM, the Hugging Face parameters in it in their order."""
     fused_by = {part: fused for fused, parts in FUSED.items() for part in parts}
     layout: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():

@@ -1,0 +1,139 @@
+"""The control connection: what it sends, and the one clear error for every way in which a server can fail."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from bridge.client import BridgeClient
+from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError
+from bridge.process import ProcessIdentity
+from bridge.protocol import Element, Status
+from tests.unit.checks_sample import manifest
+from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+
+ME = ProcessIdentity.current()
+STATUS = Status(model="m", version=7, state="paused", holder=ME, server=ME).model_dump()
+ELEMENTS = (Element(parameter="w", index=3),)
+CALLS: dict[str, Callable[[BridgeClient], object]] = {
+    "status": lambda client: client.status(),
+    "pause": lambda client: client.pause("keep"),
+    "publish": lambda client: client.publish(),
+    "resume": lambda client: client.resume(),
+    "digests": lambda client: client.digests(),
+    "read": lambda client: client.read(ELEMENTS),
+    "write": lambda client: client.write(ELEMENTS, (1.0,)),
+}
+
+
+def good(asked: Asked) -> Answer:
+    return as_json(
+        {"/bridge/tensors/digest": {"digests": {"w": "0f"}}, "/bridge/tensors/read": {"values": [1.5]}}.get(
+            asked.path, STATUS
+        )
+    )
+
+
+def error_of(answers: Answers, call: str, *, timeout_s: float = 20) -> BridgeError:
+    with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=timeout_s) as client:
+        with pytest.raises(BridgeError) as caught:
+            CALLS[call](client)
+        assert server.url in caught.value.message or isinstance(caught.value, AttachError)
+        return caught.value
+
+
+def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        answers = [CALLS[name](client) for name in CALLS]
+    assert [f"{asked.method} {asked.path}" for asked in server.asked] == [
+        "GET /bridge/status", "POST /bridge/pause", "POST /bridge/publish", "POST /bridge/resume",
+        "GET /bridge/tensors/digest", "POST /bridge/tensors/read", "POST /bridge/tensors/write",
+    ]  # fmt: skip
+    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
+    holder, element = ME.model_dump(), {"parameter": "w", "index": 3}
+    assert [asked.body for asked in server.asked] == [
+        None, {"holder": holder, "in_flight": "keep"}, {"holder": holder}, {"holder": holder},
+        None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
+    ]  # fmt: skip
+    assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
+
+
+def test_another_address_than_the_manifests_can_be_given() -> None:
+    with serving(good) as server, BridgeClient(manifest(), timeout_s=20, url=server.url) as client:
+        assert client.status().version == 7
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
+    with serving(good) as server:
+        url = server.url
+    with BridgeClient(manifest(url=url), timeout_s=20) as client, pytest.raises(ServerUnreachableError, match=url):
+        CALLS[call](client)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "answers",
+    [
+        lambda _: None,
+        lambda _: Answer("Internal Server Error", 500),
+        lambda _: as_json({"detail": "wrong token"}, 401),
+        lambda _: Answer("<html>", 200),
+        lambda _: Answer("", 200),
+        lambda _: as_json({"more": 1}),
+        lambda _: as_json([]),
+        lambda _: Answer("<html>", 409),
+        lambda _: as_json({"error": "no remedy"}, 409),
+        lambda _: as_json(["nonsense"], 409),
+        lambda _: Answer("not gzip", 200, {"content-encoding": "gzip"}),
+    ],
+    ids=[
+        "dropped", "500", "401", "html", "empty", "another object", "a list",
+        "409 of html", "409 without remedy", "409 of a list", "no gzip",
+    ],
+)  # fmt: skip
+def test_a_server_that_does_not_answer_as_ours_does_is_unreachable(call: str, answers: Answers) -> None:
+    error = error_of(answers, call)
+    assert type(error) is ServerUnreachableError
+    assert error.exit_code == 5
+
+
+def test_a_refusal_is_told_in_the_servers_own_words() -> None:
+    error = error_of(lambda _: as_json({"error": "torn", "remedy": "restart it"}, 409), "pause")
+    assert type(error) is AttachError
+    assert (error.message, error.remedy, error.exit_code) == ("torn", "restart it", 4)
+
+
+def test_the_servers_own_error_is_quoted() -> None:
+    assert "engine is dead" in error_of(lambda _: Answer("engine is dead", 500), "status").message
+
+
+def test_a_server_that_is_too_slow_is_unreachable() -> None:
+    def slow(_: Asked) -> Answer:
+        time.sleep(0.5)
+        return good(_)
+
+    assert type(error_of(slow, "status", timeout_s=0.1)) is ServerUnreachableError
+
+
+def test_an_address_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(ManifestError, match="no address"):
+        BridgeClient(manifest(), timeout_s=1, url="http://127.0.0.1:none")
+
+
+def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        assert client.status().version == 7
+
+
+def test_a_closed_connection_is_given_back() -> None:
+    with serving(good) as server:
+        client = BridgeClient(manifest(url=server.url), timeout_s=20)
+        client.status()
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            client.status()

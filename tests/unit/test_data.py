@@ -1,0 +1,107 @@
+"""The order of the problems, and their prompts as token ids."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from bridge.errors import RewardError
+from bridge.training import data
+from bridge.types import Message, Problem
+from bridge.weights import skeleton
+from tests.models import tiny
+
+PROBLEMS: list[Problem] = [{"prompt": str(number)} for number in range(20)]
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the first role must be user') }}{% endif %}"
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+class Sums:
+    def __iter__(self) -> Iterator[Problem]:
+        yield from PROBLEMS
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return 0.0
+
+
+class SumsWithHeldOut(Sums):
+    def __init__(self, kept: list[Problem]) -> None:
+        self._kept = kept
+
+    def held_out(self) -> list[Problem]:
+        return self._kept
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    tiny.write_tokenizer(folder, tiny.VOCABULARY)
+    return skeleton.tokenizer(str(folder))
+
+
+def taken(seed: int, count: int) -> list[str | list[Message]]:
+    return [problem["prompt"] for problem in islice(data.endless(PROBLEMS, seed), count)]
+
+
+def test_each_pass_holds_every_problem_once_in_an_order_of_its_own() -> None:
+    order = taken(0, 60)
+    passes = [order[:20], order[20:40], order[40:]]
+    for one in passes:
+        assert sorted(map(str, one)) == sorted(map(str, range(20)))
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_the_seed_alone_decides_the_order() -> None:
+    assert taken(3, 50) == taken(3, 50)
+    assert taken(3, 20) != taken(4, 20)
+
+
+def test_no_problems_are_no_endless_search() -> None:
+    with pytest.raises(AssertionError, match="no problems"):
+        next(data.endless([], 0))
+
+
+def test_held_out_problems_are_the_environments() -> None:
+    assert data.held_out(SumsWithHeldOut(PROBLEMS[:2])) == PROBLEMS[:2]
+
+
+@pytest.mark.parametrize("environment", [Sums(), SumsWithHeldOut([])])
+def test_an_evaluation_without_held_out_problems_is_refused(environment: Sums) -> None:
+    with pytest.raises(RewardError, match="held-out"):
+        data.held_out(environment)
+
+
+def test_text_is_encoded_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert data.encode(tokenizer, {"prompt": "1+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
+
+
+def test_messages_go_through_the_template_with_the_cue_to_answer(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    encoded = data.encode(tokenizer, {"prompt": [{"role": "user", "content": "1+2="}]})
+    assert encoded == tuple(tokenizer.convert_tokens_to_ids(list("1+2=>")))
+
+
+def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RewardError, match="no chat template"):
+        data.encode(tokenizer, {"prompt": [{"role": "user", "content": "hello"}]})
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{% for %}", "{{ messages.nothing.more }}"])
+def test_messages_that_the_template_refuses_are_the_environments_fault(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(RewardError, match="chat template") as caught:
+        data.encode(tokenizer, {"prompt": [{"role": "system", "content": "hello"}]})
+    assert "\n" not in caught.value.message
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RewardError, match="no tokens"):
+        data.encode(tokenizer, {"prompt": ""})

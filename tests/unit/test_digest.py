@@ -1,0 +1,97 @@
+"""The digest: sensitive to every bit, to order and to place; indifferent to strides, chunks and the machine's mood."""
+
+import random
+
+import pytest
+import torch
+
+from bridge.weights import digest as module
+from bridge.weights.digest import digest
+
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_counts_whatever_the_type(dtype: torch.dtype) -> None:
+    tensor = sample(dtype, 4, 3)
+    before = digest(tensor)
+    assert len(before) == 16
+    assert int(before, 16) >= 0
+    data = tensor.view(-1).view(torch.uint8)
+    seen = {before}
+    for byte in range(len(data)):
+        for bit in range(1 if dtype == torch.bool else 8):
+            data[byte] ^= 1 << bit
+            seen.add(digest(tensor))
+            data[byte] ^= 1 << bit
+    assert len(seen) == 1 + len(data) * (1 if dtype == torch.bool else 8)
+    assert digest(tensor) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_two_flipped_signs_do_not_cancel(dtype: torch.dtype) -> None:
+    tensor = sample(dtype, 8)
+    flipped = tensor.clone()
+    flipped[1], flipped[6] = -flipped[1], -flipped[6]
+    assert digest(flipped) != digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_value_and_its_opposite_cannot_change_places(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.5, 0.0, -1.5, 4.0], dtype=dtype)
+    assert digest(tensor[[2, 1, 0, 3]]) != digest(tensor)
+
+
+def test_every_exchange_of_two_elements_counts() -> None:
+    tensor = torch.arange(64, dtype=torch.bfloat16)
+    seen = {digest(tensor)}
+    for one in range(64):
+        for other in range(one):
+            swapped = tensor.clone()
+            swapped[one], swapped[other] = tensor[other], tensor[one]
+            seen.add(digest(swapped))
+    assert len(seen) == 1 + 64 * 63 // 2
+
+
+def test_the_length_counts_even_of_zeros() -> None:
+    assert len({digest(torch.zeros(length)) for length in range(20)}) == 20
+
+
+@pytest.mark.parametrize("words", [1, 3, 8, 24, 25])
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    tensor = sample(torch.bfloat16, 8, 3)
+    whole = digest(tensor)
+    monkeypatch.setattr(module, "CHUNK_WORDS", words)
+    assert digest(tensor) == whole
+    tensor[7, 2] += 1
+    assert digest(tensor) != whole
+
+
+def test_a_view_is_worth_its_elements_not_its_strides() -> None:
+    whole = sample(torch.bfloat16, 8, 6)
+    for view in (whole[2:5], whole[:, 1:3], whole.t(), whole[::2], whole[3, 4]):
+        assert digest(view) == digest(view.clone().contiguous())
+    assert digest(whole[2:5]) != digest(whole[3:6])
+
+
+def test_a_parameter_is_digested_without_a_graph() -> None:
+    parameter = torch.nn.Parameter(sample(torch.float32, 5))
+    assert digest(parameter) == digest(parameter.detach())
+
+
+def test_no_two_of_many_random_tensors_agree() -> None:
+    random_ = random.Random(0)
+    tensors = {tuple(random_.randint(-2, 2) for _ in range(6)) for _ in range(1000)}
+    assert len({digest(torch.tensor(values, dtype=torch.bfloat16)) for values in tensors}) == len(tensors)

@@ -1,0 +1,206 @@
+"""The trainer's side of the fence: the order of its parts, errors in them, and interrupts held back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from bridge.client import BridgeClient
+from bridge.errors import AttachError, ServerUnreachableError
+from bridge.process import ProcessIdentity
+from bridge.protocol import InFlight, Status
+from bridge.weights import fence
+
+
+class FakeClient:
+    """Notes every call in the order in which it came; fails at the one that it is told to."""
+
+    def __init__(self, failing: dict[str, Exception] | None = None) -> None:
+        self.calls: list[str] = []
+        self.version = 4
+        self._failing = failing or {}
+
+    def pause(self, in_flight: InFlight) -> Status:
+        return self._call(f"pause {in_flight}")
+
+    def publish(self) -> Status:
+        self.version += 1
+        return self._call("publish")
+
+    def resume(self) -> Status:
+        return self._call("resume")
+
+    def _call(self, name: str) -> Status:
+        self.calls.append(name)
+        if name in self._failing:
+            raise self._failing[name]
+        return Status(model="m", version=self.version, state="serving", server=ProcessIdentity.current())
+
+
+def update(fake: FakeClient, write: Callable[[], None], in_flight: InFlight = "keep") -> fence.FenceTimes:
+    return fence.update(cast(BridgeClient, fake), write, in_flight=in_flight)
+
+
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+@contextmanager
+def noting(number: int, calls: list[str]) -> Iterator[None]:
+    """Note the signal instead of ending the test run."""
+    previous = signal.signal(number, lambda *_: calls.append(signal.Signals(number).name))
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
+def test_the_order_is_pause_write_publish_and_the_version_the_servers() -> None:
+    fake = FakeClient()
+    times = update(fake, lambda: fake.calls.append("write"), "wait")
+    assert fake.calls == ["pause wait", "write", "publish"]
+    assert times.version == 5
+    assert min(times.pause_s, times.write_s, times.publish_s) >= 0
+
+
+def test_each_part_is_timed_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 13.0, 17.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = update(FakeClient(), lambda: None)
+    assert (times.pause_s, times.write_s, times.publish_s) == (1.0, 2.0, 4.0)
+
+
+def test_an_error_while_writing_publishes_nothing() -> None:
+    fake = FakeClient()
+
+    def write() -> None:
+        fake.calls.append("write")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        update(fake, write)
+    assert fake.calls == ["pause keep", "write"]
+    assert fake.version == 4
+
+
+def test_nothing_is_written_when_the_fence_is_refused() -> None:
+    fake = FakeClient({"pause keep": AttachError("held", remedy="wait")})
+    with pytest.raises(AttachError):
+        update(fake, lambda: fake.calls.append("write"))
+    assert fake.calls == ["pause keep"]
+
+
+def test_an_interrupt_while_writing_acts_after_the_publication() -> None:
+    fake = FakeClient()
+
+    def write() -> None:
+        fake.calls.append("first half")
+        interrupt()
+        fake.calls.append("second half")
+
+    with noting(signal.SIGINT, fake.calls):
+        update(fake, write)
+    assert fake.calls == ["pause keep", "first half", "second half", "publish", "SIGINT"]
+
+
+def test_an_interrupt_is_a_keyboard_interrupt_after_the_block() -> None:
+    fake = FakeClient()
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        update(fake, interrupt)
+    assert fake.calls == ["pause keep", "publish"]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_termination_waits_too() -> None:
+    fake = FakeClient()
+    with noting(signal.SIGTERM, fake.calls):
+        update(fake, lambda: interrupt(signal.SIGTERM))
+    assert fake.calls == ["pause keep", "publish", "SIGTERM"]
+
+
+def test_nested_blocks_hold_an_interrupt_back_to_the_end_of_the_outermost() -> None:
+    calls: list[str] = []
+    with noting(signal.SIGINT, calls), fence.deferred_interrupt():
+        with fence.deferred_interrupt():
+            interrupt()
+            calls.append("inner")
+        calls.append("outer")
+    assert calls == ["inner", "outer", "SIGINT"]
+
+
+def test_an_error_is_not_hidden_by_an_interrupt_and_the_handlers_are_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def write() -> None:
+        interrupt()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        update(FakeClient(), write)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        update(FakeClient(), interrupt)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_outside_of_the_main_thread_the_fence_works_without_signals() -> None:
+    fake, errors = FakeClient(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            update(fake, lambda: fake.calls.append("write"))
+        except BaseException as error:  # noqa: BLE001  carried to the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert fake.calls == ["pause keep", "write", "publish"]
+
+
+def test_frozen_resumes_without_a_new_version() -> None:
+    fake = FakeClient()
+    with fence.frozen(cast(Any, fake)):
+        fake.calls.append("read")
+    assert fake.calls == ["pause keep", "read", "resume"]
+    assert fake.version == 4
+
+
+def test_frozen_resumes_after_an_error_too() -> None:
+    fake = FakeClient()
+    with pytest.raises(ZeroDivisionError), fence.frozen(cast(Any, fake)):
+        raise ZeroDivisionError
+    assert fake.calls == ["pause keep", "resume"]
+
+
+def test_frozen_does_not_resume_what_it_did_not_pause() -> None:
+    fake = FakeClient({"pause keep": ServerUnreachableError("gone", remedy="restart")})
+    with pytest.raises(ServerUnreachableError), fence.frozen(cast(Any, fake)):
+        pytest.fail("the block ran")
+    assert fake.calls == ["pause keep"]
+
+
+def test_a_terminated_process_still_ends_by_that_signal() -> None:
+    program = (
+        "import os, signal\nfrom bridge.weights.fence import deferred_interrupt\n"
+        "with deferred_interrupt():\n    os.kill(os.getpid(), signal.SIGTERM); print('written', flush=True)\n"
+        "print('after', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "written\n", done.stderr
+    assert done.returncode == -signal.SIGTERM

@@ -1,0 +1,278 @@
+"""Inside vLLM, with layer objects made by hand: how fused parameters are cut, moved into shared memory and watched."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patches
+from bridge.errors import UnsupportedModelError
+from bridge.weights import shared_memory
+from bridge.weights.layout import check_coverage
+from bridge.weights.manifest import View
+from patches import model_runner
+
+HIDDEN, HEAD = 8, 4
+VOCABULARY, PADDED = 11, 16
+SHAPES = {
+    "embed.weight": (VOCABULARY, HIDDEN),
+    "attn.q_proj.weight": (4 * HEAD, HIDDEN), "attn.k_proj.weight": (HEAD, HIDDEN),
+    "attn.v_proj.weight": (HEAD, HIDDEN),
+    "attn.q_proj.bias": (4 * HEAD,), "attn.k_proj.bias": (HEAD,), "attn.v_proj.bias": (HEAD,),
+    "mlp.gate_proj.weight": (12, HIDDEN), "mlp.up_proj.weight": (12, HIDDEN), "mlp.down_proj.weight": (HIDDEN, 12),
+    "norm.weight": (HIDDEN,),
+}  # fmt: skip
+
+
+class QKVParallelLinear(nn.Module):
+    """vLLM's, as far as Bridge asks it."""
+
+    sizes: ClassVar = {"q": 4 * HEAD, "k": HEAD, "v": HEAD}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = parameter(6 * HEAD, HIDDEN), parameter(6 * HEAD)
+
+    def _get_shard_offset_mapping(self, part: str) -> int:
+        return {"q": 0, "k": 4 * HEAD, "v": 5 * HEAD}[part]
+
+    def _get_shard_size_mapping(self, part: str) -> int:
+        return self.sizes[part]
+
+
+class MergedColumnParallelLinear(nn.Module):
+    tp_size = 1
+    output_sizes = (12, 12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(24, HIDDEN)
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(PADDED, HIDDEN)
+        self.shard_indices = SimpleNamespace(num_org_elements=VOCABULARY)
+
+
+class Plain(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = parameter(*shape)
+
+
+class Mapper:
+    """vLLM's `WeightsMapper`: what it leads elsewhere, and what it drops."""
+
+    def __init__(self, **places: Any) -> None:
+        self._places = places
+
+    def _map_name_with_shard(self, name: str) -> Any:
+        return self._places.get(name.replace(".", "_"), (name, None))
+
+
+class Model(nn.Module):
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = VocabParallelEmbedding(), Plain(HIDDEN)
+        self.attn = nn.ModuleDict({"qkv_proj": QKVParallelLinear()})
+        self.mlp = nn.ModuleDict({"gate_up_proj": MergedColumnParallelLinear(), "down_proj": Plain(HIDDEN, 12)})
+        self.head = self.embed  # tied
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).bfloat16())
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import `patches.layers` over fakes of the two modules of vLLM that it reads."""
+    linear = ModuleType("vllm.model_executor.layers.linear")
+    vars(linear).update(MergedColumnParallelLinear=MergedColumnParallelLinear, QKVParallelLinear=QKVParallelLinear)
+    vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
+    vars(vocabulary).update(VocabParallelEmbedding=VocabParallelEmbedding)
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (linear, vocabulary):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("layers", "worker"):
+        monkeypatch.setattr(patches, name, None, raising=False)  # so that the real one comes back afterwards
+        monkeypatch.delitem(sys.modules, f"patches.{name}", raising=False)
+    yield importlib.import_module("patches.layers")
+    for name in ("layers", "worker"):
+        sys.modules.pop(f"patches.{name}", None)
+
+
+def cut(model: nn.Module, view: View) -> Tensor:
+    whole = model.get_parameter(view.parameter).detach()
+    return whole.view(-1)[view.offset :].as_strided(view.shape, view.stride)
+
+
+def test_every_parameter_is_cut_where_vllms_own_layers_say(layers: Any) -> None:
+    model: Any = Model()
+    views = layers.views(model, SHAPES)
+    check_coverage(SHAPES, {name: tuple(p.shape) for name, p in model.named_parameters()}, views, layers.padding(model))
+    qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
+    for name, expected in {
+        "attn.q_proj.weight": qkv.weight[:16], "attn.k_proj.weight": qkv.weight[16:20],
+        "attn.v_proj.weight": qkv.weight[20:], "attn.k_proj.bias": qkv.bias[16:20],
+        "mlp.gate_proj.weight": gate_up.weight[:12], "mlp.up_proj.weight": gate_up.weight[12:],
+        "embed.weight": model.embed.weight[:VOCABULARY], "norm.weight": model.norm.weight,
+    }.items():  # fmt: skip
+        assert torch.equal(cut(model, views[name]), expected), name
+
+
+def test_the_padding_is_what_no_token_owns(layers: Any) -> None:
+    model: Any = Model()
+    assert layers.padding(model) == {"embed.weight": (PADDED - VOCABULARY) * HIDDEN}
+    model.embed.shard_indices.num_org_elements = PADDED
+    assert layers.padding(model) == {}
+
+
+def test_vllms_own_mapper_is_followed(layers: Any) -> None:
+    model: Any = Model()
+    model.hf_to_vllm_mapper = Mapper(old_norm_weight=("norm.weight", None), k=("attn.qkv_proj.weight", "k"))
+    views = layers.views(model, {"old.norm.weight": (HIDDEN,), "k": (HEAD, HIDDEN)})
+    assert views["old.norm.weight"].parameter == "norm.weight"
+    assert torch.equal(cut(model, views["k"]), model.attn["qkv_proj"].weight[16:20])
+
+
+@pytest.mark.parametrize(
+    ("name", "mapper", "words"),
+    [
+        ("attn.o_proj.weight", {}, "no parameter for it"),
+        ("rotary.inv_freq", {"rotary_inv_freq": None}, "drops it"),
+        ("norm.scale", {"norm_scale": ("norm.weight", 1)}, "does not know"),
+        ("q", {"q": ("attn.qkv_proj.weight", (0, 1))}, "does not know"),
+    ],
+)
+def test_what_vllms_mappings_do_not_lead_to_is_refused_by_name(
+    layers: Any, name: str, mapper: dict[str, Any], words: str
+) -> None:
+    model: Any = Model()
+    model.hf_to_vllm_mapper = Mapper(**mapper)
+    with pytest.raises(UnsupportedModelError, match=words):
+        layers.views(model, {name: (HIDDEN,)})
+
+
+def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> None:
+    model: Any = Model()
+    storage = torch.arange(40, dtype=torch.bfloat16)
+    model.one, model.other = nn.Parameter(storage[:8]), nn.Parameter(storage[8:40].view(4, 8))
+    model.single = nn.Parameter(torch.randn(3))  # float32
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model_runner._move_to_shared_memory(model)
+    block = model_runner.shared_block(model)
+    assert block is not None
+    start = block.storage.data_ptr()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert start <= p.data_ptr() < start + block.storage.nbytes()
+        assert p.dtype == before[name].dtype
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert model.other.data_ptr() - model.one.data_ptr() == 16
+    starts = {p.data_ptr() for name, p in model.named_parameters() if name != "other"}
+    assert all((address - start) % shared_memory.ALIGNMENT_BYTES == 0 for address in starts)
+    seen = torch.empty(0, dtype=torch.bfloat16).set_(shared_memory.open_storage(block.path, block.storage.nbytes()))
+    model.norm.weight.data[:] = 3
+    offset = (model.norm.weight.data_ptr() - start) // 2
+    assert (seen[offset : offset + HIDDEN] == 3).all()
+
+
+def test_a_parameter_that_moves_or_goes_is_noticed() -> None:
+    model: Any = Model()
+    places = model_runner.Places(model)
+    assert places.moved() == []
+    model.norm.weight.data += 1
+    assert places.moved() == []
+    model.norm.weight.data = model.norm.weight.data.clone()
+    assert places.moved() == ["norm.weight"]
+    del model.mlp["gate_up_proj"].weight
+    assert sorted(places.moved()) == ["mlp.gate_up_proj.weight", "norm.weight"]
+
+
+def test_a_runner_is_wrapped_once_and_its_weights_are_watched_after_the_load() -> None:
+    order: list[str] = []
+
+    class Runner:
+        bridge_places: model_runner.Places
+
+        def load_model(self, load_dummy_weights: bool = False) -> None:
+            order.append("load")
+            self.model = Model()
+
+        def get_model(self) -> nn.Module:
+            return self.model
+
+    for _ in range(3):
+        model_runner._wrap(Runner, lambda _: order.append("after"))
+    runner = Runner()
+    runner.load_model()
+    assert order == ["load", "after"]
+    assert runner.bridge_places.moved() == []
+
+
+def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module("patches.worker")
+    monkeypatch.setattr(module.skeleton, "build", lambda *_, **__: model)
+    monkeypatch.setattr(module.skeleton, "shapes", lambda _: SHAPES)
+    made = module.BridgeWorker()
+    made.rank = 0
+    config = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=False)
+    made.vllm_config = SimpleNamespace(model_config=config, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    made.model_runner = SimpleNamespace(get_model=lambda: model, bridge_places=model_runner.Places(model))
+    return made
+
+
+def test_a_worker_exports_what_another_process_can_open(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    model_runner._move_to_shared_memory(model)
+    shard = json.loads(worker(model, monkeypatch).bridge_export())
+    assert shard["param_mappings"].keys() == SHAPES.keys()
+    assert shard["gpu_uuid"] is None
+    handle = shard["ipc_handles"]["norm.weight"]
+    storage = shared_memory.open_storage(handle["path"], handle["storage_size"])
+    tensor = torch.empty(0, dtype=torch.bfloat16).set_(storage, handle["tensor_offset"], handle["shape"], (1,))
+    assert torch.equal(tensor, model.norm.weight)
+
+
+def test_a_worker_refuses_weights_of_another_type_by_name(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    model.norm.weight = nn.Parameter(torch.ones(HIDDEN, dtype=torch.int8), requires_grad=False)
+    answer = json.loads(worker(model, monkeypatch).bridge_export())
+    assert "norm.weight (torch.int8)" in answer["error"]
+    assert answer["remedy"]
+
+
+def test_a_worker_refuses_a_parameter_without_a_partner(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    model.k_scale = parameter(1)
+    model_runner._move_to_shared_memory(model)
+    assert "k_scale" in json.loads(worker(model, monkeypatch).bridge_export())["error"]
+
+
+def test_a_worker_reads_writes_digests_and_settles(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    made = worker(model, monkeypatch)
+    element = {"parameter": "mlp.down_proj.weight", "index": 13}
+    before = made.bridge_digests()
+    assert made.bridge_read([element]) == [model.mlp["down_proj"].weight[1, 1].item()]
+    made.bridge_write([element], [2.5])
+    assert model.mlp["down_proj"].weight[1, 1] == 2.5
+    after = made.bridge_digests()
+    assert {name for name in before if before[name] != after[name]} == {"mlp.down_proj.weight"}
+    assert made.bridge_settle() == []
+    model.norm.weight.data = model.norm.weight.data.clone()
+    assert made.bridge_settle() == ["norm.weight"]

@@ -1,0 +1,148 @@
+"""Coverage: every right layout passes, every single mistake in one is refused by name."""
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from bridge.errors import UnsupportedModelError
+from bridge.weights.layout import Shape, check_coverage, contiguous_stride, rows
+from bridge.weights.manifest import View
+
+NUM_LAYOUTS = 250
+
+
+@dataclass(frozen=True)
+class Layout:
+    model: dict[str, Shape] = field(default_factory=dict)
+    server: dict[str, Shape] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    padding: dict[str, int] = field(default_factory=dict)
+
+    def check(self) -> None:
+        check_coverage(self.model, self.server, self.views, self.padding)
+
+    def refused(self) -> str:
+        with pytest.raises(UnsupportedModelError) as caught:
+            self.check()
+        assert "\n" not in caught.value.message
+        return caught.value.message
+
+
+def random_layout(random_: random.Random) -> Layout:
+    """Fuse, pad and tie as servers do: parts are runs of rows, padding is at the end, ties are there once."""
+    layout = Layout()
+    for index in range(random_.randint(1, 4)):
+        rest = tuple(random_.randint(1, 5) for _ in range(random_.randint(0, 2)))
+        counts = [random_.randint(1, 6) for _ in range(random_.randint(1, 4))]
+        spare = random_.choice([0, 0, random_.randint(1, 5)])
+        whole, start = (sum(counts) + spare, *rest), 0
+        layout.server[f"v{index}"] = whole
+        for part, count in enumerate(counts):
+            name = f"h{index}.{part}"
+            layout.model[name] = (count, *rest)
+            layout.views[name] = rows(f"v{index}", whole, start, count)
+            start += count
+        if spare:
+            layout.padding[f"v{index}"] = spare * math.prod(rest)
+    return layout
+
+
+def mutations(layout: Layout, random_: random.Random) -> dict[str, Layout]:
+    """Every kind of single mistake, at a random place."""
+    name = random_.choice(sorted(layout.views))
+    view = layout.views[name]
+    server = view.parameter
+    by = random_.choice([-1, 1]) * random_.randint(1, 3)
+    offset = view.offset + by if view.offset + by >= 0 else view.offset + 1
+    longer = (view.shape[0] + 1, *view.shape[1:])
+
+    def with_view(**changes: object) -> Layout:
+        return replace(layout, views={**layout.views, name: view.model_copy(update=changes)})
+
+    def without(mapping: dict[str, View]) -> dict[str, View]:
+        return {key: value for key, value in mapping.items() if key != name}
+
+    cases = {
+        "offset shifted": with_view(offset=offset),
+        "view longer": with_view(shape=longer, stride=contiguous_stride(longer)),
+        "both longer": replace(with_view(shape=longer), model={**layout.model, name: longer}),
+        "view dropped": replace(layout, views=without(layout.views)),
+        "dropped on both sides": replace(
+            layout,
+            views=without(layout.views),
+            model={key: shape for key, shape in layout.model.items() if key != name},
+        ),
+        "view of nobody": replace(layout, views={**layout.views, "stranger": view}),
+        "duplicated on both sides": replace(
+            layout, views={**layout.views, "twin": view}, model={**layout.model, "twin": view.shape}
+        ),
+        "lies in nothing": with_view(parameter="v99"),
+        "stride doubled": with_view(stride=tuple(2 * step for step in view.stride)),
+        "padding larger": replace(layout, padding={**layout.padding, server: layout.padding.get(server, 0) + 1}),
+        "padding negative": replace(layout, padding={**layout.padding, server: -1}),
+        "padding of nobody": replace(layout, padding={**layout.padding, "v99": 1}),
+        "server larger": replace(
+            layout, server={**layout.server, server: (layout.server[server][0] + 1, *layout.server[server][1:])}
+        ),
+        "server parameter without owner": replace(layout, server={**layout.server, "v99": (3,)}),
+        "server parameter gone": replace(
+            layout, server={key: shape for key, shape in layout.server.items() if key != server}
+        ),
+    }
+    if layout.padding.get(server):
+        cases["padding dropped"] = replace(layout, padding={})
+    if len(layout.views) > 1:
+        other = random_.choice(sorted(without(layout.views)))
+        if layout.views[other].shape != view.shape:
+            swapped = {**layout.views, name: layout.views[other], other: view}
+            cases["two views swapped"] = replace(layout, views=swapped)
+    return cases
+
+
+def test_right_layouts_pass_and_every_single_mistake_is_refused() -> None:
+    random_, num_cases = random.Random(0), 0
+    for _ in range(NUM_LAYOUTS):
+        layout = random_layout(random_)
+        layout.check()
+        for kind, broken in mutations(layout, random_).items():
+            assert broken.refused(), kind
+            num_cases += 1
+    assert num_cases > 2000
+
+
+def test_a_padding_that_reaches_into_the_neighbour_is_refused() -> None:
+    """A negative padding would let a view end after its parameter, in somebody else's memory."""
+    layout = Layout({"embed": (4, 2)}, {"embed": (3, 2)}, {"embed": rows("embed", (4, 2), 0, 4)}, {"embed": -2})
+    assert "embed" in layout.refused()
+
+
+def test_a_nested_view_is_an_overlap() -> None:
+    layout = Layout(
+        {"outer": (10,), "inner": (2,)},
+        {"w": (10,)},
+        {"outer": rows("w", (10,), 0, 10), "inner": rows("w", (10,), 4, 2)},
+    )
+    assert "overlap" in layout.refused()
+
+
+def test_a_gap_at_the_start_between_and_at_the_end_is_named() -> None:
+    model: dict[str, Shape] = {"a": (2,), "b": (2,)}
+    for starts, words in {(1, 3): "its start and a", (0, 3): "a and b", (0, 2): "b and its end"}.items():
+        views = {name: rows("w", (6,), start, 2) for name, start in zip("ab", starts, strict=True)}
+        message = Layout(model, {"w": (6,)}, views).refused()
+        assert "gap" in message
+        assert words in message
+
+
+def test_three_faults_are_named_and_the_rest_counted() -> None:
+    model: dict[str, Shape] = dict.fromkeys("abcde", (1,))
+    assert "and 2 more" in Layout(model).refused()
+
+
+def test_rows_of_a_fused_parameter_are_contiguous() -> None:
+    view = rows("qkv", (12, 5, 2), 4, 3)
+    assert view == View(parameter="qkv", offset=40, shape=(3, 5, 2), stride=(10, 2, 1))
+    assert contiguous_stride(()) == ()
+    assert contiguous_stride((7,)) == (1,)

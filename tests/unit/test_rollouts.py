@@ -1,0 +1,233 @@
+"""Sampling from a real HTTP server: what is asked, what is made of the answer, and every bad answer in one line."""
+
+import random
+import threading
+import time
+from typing import Any, get_args
+
+import pytest
+
+from bridge import rollouts
+from bridge.errors import BridgeError, ServerUnreachableError, UsageError
+from bridge.rollouts import Sampler
+from bridge.types import FinishReason
+from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+from tests.unit.openai_server import Bend, openai
+
+PROMPTS = [(5, 6), (7,), (8, 9, 10)]
+
+
+def sampler(url: str, *, timeout_s: float = 20) -> Sampler:
+    return Sampler(url, max_new_tokens=16, temperature=0.7, timeout_s=timeout_s)
+
+
+def error_of(answers: Answers, *, timeout_s: float = 20) -> BridgeError:
+    with serving(answers) as server:
+        with pytest.raises(BridgeError) as caught:
+            sampler(server.url, timeout_s=timeout_s).sample(PROMPTS, num_samples=3, seed=0)
+        assert server.url in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def bent_choice(**changes: Any) -> Answers:
+    """Answer with one choice changed; a value of `...` takes the key away."""
+
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        changed = {**document["choices"][1], **changes}
+        document["choices"][1] = {key: value for key, value in changed.items() if value is not ...}
+        return document
+
+    return openai(bend)
+
+
+def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
+    shuffler = random.Random(0)
+
+    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
+        shuffler.shuffle(document["choices"])
+        time.sleep(0.05 / len(asked.body["prompt"]))  # the first prompt is answered last
+        return document
+
+    with serving(openai(bend)) as server:
+        groups = sampler(server.url).sample(PROMPTS, num_samples=4, seed=0)
+    assert [[done.token_ids for done in group] for group in groups] == [
+        [(40 + index, 50 + len(prompt), 2) for index in range(4)] for prompt in PROMPTS
+    ]
+    first = groups[0][0]
+    assert (first.logprobs, first.text, first.finish_reason) == ((-5.7, -5.7, -5.7), "EQ", "stop")
+
+
+def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
+    with serving(openai()) as server:
+        ours = sampler(server.url)
+        ours.sample(PROMPTS, num_samples=3, seed=1)
+        ours.sample(PROMPTS, num_samples=3, seed=2)
+    models, *requests = (asked.body for asked in server.asked)
+    assert models is None
+    assert len(requests) == 2 * len(PROMPTS)
+    assert sorted(tuple(request["prompt"]) for request in requests[:3]) == sorted(PROMPTS)
+    for request in requests:
+        assert request["return_token_ids"] is True
+        assert (request["model"], request["n"], request["max_tokens"]) == ("tiny", 3, 16)
+        assert (request["temperature"], request["top_p"], request["top_k"], request["min_p"]) == (0.7, 1.0, -1, 0.0)
+        assert request["logprobs"] == 0
+        assert request["repetition_penalty"] == 1.0
+
+
+def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() -> None:
+    """Completion i of a request gets the request's seed + i from vLLM."""
+    num_samples, prompts = 8, [(5,)] * 50
+
+    def seeds(seed: int) -> list[int]:
+        with serving(openai()) as server:
+            sampler(server.url).sample(prompts, num_samples=num_samples, seed=seed)
+        return sorted(asked.body["seed"] + i for asked in server.asked[1:] for i in range(num_samples))
+
+    found = seeds(1) + seeds(2) + seeds(2**31)
+    assert len(set(found)) == len(found) == 3 * 50 * num_samples
+    assert seeds(1) == found[: 50 * num_samples]
+    assert min(seeds(2**63 - 1)) >= 0
+    assert max(seeds(2**63 - 1)) < 2**63
+
+
+@pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
+def test_the_version_is_the_one_that_made_all_of_it_or_none(header: str, version: int | None) -> None:
+    with serving(openai(version=lambda: header)) as server:
+        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+    assert {done.weight_version for group in groups for done in group} == {version}
+
+
+@pytest.mark.parametrize("reason", get_args(FinishReason))
+def test_every_reason_that_vllm_gives_is_taken(reason: str) -> None:
+    with serving(bent_choice(finish_reason=reason)) as server:
+        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+    assert groups[0][1].finish_reason == reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "error"},
+        {"finish_reason": None},
+        {"finish_reason": "whim"},
+        {"index": ...},
+        {"index": 0},
+        {"index": 3},
+        {"text": None},
+        {"token_ids": "abc"},
+        {"token_ids": [1, 2]},
+        {"token_ids": [1, 2, None]},
+        {"logprobs": {"token_logprobs": [None, -1.0, -1.0]}},
+        {"logprobs": {}},
+        {"logprobs": {"token_logprobs": [float("nan"), -1.0, -1.0]}},
+        {"logprobs": {"token_logprobs": [float("-inf"), -1.0, -1.0]}},
+    ],
+)
+def test_a_choice_that_does_not_fit_is_the_servers_fault(changes: dict[str, Any]) -> None:
+    assert type(error_of(bent_choice(**changes))) is ServerUnreachableError
+
+
+@pytest.mark.parametrize("changes", [{"token_ids": None}, {"token_ids": ...}, {"logprobs": None}, {"logprobs": ...}])
+def test_a_server_without_token_ids_is_told_from_one_that_is_unwell(changes: dict[str, Any]) -> None:
+    error = error_of(bent_choice(**changes))
+    assert type(error) is ServerUnreachableError
+    assert "token ids" in error.message
+    assert "bridge serve-vllm" in error.remedy
+
+
+@pytest.mark.parametrize("keep", [0, 2, 4])
+def test_another_number_of_completions_is_told(keep: int) -> None:
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        extra = {**document["choices"][0], "index": 3}
+        return {**document, "choices": [*document["choices"], extra][:keep]}
+
+    assert f"asked for 3 completions, got {keep}" in error_of(openai(bend)).message
+
+
+def test_a_completion_of_no_tokens_is_one() -> None:
+    with serving(bent_choice(token_ids=[], logprobs={"token_logprobs": []}, text="", finish_reason="abort")) as server:
+        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+    assert groups[0][1].token_ids == ()
+
+
+TOO_LONG = "This model's maximum context length is 256 tokens. However, you requested\n 400 tokens."
+
+
+@pytest.mark.parametrize("document", [{"error": {"message": TOO_LONG, "code": 400}}, {"message": TOO_LONG}])
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_prompt_that_is_too_long_is_the_users_to_mend(document: dict[str, Any], status: int) -> None:
+    error = error_of(openai(lambda *_: as_json(document, status)))
+    assert type(error) is UsageError
+    assert "maximum context length is 256 tokens" in error.message
+    assert "--max-model-len" in error.remedy
+
+
+BAD: dict[str, Bend] = {
+    "dropped": lambda *_: None,
+    "500": lambda *_: as_json({"error": {"message": "EngineDead"}}, 500),
+    "404": lambda *_: as_json({"error": {"message": "no such model"}}, 404),
+    "html": lambda *_: Answer("<html>"),
+    "a list": lambda *_: Answer("[]"),
+    "no choices": lambda *_: {"id": "x"},
+    "choices of text": lambda *_: {"choices": "three"},
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_server_that_is_unwell_is_unreachable(kind: str) -> None:
+    assert type(error_of(openai(BAD[kind]))) is ServerUnreachableError
+
+
+def test_the_servers_words_are_in_the_error() -> None:
+    assert "EngineDead" in error_of(openai(BAD["500"])).message
+
+
+@pytest.mark.parametrize("body", ["[]", "{}", '{"data": []}', '{"data": [{}]}', "<html>"])
+def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
+    assert type(error_of(lambda _: Answer(body))) is ServerUnreachableError
+
+
+def test_a_server_that_is_gone_is_unreachable() -> None:
+    with serving(openai()) as server:
+        ours = sampler(server.url)
+        ours.sample(PROMPTS, num_samples=2, seed=0)
+    with pytest.raises(ServerUnreachableError, match=server.url):
+        ours.sample(PROMPTS, num_samples=2, seed=0)
+
+
+def test_a_server_that_is_too_slow_is_unreachable() -> None:
+    def slow(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        time.sleep(0.6)
+        return document
+
+    assert type(error_of(openai(slow), timeout_s=0.2)) is ServerUnreachableError
+
+
+def test_many_prompts_wait_for_their_turn_and_no_server_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "MAX_CONNECTIONS", 2)
+    lock, running, most = threading.Lock(), 0, 0
+
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return document
+
+    with serving(openai(bend)) as server:
+        groups = sampler(server.url, timeout_s=0.3).sample([(5,)] * 24, num_samples=1, seed=0)  # 0.6 s of turns
+    assert len(groups) == 24
+    assert most == 2
+
+
+def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with serving(openai()) as server:
+        assert len(sampler(server.url).sample(PROMPTS, num_samples=1, seed=0)) == len(PROMPTS)

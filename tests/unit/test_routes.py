@@ -1,0 +1,247 @@
+"""The routes as the client sees them: who may ask, what is refused how, and the version on every answer."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from bridge.process import ProcessIdentity
+from bridge.protocol import VERSION_HEADER, Digests, Refusal, Status, Values
+from bridge.weights import manifest as manifests
+from patches import routes
+from patches.server_fence import ServerFence
+from tests.unit import http_server
+from tests.unit.checks_sample import manifest
+
+ME = ProcessIdentity.current()
+HOLDER = {"holder": ME.model_dump()}
+AUTHORISED = {"authorization": "Bearer secret"}
+ELEMENT = {"parameter": "w", "index": 3}
+
+
+class FakeEngine:
+    """An engine of two ranks, whose weights are a dict."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+        self.weights = {3: 1.5}
+        self.drops = True
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        """Stand still."""
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        return self.drops
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(self, method)(*args), "the other rank's"]
+
+    def bridge_settle(self) -> list[str]:
+        return []
+
+    def bridge_digests(self) -> dict[str, str]:
+        return {"w": "00ff"}
+
+    def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
+        return [self.weights[element["index"]] for element in elements]
+
+    def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
+        self.weights.update({element["index"]: value for element, value in zip(elements, values, strict=True)})
+
+
+class OneRank(FakeEngine):
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(self, method)(*args)]
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    app = FastAPI()
+    routes.BridgeRoutes().attach_router(app)
+    app.state.bridge_manifest = manifest()
+    app.state.bridge_engine = OneRank()
+    app.state.bridge_fence = ServerFence(app.state.bridge_engine)
+
+    @app.get("/v1/quick")
+    async def quick() -> str:
+        return "done"
+
+    @app.get("/v1/updated")
+    async def updated() -> str:
+        app.state.bridge_fence.version += 1
+        return "done"
+
+    return app
+
+
+@pytest.fixture
+def http(app: FastAPI) -> Iterator[TestClient]:
+    with TestClient(app, headers=AUTHORISED) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "Bearer", "Bearer wrong", "Bearer secret2", "secret", "Bearer schl\u00fcssel"]
+)
+@pytest.mark.parametrize(("method", "route"), [("GET", "status"), ("POST", "pause"), ("GET", "tensors/digest")])
+def test_without_the_manifests_token_nothing_is_answered(
+    app: FastAPI, given: str | None, method: str, route: str
+) -> None:
+    headers = {} if given is None else {b"authorization": given.encode()}
+    answer = TestClient(app).request(method, f"/bridge/{route}", headers=headers, json=HOLDER)
+    assert answer.status_code == 401
+    assert "secret" not in answer.text
+    assert app.state.bridge_fence.state == "serving"
+
+
+def test_every_route_of_the_router_wants_the_token() -> None:
+    assert routes.router.routes
+    for route in routes.router.routes:
+        calls = [dependency.call for dependency in route.dependant.dependencies]  # type: ignore[attr-defined]
+        assert routes._authorise in calls, route
+
+
+def test_a_passage_over_http(http: TestClient) -> None:
+    before = Status.model_validate_json(http.get("/bridge/status").content)
+    assert (before.version, before.state, before.holder, before.server) == (0, "serving", None, ME)
+    paused = Status.model_validate_json(http.post("/bridge/pause", json=HOLDER).content)
+    assert (paused.version, paused.state, paused.holder) == (0, "paused", ME)
+    published = Status.model_validate_json(http.post("/bridge/publish", json=HOLDER).content)
+    assert (published.version, published.state, published.holder) == (1, "serving", None)
+
+
+def test_a_resume_publishes_nothing(http: TestClient) -> None:
+    http.post("/bridge/pause", json=HOLDER)
+    assert http.post("/bridge/resume", json=HOLDER).json()["version"] == 0
+
+
+def test_a_refusal_is_a_conflict_with_its_remedy(http: TestClient, app: FastAPI) -> None:
+    for route in ("publish", "resume"):
+        answer = http.post(f"/bridge/{route}", json=HOLDER)
+        assert answer.status_code == 409
+        assert "does not hold the fence" in Refusal.model_validate_json(answer.content).error
+    app.state.bridge_engine.drops = False
+    answer = http.post("/bridge/pause", json=HOLDER)
+    assert answer.status_code == 409
+    assert answer.json()["remedy"]
+    assert http.get("/bridge/status").json()["state"] == "serving"
+
+
+def test_reading_and_digests_answer_for_rank_0(http: TestClient, app: FastAPI) -> None:
+    app.state.bridge_engine = FakeEngine()
+    values = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": [ELEMENT]}).content)
+    assert values.values == (1.5,)
+    assert Digests.model_validate_json(http.get("/bridge/tensors/digest").content).digests == {"w": "00ff"}
+
+
+def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: FastAPI) -> None:
+    body = {**HOLDER, "elements": [ELEMENT], "values": [2.5]}
+    weights = app.state.bridge_engine.weights
+    assert http.post("/bridge/tensors/write", json=body).status_code == 409
+    assert weights == {3: 1.5}
+    http.post("/bridge/pause", json=HOLDER)
+    stranger = {"holder": {**ME.model_dump(), "pid": 1}}
+    assert http.post("/bridge/tensors/write", json={**body, **stranger}).status_code == 409
+    assert weights == {3: 1.5}
+    assert http.post("/bridge/tensors/write", json=body).status_code == 200
+    assert weights == {3: 2.5}
+    http.post("/bridge/resume", json=HOLDER)
+    assert http.post("/bridge/tensors/write", json={**body, "values": [9.0]}).status_code == 409
+    assert weights == {3: 2.5}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"elements": [{**ELEMENT, "index": -1}]},
+        {"elements": [{"parameter": "w"}]},
+        {"elements": [ELEMENT], "more": 1},
+        [],
+    ],
+)
+def test_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body: Any) -> None:
+    assert http.post("/bridge/tensors/read", json=body).status_code == 422
+
+
+def test_every_answer_carries_the_version_and_both_if_it_changed_meanwhile(http: TestClient, app: FastAPI) -> None:
+    app.state.bridge_fence.version = 3
+    assert http.get("/v1/quick").headers[VERSION_HEADER] == "3"
+    assert http.get("/v1/updated").headers[VERSION_HEADER] == "3-4"
+    assert http.get("/v1/quick").headers[VERSION_HEADER] == "4"
+    assert http.get("/v1/none").headers[VERSION_HEADER] == "4"
+
+
+def test_before_the_engine_is_ready_answers_carry_no_version(app: FastAPI) -> None:
+    del app.state.bridge_fence
+    answer = TestClient(app).get("/v1/quick")
+    assert answer.status_code == 200
+    assert VERSION_HEADER not in answer.headers
+
+
+def write_when_listening(url: str, path: Path) -> None:
+    exported = manifest(url=url)
+    asyncio.run(asyncio.wait_for(routes._write_when_listening(exported, path), 20))
+
+
+def test_the_manifest_is_there_once_the_server_is_well_and_not_before(tmp_path: Path) -> None:
+    path = tmp_path / manifests.MANIFEST_NAME
+    asked: list[bool] = []
+
+    def answers(_: http_server.Asked) -> http_server.Answer | None:
+        asked.append(path.exists())
+        return [None, http_server.as_json({}, 503), http_server.as_json({})][min(len(asked) - 1, 2)]
+
+    with http_server.serving(answers) as server:
+        write_when_listening(server.url, path)
+    assert asked == [False, False, False]
+    assert manifests.load(path).url == server.url
+
+
+def test_a_server_that_is_not_well_yet_is_not_asked_without_pause(tmp_path: Path) -> None:
+    num_asked = 0
+
+    def answers(_: http_server.Asked) -> http_server.Answer:
+        nonlocal num_asked
+        num_asked += 1
+        return http_server.as_json({}, 503)
+
+    async def watch(url: str) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(routes._write_when_listening(manifest(url=url), tmp_path / "m"), 0.3)
+
+    with http_server.serving(answers) as server:
+        asyncio.run(watch(server.url))
+    assert 1 <= num_asked <= 16  # every 20 ms
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_proxy_in_the_environment_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with http_server.serving(lambda _: http_server.as_json({})) as server:
+        write_when_listening(server.url, tmp_path / "m")
+    assert (tmp_path / "m").exists()
+
+
+def test_a_manifest_that_cannot_be_written_ends_the_server_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    (tmp_path / "file").write_text("")
+    with http_server.serving(lambda _: http_server.as_json({})) as server:
+        write_when_listening(server.url, tmp_path / "file" / "m")
+    assert raised == [signal.SIGTERM]
+    error, empty, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: the manifest")
+    assert (empty, hint[:6]) == ("", "hint: ")

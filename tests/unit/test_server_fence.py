@@ -1,0 +1,243 @@
+"""The server's side of the fence, with an engine that notes what it is asked in which order."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from bridge.errors import AttachError
+from bridge.process import ProcessIdentity
+from bridge.protocol import InFlight
+from patches.server_fence import ServerFence
+
+ME = ProcessIdentity.current()
+PAUSED = ["pause keep", "settle", "reset"]
+
+
+class FakeEngine:
+    """vLLM's `AsyncLLM` as the fence uses it; `failing` names the call that raises."""
+
+    def __init__(self, *, moved: list[list[str]] | None = None, dropped: bool = True, failing: str = "") -> None:
+        self.calls: list[str] = []
+        self.paused = False
+        self.engine_core = self
+        self._moved = moved or [[]]
+        self._dropped = dropped
+        self.failing = failing
+
+    async def pause_scheduler_async(self, *, mode: InFlight, clear_cache: bool) -> None:
+        await self._note(f"pause {mode}")
+        assert not clear_cache
+        self.paused = True
+
+    async def collective_rpc(self, method: str) -> list[list[str]]:
+        assert method == "bridge_settle"
+        await self._note("settle")
+        return self._moved
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        await self._note("reset")
+        assert self.paused, "the cache was dropped while the scheduler could still fill it"
+        assert reset_running_requests
+        assert reset_connector
+        return self._dropped
+
+    async def resume_generation(self) -> None:
+        await self._note("resume")
+        self.paused = False
+
+    async def _note(self, call: str) -> None:
+        self.calls.append(call)
+        await asyncio.sleep(0)
+        if self.failing and call.startswith(self.failing):
+            raise RuntimeError(f"{call} failed")
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def living() -> subprocess.Popen[bytes]:
+    """Start a process that lives until its standard input is closed."""
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+
+
+def test_a_passage_pauses_settles_drops_the_cache_and_publishes_once() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
+        await fence.pause(ME, "keep")
+        assert (fence.state, fence.version, fence.holder) == ("paused", 0, ME)
+        assert engine.paused
+        assert engine.calls == PAUSED
+        await fence.publish(ME)
+        assert (fence.state, fence.version, fence.holder) == ("serving", 1, None)
+        assert engine.calls == [*PAUSED, "resume"]
+
+    run(passage())
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
+def test_requests_under_way_are_treated_as_asked(in_flight: InFlight) -> None:
+    engine = FakeEngine()
+    run(ServerFence(engine).pause(ME, in_flight))
+    assert engine.calls[0] == f"pause {in_flight}"
+
+
+def test_the_version_is_up_before_a_token_is_generated() -> None:
+    seen = []
+
+    class Engine(FakeEngine):
+        async def resume_generation(self) -> None:
+            seen.append(fence.version)
+            await super().resume_generation()
+
+    fence = ServerFence(Engine())
+
+    async def passage() -> None:
+        await fence.pause(ME, "keep")
+        await fence.publish(ME)
+
+    run(passage())
+    assert seen == [1]
+
+
+def test_a_release_resumes_with_the_same_version() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        await fence.pause(ME, "keep")
+        await fence.release(ME)
+
+    run(passage())
+    assert (fence.state, fence.version, engine.paused) == ("serving", 0, False)
+    assert engine.calls == [*PAUSED, "resume"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "words"),
+    [
+        (FakeEngine(dropped=False), AttachError, "prefix cache"),
+        (FakeEngine(moved=[[], ["layer.b", "layer.a"]]), AttachError, "layer.a, layer.b"),
+        (FakeEngine(failing="pause"), RuntimeError, "pause keep failed"),
+        (FakeEngine(failing="settle"), RuntimeError, "settle failed"),
+        (FakeEngine(failing="reset"), RuntimeError, "reset failed"),
+    ],
+    ids=["cache kept", "weights moved", "pause raises", "settle raises", "reset raises"],
+)
+def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error: type[Exception], words: str) -> None:
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        with pytest.raises(error, match=words):
+            await fence.pause(ME, "keep")
+        assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
+        assert engine.calls[-1] == "resume"
+        assert not engine.paused
+        with pytest.raises(AttachError, match="nobody"):
+            await fence.publish(ME)
+        assert fence.version == 0
+
+    run(passage())
+
+
+def test_a_pause_can_be_tried_again_after_it_failed() -> None:
+    engine = FakeEngine(failing="reset")
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError):
+            await fence.pause(ME, "keep")
+        engine.failing = ""
+        await fence.pause(ME, "keep")
+        assert fence.state == "paused"
+
+    run(passage())
+
+
+def test_a_second_living_holder_is_refused_and_the_first_keeps_the_fence() -> None:
+    child = living()
+    other = ProcessIdentity.of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        await fence.pause(other, "keep")
+        for refused in (fence.pause(ME, "keep"), fence.publish(ME), fence.release(ME)):
+            with pytest.raises(AttachError, match=str(other.pid)):
+                await refused
+        assert (fence.holder, fence.version) == (other, 0)
+        assert engine.calls == PAUSED
+        await fence.publish(other)
+        assert fence.version == 1
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
+    child = living()
+    other = ProcessIdentity.of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        results = await asyncio.gather(fence.pause(ME, "keep"), fence.pause(other, "keep"), return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), AttachError]
+        assert engine.calls == PAUSED
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_a_holder_that_dies_leaves_the_weights_torn_for_good() -> None:
+    child = living()
+    other = ProcessIdentity.of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine)
+
+    async def passage() -> None:
+        await fence.pause(other, "keep")
+        states = [fence.state]
+        end(child)
+        states.append(fence.state)
+        assert states == ["paused", "torn"]
+        with pytest.raises(AttachError, match=f"torn: process {other.pid}"):
+            await fence.pause(ME, "keep")
+        with pytest.raises(AttachError, match="does not hold"):
+            await fence.publish(ME)
+        assert (fence.state, fence.version) == ("torn", 0)
+        assert engine.paused
+        assert engine.calls == PAUSED
+
+    run(passage())
+
+
+def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine)
+    dead = ME.model_copy(update={"start_ticks": 1})
+    elsewhere = ME.model_copy(update={"pid_namespace": "pid:[1]"})
+
+    async def passage() -> None:
+        for holder in (dead, elsewhere):
+            with pytest.raises(AttachError, match="can see"):
+                await fence.pause(holder, "keep")
+        assert (fence.state, engine.calls) == ("serving", [])
+
+    run(passage())

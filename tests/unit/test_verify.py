@@ -1,0 +1,162 @@
+"""The proof must fail where there is a second copy: every check, with one copy and with two."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bridge import verify
+from bridge.checks.result import Check
+from bridge.client import BridgeClient
+from bridge.protocol import Element
+from bridge.rollouts import Sampler
+from bridge.training import batch
+from bridge.training.logprobs import model_logprobs
+from bridge.types import Completion, Group
+from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.digest import digest
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import serving
+from tests.unit.openai_server import choice, openai
+from tests.unit.toy_server import ToyServer
+
+
+class FakeClient:
+    """The server's answers, from tensors that are the shared ones or a copy of them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.asked: list[tuple[Element, ...]] = []
+
+    def read(self, elements: tuple[Element, ...]) -> tuple[float, ...]:
+        self.asked.append(elements)
+        return tuple(self._cell(element).item() for element in elements)
+
+    def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+        for element, value in zip(elements, values, strict=True):
+            self._cell(element).fill_(value)
+
+    def _cell(self, element: Element) -> Tensor:
+        return self.tensors[element.parameter].view(-1)[element.index]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> ToyServer:
+    return toy_server.serve(tiny.llama(), tmp_path / "model")
+
+
+@pytest.fixture
+def attached(server: ToyServer) -> AttachedModel:
+    return attach(server.manifest)
+
+
+def copied(server: ToyServer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in server.tensors.items()}
+
+
+def statuses(checks: Iterator[Check]) -> list[str]:
+    return [check.status for check in checks]
+
+
+def test_one_copy_passes_and_a_parameter_elsewhere_fails(attached: AttachedModel) -> None:
+    assert verify.storages(attached).status == "PASS"
+    assert verify.bytes_allocated(attached).status == "PASS"
+    model: Any = attached.model
+    model.model.norm.weight = nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
+    assert verify.storages(attached).status == "FAIL"
+    assert "model.norm.weight" in verify.storages(attached).found
+    assert verify.bytes_allocated(attached).status == "FAIL"
+    assert "256 bytes" in verify.bytes_allocated(attached).found
+
+
+def test_marks_pass_through_one_copy_both_ways_and_are_put_back(server: ToyServer, attached: AttachedModel) -> None:
+    before = copied(server)
+    client = FakeClient(server.tensors)
+    assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+    assert {element.parameter for element in client.asked[0]} == server.tensors.keys()
+    assert len(client.asked[0]) == len(server.manifest.param_mappings)
+
+
+def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:
+    before = copied(server)
+    client = FakeClient(copied(server))
+    assert statuses(verify.markers(attached, cast(BridgeClient, client)))[:2] == ["FAIL", "FAIL"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+
+
+def test_one_parameter_that_is_not_shared_is_enough_to_fail(server: ToyServer, attached: AttachedModel) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    client = FakeClient({**server.tensors, name: server.tensors[name].clone()})
+    written, read, _ = verify.markers(attached, cast(BridgeClient, client))
+    total = len(server.manifest.param_mappings)
+    assert (written.status, read.status) == ("FAIL", "FAIL")
+    assert f"{total - 1} of {total}" in written.found
+
+
+def test_a_mark_is_never_the_value_that_was_there(server: ToyServer, attached: AttachedModel) -> None:
+    for tensor in server.tensors.values():
+        tensor.view(-1)[:] = 1.0
+    for index, (name, view) in enumerate(server.manifest.param_mappings.items()):
+        middle = view.offset + attached.model.get_parameter(name).numel() // 2
+        server.tensors[view.parameter].view(-1)[middle] = 1.0 + index % 128 / 128
+    client = FakeClient(copied(server))
+    written, *_ = verify.markers(attached, cast(BridgeClient, client))
+    assert written.found.startswith("0 of")
+
+
+def test_marks_are_put_back_when_the_server_fails_in_between(server: ToyServer, attached: AttachedModel) -> None:
+    class Gone(FakeClient):
+        def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+            raise ConnectionError
+
+    before = copied(server)
+    with pytest.raises(ConnectionError):
+        list(verify.markers(attached, cast(BridgeClient, Gone(server.tensors))))
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+
+
+def test_checksums_agree_with_one_copy_and_name_the_first_that_does_not(
+    server: ToyServer, attached: AttachedModel
+) -> None:
+    theirs = {name: digest(tensor) for name, tensor in server.tensors.items()}
+    assert verify.digests(attached, theirs).status == "PASS"
+    changed = verify.digests(attached, {**theirs, "model.norm.weight": "0" * 16})
+    assert (changed.status, "model.norm.weight" in changed.found) == ("FAIL", True)
+    assert verify.digests(attached, {}).status == "FAIL"
+    assert verify.digests(attached, {**theirs, "stranger": "0"}).status == "FAIL"
+
+
+def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> list[float]:
+    """What the model itself gives to `token_ids` after `prompt`."""
+    done = Completion(
+        token_ids=tuple(token_ids), logprobs=(0.0,) * len(token_ids), text="", finish_reason="stop", weight_version=0
+    )
+    group = Group(problem={"prompt": ""}, prompt_token_ids=tuple(prompt), completions=(done,), rewards=(0.0,))
+    (part,) = batch.micro_batches([group], torch.ones(1, 1), max_tokens=99, pad_token_id=0, device=torch.device("cpu"))
+    with torch.no_grad():
+        found: list[float] = model_logprobs(attached.model, part, 1.0)[part.mask_BT].tolist()
+    return found
+
+
+@pytest.mark.parametrize(("shift", "status"), [(0.0, "PASS"), (0.04, "PASS"), (0.2, "FAIL")])
+def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: float, status: str) -> None:
+    answers: dict[tuple[int, ...], list[float]] = {}
+
+    def bend(document: dict[str, Any], asked: Any) -> dict[str, Any]:
+        prompt = asked.body["prompt"]
+        logprobs = answers.setdefault(tuple(prompt), [value - shift for value in truth(attached, prompt, [5, 9, 2])])
+        choices = [choice(index, 5, 9, 2) for index in range(asked.body["n"])]
+        return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
+
+    with serving(openai(bend)) as http:
+        sampler = Sampler(http.url, max_new_tokens=8, temperature=1.0, timeout_s=20)
+        check = verify.logprobs(attached, sampler)
+    assert check.status == status, check.found
+    assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
+    assert len(answers) == verify.NUM_PROMPTS
+    assert all(max(prompt) < tiny.VOCABULARY for prompt in answers)
