@@ -45,7 +45,7 @@ Where = Annotated[
 ]
 
 
-def demo(*, out: Out = Path("runs/demo"), steps: Steps = 80, device: Where = "auto", as_json: Json = False) -> None:
+def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "auto", as_json: Json = False) -> None:
     """Make a tiny model, train it in place on a running vLLM, and prove that there was one copy.
 
     Needs no network, GPU or download. Exit code 3 when the reward did not rise or a proof failed.
@@ -121,8 +121,8 @@ def _train_and_verify(
         model_name=str(model),
         training_steps=steps,
         lr=LEARNING_RATE,
-        batch_size=512,
-        max_new_tokens=8,
+        batch_size=128,
+        max_new_tokens=4,
         eval_samples=16,
         save_path=run.path / "checkpoints",
         run_dir=run.path,
