@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of generation per server")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of generation per server")
     options = parser.parse_args()
     results = {size: measure(size, options) for size in options.sizes}
     write(results, options.out)
@@ -99,7 +99,9 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     result = {
         "stock_tokens_per_s": statistics.median(stock_rates),
         "patched_tokens_per_s": statistics.median(patched_rates),
-        "patched_over_stock": statistics.median(patched_rates) / statistics.median(stock_rates),
+        "patched_over_stock": statistics.median(
+            patched / plain for patched, plain in zip(patched_rates, stock_rates, strict=True)
+        ),
         "rounds": {"stock": stock_rates, "patched": patched_rates},
         **figures,
     }
@@ -164,9 +166,12 @@ def served(command: ServerCommand, log: Path) -> Iterator[str]:
 
 
 def rates(urls: Sequence[str], options: argparse.Namespace) -> list[list[float]]:
-    """Return each server's tokens/s per round; the servers take turns, after one round each that warms up."""
-    rounds = [[asyncio.run(one_round(url, options)) for url in urls] for _ in range(options.rounds + 1)]
-    return [list(column) for column in zip(*rounds[1:], strict=True)]
+    """Return each server's tokens/s per round, after one that warms up; who goes first alternates."""
+    columns: list[list[float]] = [[] for _ in urls]
+    for number in range(options.rounds + 1):
+        for place in sorted(range(len(urls)), reverse=number % 2 == 1):
+            columns[place].append(asyncio.run(one_round(urls[place], options)))
+    return [column[1:] for column in columns]
 
 
 async def one_round(url: str, options: argparse.Namespace) -> float:
@@ -196,7 +201,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     before = sample(sampler, vocabulary)
     config = TrainConfig(
-        model_name=str(model), training_steps=NUM_STEPS, lr=1e-4, max_new_tokens=64, micro_batch_tokens=4096,
+        model_name=str(model), training_steps=NUM_STEPS, lr=3e-5, max_new_tokens=64, micro_batch_tokens=4096,
         gradient_checkpointing=True, vllm_config_path=folder / "manifest.json", save_path=folder / "saved",
     )  # fmt: skip
     metrics: list[dict[str, Any]] = []
@@ -224,11 +229,11 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
 
 
 def scatter(attached: AttachedModel) -> None:
-    """Give the live weights a spread that says something: matrices of a trained model's size, norms around one."""
+    """Give the live weights a spread that says something: logits of about +-0.5, norms around one."""
     generator = torch.Generator(device=attached.device).manual_seed(0)
     with torch.no_grad():
         for parameter in attached.model.parameters():
-            centre, spread = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 1 / math.sqrt(parameter.shape[-1]))
+            centre, spread = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
             parameter.normal_(centre, spread, generator=generator)
 
 

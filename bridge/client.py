@@ -27,6 +27,9 @@ from bridge.weights.manifest import Manifest
 
 Answer = TypeVar("Answer", bound=BaseModel)
 CONFLICT = 409
+CONTROL_LIMIT_S = 30.0
+"""Longest wait for a call that a well server answers in milliseconds. vLLM's API server outlives an engine that was
+killed, and such a call would wait for ever: inside the fence, where Ctrl-C is held back."""
 
 
 class BridgeClient:
@@ -40,6 +43,7 @@ class BridgeClient:
         self.url = url or manifest.url
         self._holder = ProcessIdentity.current()
         self._http = _open(self.url, manifest.token, timeout_s)
+        self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)
 
     def __enter__(self) -> Self:
         """Use the connection in a `with` block."""
@@ -57,19 +61,22 @@ class BridgeClient:
 
     def status(self) -> Status:
         """Return the version and where the fence stands."""
-        return self._call("GET", "status", None, Status)
+        return self._control("GET", "status", None)
 
     def pause(self, in_flight: InFlight) -> Status:
-        """Stop generation and take the fence."""
-        return self._call("POST", "pause", PauseRequest(holder=self._holder, in_flight=in_flight), Status)
+        """Stop generation and take the fence; `wait` may take as long as a request does."""
+        body = PauseRequest(holder=self._holder, in_flight=in_flight)
+        if in_flight == "wait":
+            return self._call("POST", "pause", body, Status)
+        return self._control("POST", "pause", body)
 
     def publish(self) -> Status:
         """Make what was written the next version, and resume generation."""
-        return self._call("POST", "publish", ReleaseRequest(holder=self._holder), Status)
+        return self._control("POST", "publish", ReleaseRequest(holder=self._holder))
 
     def resume(self) -> Status:
         """Resume generation with the same version, because nothing was written."""
-        return self._call("POST", "resume", ReleaseRequest(holder=self._holder), Status)
+        return self._control("POST", "resume", ReleaseRequest(holder=self._holder))
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each of vLLM's parameters, computed by the server."""
@@ -83,11 +90,17 @@ class BridgeClient:
         """Let the server set `elements`; only inside the fence."""
         self._call("POST", "tensors/write", WriteRequest(holder=self._holder, elements=elements, values=values), Status)
 
-    def _call(self, method: str, route: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
+    def _control(self, method: str, route: str, body: BaseModel | None) -> Status:
+        return self._call(method, route, body, Status, limit_s=self._control_limit_s)
+
+    def _call(
+        self, method: str, route: str, body: BaseModel | None, answer: type[Answer], *, limit_s: float | None = None
+    ) -> Answer:
         content = None if body is None else body.model_dump_json()
         headers = {"content-type": "application/json"}
+        limit = httpx.USE_CLIENT_DEFAULT if limit_s is None else httpx.Timeout(limit_s)
         try:
-            response = self._http.request(method, f"/bridge/{route}", content=content, headers=headers)
+            response = self._http.request(method, f"/bridge/{route}", content=content, headers=headers, timeout=limit)
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise unreachable(self.url, f"{type(error).__name__}: {error}") from error
         if response.status_code == CONFLICT:

@@ -3,6 +3,7 @@
 Not covered: checkpoints, whose folder the user chooses (`--save-path`).
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -27,6 +28,8 @@ class RunDirectory:
 
     path: Path
     """The folder."""
+    made: tuple[Path, ...] = ()
+    """The folders that were made for it, the innermost first."""
 
     @classmethod
     def create(cls, given: Path | None, *, environment: str) -> "RunDirectory":
@@ -36,13 +39,14 @@ class RunDirectory:
             UsageError: `given` holds another run, is a file, or cannot be made.
         """
         path = _unused(environment) if given is None else given
+        missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
                 f"the run directory {path} cannot be made: {error.strerror}", remedy="name another with --run-dir"
             ) from error
-        run = cls(path)
+        run = cls(path, missing)
         if run.metrics.exists():
             raise UsageError(f"{path} holds another run: {run.metrics.name}", remedy="name another with --run-dir")
         return run
@@ -71,6 +75,12 @@ class RunDirectory:
     def manifest(self) -> Path:
         """Return where the server's manifest goes, where the run started the server and no place was given."""
         return self.path / MANIFEST_NAME
+
+    def remove_if_unused(self) -> None:
+        """Remove the folders that were made for this run, where nothing was put into them."""
+        with contextlib.suppress(OSError):  # the first that is not empty keeps those around it
+            for folder in self.made:
+                folder.rmdir()
 
     def write_config(self, config: BaseModel) -> None:
         """Write the run's resolved choices."""

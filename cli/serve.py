@@ -4,6 +4,7 @@ Not covered: the flags and variables it gets (`server_command.py`).
 """
 
 import errno
+import json
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ import psutil
 import typer
 
 from bridge.config import ServeConfig
-from bridge.errors import ManifestError, UsageError
+from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.process import boot_id
 from bridge.weights import manifest
 from cli import console
@@ -56,10 +57,11 @@ def prepare(config: ServeConfig, flags: list[str]) -> ServerCommand:
 
 
 def check_model(model: str) -> None:
-    """Check that `model` is there, if it is written as a path: vLLM would take it for a hub name.
+    """Check that `model` is there and not quantised, if it is a folder: vLLM would take it for a hub name.
 
     Raises:
         UsageError: there is no such folder, or no model in it.
+        UnsupportedModelError: it is quantised.
     """
     folder = Path(model).expanduser()
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
@@ -67,6 +69,29 @@ def check_model(model: str) -> None:
         raise UsageError(
             f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub"
         )
+    if folder.is_dir():
+        _refuse_quantised(model, folder / "config.json")
+
+
+def _refuse_quantised(model: str, config: Path) -> None:
+    try:
+        document = json.loads(config.read_text())
+        quantised = document.get("quantization_config") or document.get("text_config", {}).get("quantization_config")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"--model {model}: its config.json is no JSON object of a model: {error}",
+            remedy="download or copy the model again",
+        ) from error
+    if quantised:
+        raise UnsupportedModelError(
+            f"--model {model} is quantised ({_method(quantised)}), expected plain weights: a trainer steps the very "
+            "bytes that vLLM serves",
+            remedy="take the unquantised model, in bfloat16",
+        )
+
+
+def _method(quantised: object) -> str:
+    return str(quantised.get("quant_method", "of no named method")) if isinstance(quantised, dict) else str(quantised)
 
 
 def check_port(host: str, port: int) -> None:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
     """Train a served model in place, on the server's own weights."""
     environment = load_environment(config)
-    train_in(RunDirectory.create(config.run_dir, environment=config.environment), config, environment, as_json=as_json)
+    run = RunDirectory.create(config.run_dir, environment=config.environment)
+    try:
+        train_in(run, config, environment, as_json=as_json)
+    finally:
+        run.remove_if_unused()
 
 
 def load_environment(config: TrainConfig) -> Environment:
@@ -42,9 +46,9 @@ def train_in(run: RunDirectory, config: TrainConfig, environment: Environment, *
     """
     from bridge.training import loop
 
-    console.note(f"run directory: {run.path}", style="dim")
-
     def report(metrics: StepMetrics) -> None:
+        if metrics.step == 1:  # a run that never began has no directory to look into
+            console.note(f"run directory: {run.path}", style="dim")
         console.note(step_line(metrics, config.training_steps))
         if as_json:
             console.data(to_json(metrics))

@@ -19,8 +19,9 @@ def register() -> None:
     """
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from patches import compatibility, memory_pool, model_runner
+    from patches import compatibility, memory_pool, model_runner, prefix_cache
 
     compatibility.check_installed()
     model_runner.patch()
     memory_pool.patch()
+    prefix_cache.patch()

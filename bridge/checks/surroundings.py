@@ -156,23 +156,7 @@ def hub_offline(environment: Environment, _: Device) -> Check | None:
     return None
 
 
-def proxy(environment: Environment, _: Device) -> Check | None:
-    """A proxy cannot reach a server that listens on this host's loopback."""
-    lower = {name.lower(): (name, value) for name, value in environment.items() if value}
-    exempt = lower.get("no_proxy", ("", ""))[1].replace(" ", "").split(",")
-    set_ones = [lower[name] for name in ("http_proxy", "all_proxy") if name in lower]
-    if not set_ones or {"*", "127.0.0.1"} & set(exempt):
-        return None
-    name, _value = set_ones[0]
-    return warned(
-        name,
-        "set, and NO_PROXY leaves 127.0.0.1 out",
-        "this host's server is asked directly",
-        "export NO_PROXY=127.0.0.1,localhost",
-    )
-
-
 LOOKS: tuple[Callable[[Environment, Device], Check | None], ...] = (
     shared_weights, weight_daemon, inference_nodes, log_folder, allocator,
-    model_runner, own_port, front_end, kv_cache_space, api_key, model_source, hub_offline, proxy,
+    model_runner, own_port, front_end, kv_cache_space, api_key, model_source, hub_offline,
 )  # fmt: skip

@@ -82,11 +82,12 @@ def train(config: TrainConfig, environment: Environment, run: RunDirectory, repo
     Raises:
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
     """
-    run.write_config(config)
     checkpoint.tokenizer_files(config.model_name)
     mode = MODES[config.mode](config)
     try:
-        return _Trainer(config, environment, run, mode).run(report)
+        trainer = _Trainer(config, environment, run, mode)
+        run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
+        return trainer.run(report)
     finally:
         mode.close()
 

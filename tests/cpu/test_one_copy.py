@@ -1,4 +1,4 @@
-"""One copy on the CPU with the real vLLM: a Llama with llama3 RoPE, tied embeddings, grouped heads, a padded vocabulary.
+"""One copy on the CPU with the real vLLM: a Llama (llama3 RoPE, tied embeddings, grouped heads, padded vocabulary).
 
 Not covered: the demo (`test_demo.py`), refusals and accidents (`test_refusals.py`), GPUs (`tests/gpu`).
 """

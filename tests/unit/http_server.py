@@ -1,9 +1,10 @@
 """A real HTTP server in a thread, whose answers a test writes by hand."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -40,6 +41,20 @@ def as_json(document: Any, status: int = 200, **headers: str) -> Answer:
 
 class _Listener(ThreadingHTTPServer):
     request_queue_size = 256
+    daemon_threads = False  # closing waits for them: a test leaves no thread behind
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self._connections: list[socket.socket] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def hang_up(self) -> None:
+        for connection in self._connections:
+            with suppress(OSError):  # hung up already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that gave up is part of many a test."""
@@ -73,7 +88,7 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
         def log_message(self, *args: Any) -> None:
             """Say nothing."""
 
-    server = _Listener(("127.0.0.1", 0), Handler)
+    server = _Listener(Handler)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
     thread.start()
     try:
@@ -81,4 +96,5 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
     finally:
         server.shutdown()
         thread.join()
+        server.hang_up()
         server.server_close()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from bridge import client as client_module
 from bridge.client import BridgeClient
 from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError
 from bridge.process import ProcessIdentity
@@ -114,6 +115,35 @@ def test_a_server_that_is_too_slow_is_unreachable() -> None:
         return good(_)
 
     assert type(error_of(slow, "status", timeout_s=0.1)) is ServerUnreachableError
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_only_calls_that_may_take_long_wait_for_the_whole_time_limit(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
+
+    def slow(asked: Asked) -> Answer:
+        time.sleep(0.5)
+        return good(asked)
+
+    with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        if call in {"digests", "read", "write"}:
+            CALLS[call](client)
+        else:
+            with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
+                CALLS[call](client)
+
+
+def test_a_pause_that_waits_for_requests_has_the_whole_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
+
+    def slow(asked: Asked) -> Answer:
+        time.sleep(0.5)
+        return good(asked)
+
+    with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        assert client.pause("wait").version == 7
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:

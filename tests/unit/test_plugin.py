@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import IncompatibleVersionError
-from patches import compatibility, memory_pool, model_runner, plugin
+from patches import compatibility, memory_pool, model_runner, plugin, prefix_cache
 
 
 class Pool:
@@ -47,11 +47,12 @@ def test_vllm_is_patched_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, va
     monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
     monkeypatch.setattr(model_runner, "patch", lambda: order.append("runner"))
     monkeypatch.setattr(memory_pool, "patch", lambda: order.append("pool"))
+    monkeypatch.setattr(prefix_cache, "patch", lambda: order.append("cache"))
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(plugin.ENABLE, value)
     plugin.register()
-    assert order == (["check", "runner", "pool"] if patched else [])
+    assert order == (["check", "runner", "pool", "cache"] if patched else [])
 
 
 def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.weights import shared_memory
@@ -14,6 +15,7 @@ from bridge.weights.manifest import Manifest, SharedMemoryHandle, View
 from tests.models import tiny
 from tests.unit.checks_sample import manifest
 
+tqdm.monitor_interval = 0  # transformers' progress bars would leave a thread behind
 PADDED_ROWS = 320
 FILLER = 7.0
 """What the rows hold that no token owns."""

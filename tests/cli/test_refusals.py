@@ -1,0 +1,331 @@
+"""Every bad input ends in one clear line, a hint, the right exit code, and a folder that looks as it did before.
+
+Not covered: what goes wrong once training has begun, on the real vLLM (`tests/cpu/test_accidents.py`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bridge.process import ProcessIdentity
+from bridge.protocol import Status
+from bridge.weights import manifest as manifests
+from bridge.weights.manifest import Manifest
+from cli import children
+from cli.main import answer
+from cli.serve import free_port
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.checks_sample import UUID, dead_server
+from tests.unit.http_server import as_json, serving
+
+SERVER = Status(model="m", version=0, state="serving", server=ProcessIdentity.current()).model_dump()
+RUN_LIMIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manifest]:
+    """The manifest of a server in this process, which can be attached to."""
+    toy = toy_server.serve(tiny.llama(), tmp_path_factory.mktemp("served") / "model")
+    with serving(lambda _: as_json(SERVER)) as server:
+        yield toy.edited(url=server.url)
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The command line in an empty folder."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def refused(self, code: int, *arguments: str | Path) -> str:
+        """Run a command that is refused, and return its error; nothing may have changed in the folder."""
+        before = self.content()
+        found = answer([str(argument) for argument in arguments])
+        out, err = self.capsys.readouterr()
+        assert (found, out) == (code, ""), err
+        *notes, error, gap, hint = err.splitlines()
+        assert (error[:7], gap, hint[:6]) == ("error: ", "", "hint: "), err
+        assert len(hint) > len("hint: "), err
+        assert not [note for note in notes if note.startswith(("error:", "hint:", "Traceback", "run directory"))], err
+        assert self.content() == before
+        return error
+
+    def content(self) -> dict[str, bytes | None]:
+        paths = sorted(self.folder.rglob("*"))
+        return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bridge:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("LOGDIR", raising=False)
+    monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
+    monkeypatch.setattr(os, "execve", _started)  # it would replace this very process by vLLM
+    monkeypatch.setattr(children, "start", _started)
+    return Bridge(tmp_path, capsys)
+
+
+def _started(*_: object, **__: object) -> None:
+    raise AssertionError("vLLM was started")
+
+
+def train(served: Manifest, *more: str) -> Sequence[str]:
+    return ["train", "--model-name", served.model, "--vllm-config-path", manifests.MANIFEST_NAME, *more]
+
+
+Edit = Callable[[dict[str, Any]], object]
+"""Changes the manifest's document in place, or returns the text to write in its stead."""
+EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
+    "of a dead server": (
+        lambda m: m.update(server=dead_server().model_dump()), ("is stale", f"pid {os.getpid()}, is gone"),
+    ),
+    "of another host": (
+        lambda m: m.update(host="elsewhere", boot_id="another"), ("was written on host elsewhere, this is",),
+    ),
+    "of an earlier boot": (
+        lambda m: m.update(host=os.uname().nodename, boot_id="another"), ("before this host's last boot",),
+    ),
+    "of another container": (
+        lambda m: m["server"].update(pid_namespace="pid:[1]"), ("another pid namespace", str(os.getpid())),
+    ),
+    "of another GPU": (lambda m: m.update(gpu_uuid=UUID), (UUID, "this process sees")),
+    "of two ranks": (lambda m: m.update(tp_degree=2), ("tensor-parallel size 2", "expected 1")),
+    "without handles": (lambda m: m.update(ipc_handles={}), ("no ipc_handles", "without Bridge's patches")),
+    "cut short": (lambda m: json.dumps(m)[:2000], ("no whole JSON document", "cut short")),
+    "empty": (lambda _: " ", ("no whole JSON document",)),
+    "no object": (lambda _: "[]", ("holds a list, expected an object",)),
+    "of another schema": (lambda m: m.update(schema_version=2), ("schema version 2, expected 1",)),
+    "with a new key": (lambda m: m.update(note="mine"), ("in 1 places (note: Extra inputs",)),
+    "without its token": (lambda m: m.pop("token") and None, ("in 1 places (token: Field required",)),
+    "with text for a number": (lambda m: m.update(tp_degree="two"), ("tp_degree: Input should be a valid integer",)),
+    "with a shape that is too large": (
+        lambda m: m["ipc_handles"]["model.norm.weight"].update(shape=[10**9]), ("model.norm.weight",),
+    ),
+    "with a file that is not there": (
+        lambda m: [handle.update(path="/proc/1/fd/nothing") for handle in m["ipc_handles"].values()] and None,
+        ("cannot open the server's weights at /proc/1/fd/nothing",),
+    ),
+    "without a parameter": (
+        lambda m: m["param_mappings"].pop("model.norm.weight") and None, ("model.norm.weight",),
+    ),
+    "with weights that are not shared": (lambda m: m.update(single_copy_enabled=False), ("not shared",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize("case", EDITS)
+def test_a_manifest_that_cannot_be_attached_to_is_refused(
+    bridge: Bridge, exported: Manifest, case: str, command: str
+) -> None:
+    edit, told = EDITS[case]
+    document = exported.model_dump(mode="json")
+    text = edit(document)
+    (bridge.folder / manifests.MANIFEST_NAME).write_text(text if isinstance(text, str) else json.dumps(document))
+    arguments = train(exported) if command == "train" else ["verify", "--vllm-config-path", manifests.MANIFEST_NAME]
+    error = bridge.refused(4, *arguments)
+    for words in told:
+        assert words in error
+
+
+@pytest.mark.parametrize("command", [["train", "--model-name", "m"], ["verify"]], ids=["train", "verify"])
+def test_no_manifest_is_told_with_where_it_was_looked_for(
+    bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    tiny.write_tokenizer(tmp_path / "m", tiny.VOCABULARY)
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
+    error = bridge.refused(4, *command)
+    for folder in (tmp_path / "logs", tmp_path, tmp_path / "default"):
+        assert str(folder) in error
+    given = bridge.refused(4, *command, "--vllm-config-path", tmp_path / "given.json")
+    assert given == f"error: no manifest at {tmp_path / 'given.json'}"
+
+
+def test_another_model_than_the_one_served_is_refused_with_both_names(bridge: Bridge, exported: Manifest) -> None:
+    manifests.write(exported, bridge.folder / manifests.MANIFEST_NAME)
+    other = tiny.write(tiny.qwen2(), bridge.folder / "other")
+    error = bridge.refused(4, *train(exported, "--model-name", str(other)))
+    assert error == f"error: the server serves {exported.model}, and --model-name asks for {other}"
+
+
+def quantised(folder: Path) -> Path:
+    """Write a model whose weights are packed."""
+    config = tiny.llama()
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    config.save_pretrained(folder)
+    tiny.write_tokenizer(folder, tiny.VOCABULARY)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["serve-vllm", "run"])
+def test_a_quantised_model_is_refused_before_vllm_starts(bridge: Bridge, command: str) -> None:
+    error = bridge.refused(4, command, "--model", quantised(bridge.folder / "packed"))
+    assert error.endswith("is quantised (awq), expected plain weights: a trainer steps the very bytes that vLLM serves")
+
+
+def test_a_quantised_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
+    model = quantised(bridge.folder / "packed")
+    served = exported.model_copy(update={"model": str(model)})
+    manifests.write(served, bridge.folder / manifests.MANIFEST_NAME)
+    assert f"{model} is quantised" in bridge.refused(4, *train(served))
+
+
+def test_a_model_whose_config_is_broken_is_refused_before_vllm_starts(bridge: Bridge) -> None:
+    (bridge.folder / "m").mkdir()
+    for text in ("{", "[]", ""):
+        (bridge.folder / "m" / "config.json").write_text(text)
+        assert "config.json is no JSON object" in bridge.refused(2, "serve-vllm", "--model", "./m")
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ("arithmetics", "no environment 'arithmetics', expected arithmetic or path/to/file.py:ClassName"),
+        ("nowhere.py:Task", "cannot read nowhere.py: there is no such file"),
+        ("mine.py", "names no class"),
+        ("mine.py:Other", "no class 'Other' in mine.py, it defines Task"),
+        ("mine.py:Task", "Task needs constructor arguments (size), expected none"),
+    ],
+)
+def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, environment: str, told: str) -> None:
+    (bridge.folder / "mine.py").write_text("class Task:\n    def __init__(self, size): ...\n")
+    assert told in bridge.refused(2, command, "--model-name", "m", "--environment", environment)
+
+
+def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:
+    silent = exported.model_copy(update={"url": f"http://127.0.0.1:{free_port('127.0.0.1')}"})
+    manifests.write(silent, bridge.folder / manifests.MANIFEST_NAME)
+    assert silent.url in bridge.refused(5, *train(silent))
+
+
+def test_a_folder_that_was_there_stays(bridge: Bridge, exported: Manifest) -> None:
+    (bridge.folder / "runs" / "mine").mkdir(parents=True)
+    bridge.refused(4, *train(exported))
+    bridge.refused(4, *train(exported, "--run-dir", "runs/mine"))
+    bridge.refused(4, *train(exported, "--run-dir", "runs/other/deep"))
+
+
+def test_the_exit_code_is_the_processs_own(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path / "m", tiny.VOCABULARY)
+    for code, flags in ((4, ["--vllm-config-path", "none.json"]), (2, ["--environment", "none"])):
+        argv = [sys.executable, "-c", "from cli.main import main; main()", "train", "--model-name", "m", *flags]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+        assert [line[:5] for line in done.stderr.splitlines()] == ["error", "", "hint:"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+TOY_VLLM = """
+import json, subprocess, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from bridge.process import ProcessIdentity
+from bridge.protocol import Status
+from bridge.weights import manifest
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import Asked, as_json
+from tests.unit.openai_server import openai
+
+port, model, path, version = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), 0
+complete = openai(version=lambda: str(version))
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+
+    def do_GET(self):
+        global version
+        content = self.rfile.read(int(self.headers.get("content-length", 0)))
+        version += self.path == "/bridge/publish"
+        status = Status(model=str(model), version=version, state="serving", server=ProcessIdentity.current())
+        asked = Asked(self.command, self.path, {}, json.loads(content) if content else None)
+        answer = complete(asked) if self.path.startswith("/v1/") else as_json(status.model_dump())
+        data = answer.body.encode()
+        self.send_response(200)
+        for name, value in {**answer.headers, "content-length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+    def log_message(self, *given):
+        pass
+
+toy = toy_server.serve(tiny.llama(), model)
+server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+engine = subprocess.Popen(["sleep", "600"])
+manifest.write(toy.edited(url=f"http://127.0.0.1:{port}"), path)
+server.serve_forever()
+"""
+RUN_ON_A_TOY = """
+import os, sys
+from pathlib import Path
+from cli import main
+from cli.server_command import ServerCommand
+
+def toy(config, flags):
+    argv = (sys.executable, os.environ["TOY"], str(config.port), config.model, str(config.vllm_config_path))
+    return ServerCommand(argv=argv, environment=dict(os.environ), manifest=config.vllm_config_path, notes=())
+
+ServerCommand.of = toy
+main.main()
+"""
+
+
+def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    (tmp_path / "toy.py").write_text(TOY_VLLM)
+    model = tiny.write(tiny.llama(), tmp_path / "model")
+    place = tmp_path / "manifest.json"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", RUN_ON_A_TOY, "run", "--model", str(model), "--vllm-config-path", str(place)),
+            *("--port", str(free_port("127.0.0.1")), "--training-steps", "500", "--batch-size", "8"),
+            *("--group-size", "4", "--max-new-tokens", "8", "--run-dir", "run", "--save-path", "saved"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1", "TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(root)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    limit = threading.Timer(RUN_LIMIT_S, process.kill)
+    limit.start()
+    try:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("step   2/500"):
+                break
+        else:
+            raise AssertionError("".join(said))
+        assert place.exists()
+        tree = psutil.Process(process.pid).children(recursive=True)
+        assert len(tree) >= 2, tree
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=RUN_LIMIT_S)[1].splitlines()[-1] == "interrupted"
+    finally:
+        limit.cancel()
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert not [member for member in tree if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    assert not place.exists()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [folder.name for folder in (tmp_path / "saved").iterdir()] == [f"step_{len(steps)}"]

@@ -1,0 +1,219 @@
+"""What goes wrong in mid-run on the real vLLM, through the command line: one clear line, and nothing that was lost.
+
+Not covered: what is refused before a run begins, and Ctrl-C on `bridge run` (`tests/cli/test_refusals.py`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.protocol import Status
+from bridge.verify import logprob_diffs
+from bridge.weights.attach import attach
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+BATCH_SIZE = 8
+TRAINER_LIMIT_S = 240.0
+"""After it a trainer that hangs is killed, so that its test fails."""
+EXIT_LIMIT_S = CONTROL_LIMIT_S + 60
+"""A trainer whose server is gone has ended by then: one limited call, a checkpoint, and a busy machine."""
+ENVIRONMENT = """
+import math, os, signal
+
+class Accident:
+    scored = 0
+
+    def __iter__(self):
+        yield from ({{"prompt": f"say {{number}}:"}} for number in range(40))
+
+    def score(self, problem, completion):
+        self.scored += 1
+        if self.scored == {first_of_step_3}:
+            return {accident}
+        return sum(character in "aeiou" for character in completion) / max(1, len(completion))
+"""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A `bridge train` that runs."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def wait_for(self, line: str) -> None:
+        """Read what it says to people until a line begins with `line`."""
+        assert self.process.stderr is not None
+        said = []
+        for text in self.process.stderr:
+            said.append(text)
+            if text.startswith(line):
+                return
+        raise AssertionError("".join(said))
+
+    def ended(self, expect: int) -> list[str]:
+        """Wait for its end and return what else it said, a line each, empty ones left out."""
+        said = self.process.communicate(timeout=TRAINER_LIMIT_S)[1]
+        assert self.process.returncode == expect, f"exit code {self.process.returncode}, expected {expect}\n{said}"
+        assert "Traceback" not in said, said
+        return [line for line in said.splitlines() if line]
+
+    def fault(self, expect: int) -> str:
+        """Wait for its end, which is one error with one hint, and return the error."""
+        said = self.ended(expect)
+        assert [line.partition(":")[0] for line in said[-2:]] == ["error", "hint"], said
+        assert sum(line.startswith(("error:", "hint:")) for line in said) == 2, said
+        return said[-2]
+
+    def steps(self) -> list[int]:
+        """Return the steps in its metrics."""
+        return [json.loads(line)["step"] for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+    def saved(self, step: int) -> PreTrainedModel:
+        """Load its only checkpoint, which is that of `step`, as anybody would."""
+        assert [folder.name for folder in (self.folder / "saved").iterdir()] == [f"step_{step}"]
+        return AutoModelForCausalLM.from_pretrained(self.folder / "saved" / f"step_{step}", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("accidents")
+    with scenarios.served(tiny.write(tiny.llama(), folder / "model"), folder / "server") as server:
+        yield server
+
+
+@contextmanager
+def training(server: LiveServer, folder: Path, *flags: str, accident: str = "0.0", steps: int = 5) -> Iterator[Trainer]:
+    """Run `bridge train` in `folder`; its first score of step 3 is what `accident` evaluates to."""
+    environment = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
+    (folder / "accident.py").write_text(environment)
+    process = subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "-c",
+                "from cli.main import main; main()",
+                "train",
+                "--model-name",
+                server.manifest.model,
+            ),
+            *("--vllm-config-path", str(server.path), "--environment", "accident.py:Accident"),
+            *("--training-steps", str(steps), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--lr", "1e-3"),
+            *("--max-new-tokens", "64", "--run-dir", "run", "--save-path", "saved", *flags),
+        ],
+        cwd=folder,
+        env={**os.environ, "NO_COLOR": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    limit = threading.Timer(TRAINER_LIMIT_S, process.kill)
+    limit.start()
+    try:
+        yield Trainer(process, folder)
+    finally:
+        limit.cancel()
+        process.kill()
+        process.communicate()
+
+
+def status(server: LiveServer) -> Status:
+    with BridgeClient(server.manifest, timeout_s=60) as client:
+        return client.status()
+
+
+def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> None:
+    """Check that the server serves `version`, whose weights are `saved`, and still generates."""
+    assert (status(server).state, status(server).version) == ("serving", version)
+    served = attach(server.manifest).model
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter, served.get_parameter(name)), name
+    difference = logprob_diffs(served, server.sample()).mean().item()
+    assert difference < scenarios.PARITY_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("accident", "told"),
+    [
+        ("math.nan", "Accident.score returned nan, expected a finite number"),
+        ("1 / 0", "Accident.score raised ZeroDivisionError: division by zero (accident.py line 13)"),
+    ],
+    ids=["a NaN", "an exception"],
+)
+def test_a_bad_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, told: str) -> None:
+    before = status(llama).version
+    with training(llama, tmp_path, accident=accident) as trainer:
+        assert told in trainer.fault(expect=2)
+    assert trainer.steps() == [1, 2]
+    check_served(llama, trainer.saved(2), before + 2)
+
+
+def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
+    before = status(llama).version
+    with training(llama, tmp_path, steps=500) as trainer:
+        trainer.wait_for("step   2/500")
+        trainer.process.send_signal(signal.SIGINT)
+        assert trainer.ended(expect=130)[-1] == "interrupted"
+    last = trainer.steps()[-1]
+    assert trainer.steps() == list(range(1, last + 1))
+    assert 2 <= last < 500
+    check_served(llama, trainer.saved(last), before + last)
+
+
+def test_a_trainer_of_another_model_leaves_server_and_folder_as_they_were(llama: LiveServer, tmp_path: Path) -> None:
+    before = status(llama)
+    other = tiny.write(tiny.qwen2(), tmp_path / "other")
+    with training(llama, tmp_path, "--model-name", str(other)) as trainer:
+        fault = trainer.fault(expect=4)
+    assert llama.manifest.model in fault
+    assert str(other) in fault
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["accident.py", "other"]
+    assert status(llama) == before
+
+
+def test_a_server_killed_in_mid_run_costs_no_published_step_and_is_stale_afterwards(
+    llama: LiveServer, tmp_path: Path
+) -> None:
+    with training(llama, tmp_path, steps=500) as trainer:
+        trainer.wait_for("step   2/500")
+        os.kill(llama.child.process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert llama.manifest.url in trainer.fault(expect=5)
+        assert time.monotonic() - killed < EXIT_LIMIT_S
+    last = trainer.steps()[-1]
+    assert trainer.steps() == list(range(1, last + 1))
+    assert all(parameter.isfinite().all() for parameter in trainer.saved(last).parameters())
+    (tmp_path / "after").mkdir()
+    with training(llama, tmp_path / "after") as late:
+        assert f"is stale: its server, pid {llama.manifest.server.pid}, is gone" in late.fault(expect=4)
+    assert [path.name for path in late.folder.iterdir()] == ["accident.py"]
+
+
+def test_an_engine_killed_before_the_fence_ends_the_trainer_in_good_time(tmp_path: Path) -> None:
+    model = tiny.write(tiny.llama(), tmp_path / "model")
+    with scenarios.served(model, tmp_path / "server") as server:
+        tree = psutil.Process(server.child.process.pid).children(recursive=True)
+        (engine,) = (process.pid for process in tree if process.name().startswith("VLLM::EngineCor"))
+        with training(server, tmp_path, accident=f"os.kill({engine}, signal.SIGKILL) or 0.0") as trainer:
+            trainer.wait_for("step 2/5")
+            reported = time.monotonic()
+            assert server.manifest.url in trainer.fault(expect=5)
+            assert time.monotonic() - reported < EXIT_LIMIT_S
+    assert trainer.steps() == [1, 2]
+    assert all(parameter.isfinite().all() for parameter in trainer.saved(2).parameters())

@@ -1,0 +1,63 @@
+"""One copy on a GPU, CUDA graphs and torch.compile on: the CPU's scenarios, and what a GPU alone can show.
+
+Not covered: sizes and speed (`benchmarks/one_copy.py`), tensor parallelism.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bridge.verify import bytes_allocated
+from bridge.weights import manifest
+from bridge.weights.attach import attach
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer, bridge
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("llama")
+    config = tiny.llama()
+    config.head_dim = 64
+    model = tiny.write(config, folder / "model", std=0.06)
+    with scenarios.served(model, folder / "server", "--enable-sleep-mode") as server:
+        yield server
+
+
+def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+    scenarios.trains_in_place(llama, tmp_path)
+
+
+def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:
+    scenarios.verifies(llama, tmp_path)
+
+
+def test_cuda_graphs_are_on(llama: LiveServer) -> None:
+    assert "CUDA graph" in llama.child.log.read_text()
+
+
+def test_attaching_allocates_nothing(llama: LiveServer) -> None:
+    attached = attach(llama.manifest)
+    assert bytes_allocated(attached).status == "PASS"
+    assert attached.device.type == "cuda"
+
+
+def test_a_manifest_of_another_gpu_is_refused_with_both_named(llama: LiveServer, tmp_path: Path) -> None:
+    document = json.loads(llama.path.read_text())
+    document["gpu_uuid"] = "GPU-00000000-0000-0000-0000-000000000000"
+    path = tmp_path / manifest.MANIFEST_NAME
+    path.write_text(json.dumps(document))
+    told = bridge("verify", "--vllm-config-path", path, folder=tmp_path, expect=4).stderr
+    assert "GPU-00000000" in told
+    assert f"{torch.cuda.get_device_properties(0).uuid}" in told
+
+
+def test_doctor_finds_nothing_wrong_beside_a_live_server(llama: LiveServer, tmp_path: Path) -> None:
+    told = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path).stdout
+    checks = json.loads(told)
+    assert not [check for check in checks if check["status"] == "FAIL"], checks
+    assert [check for check in checks if "CUDA IPC" in check["name"] and check["status"] == "PASS"], checks
