@@ -49,7 +49,7 @@ demo: $(INSTALLED) ## Two processes, one copy of the weights: serve, train in pl
 	@$(BIN)/bridge demo
 
 bench: $(INSTALLED) ## Run the benchmarks of benchmarks/
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)"; done
 
 clean: ## Remove what can be made again; .venv and runs/ stay
 	@rm -rf build dist .contract .pytest_cache .mypy_cache .ruff_cache .import_linter_cache ./*.egg-info

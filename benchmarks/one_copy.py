@@ -1,6 +1,6 @@
 """Measure one copy on one GPU: attaching, the fence, parity after training, and what the patches cost generation.
 
-    python benchmarks/one_copy.py --sizes 0.5b 7b --out benchmarks/results
+    python -m benchmarks.one_copy --sizes 0.5b 7b
 
 For each size a Qwen2 configuration with random weights is served twice, side by side: by the stock vLLM and by
 `bridge serve-vllm`, both with CUDA graphs and torch.compile on, and take turns in generating. The patched server
@@ -242,7 +242,7 @@ def write(results: dict[str, Any], out: Path) -> None:
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     vllm = installed_version()
     document = {
-        "command": f"python {' '.join(sys.argv)}",
+        "command": f"python -m benchmarks.one_copy {' '.join(sys.argv[1:])}",
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware,
         "versions": {"bridge": bridge.__version__, "vllm": vllm, "torch": str(torch.__version__)},

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bridge.checks.result import Check, any_failed
 from cli import console
+from cli.options import Json
 
 FAILURE_FOUND = 3
 """Exit code when a check failed."""
@@ -56,9 +57,7 @@ def doctor(
             help="Where vLLM is to run; auto: what the installed vLLM was built for.",
         ),
     ] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print the checks as one JSON list on stdout.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Find what goes wrong before and while attaching, and name the command that mends it."""
     from cli.examination import examine
@@ -67,7 +66,8 @@ def doctor(
         sections = list(examine(port, vllm_config_path, device))
     checks = [check for _, found in sections for check in found]
     if as_json:
-        console.data(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
+        for check in checks:
+            console.data(json.dumps(dataclasses.asdict(check)))
     else:
         report(sections)
     if any_failed(checks):

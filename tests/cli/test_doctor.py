@@ -48,7 +48,7 @@ def run(*arguments: str) -> Result:
 
 
 def found(result: Result) -> dict[str, dict[str, Any]]:
-    return {check["name"]: check for check in json.loads(result.stdout)}
+    return {check["name"]: check for check in map(json.loads, result.stdout.splitlines())}
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, colour: bool = False) -> str:
@@ -59,10 +59,10 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, colour: bool = 
     return page.getvalue()
 
 
-def test_json_is_a_list_of_whole_records_on_stdout() -> None:
+def test_json_is_one_whole_record_a_line_on_stdout() -> None:
     result = run("--json", "--device", "cpu", "--port", "1")
     fields = [field.name for field in dataclasses.fields(Check)]
-    checks = json.loads(result.stdout)
+    checks = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(checks) > 10
     assert all(list(check) == fields for check in checks)
     assert "Software" not in result.stdout

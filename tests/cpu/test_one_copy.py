@@ -112,4 +112,3 @@ def test_two_trainers_see_the_same_memory(llama: LiveServer) -> None:
 
 def _negate(weight: torch.Tensor) -> None:
     weight.neg_()
-

@@ -58,6 +58,6 @@ def test_a_manifest_of_another_gpu_is_refused_with_both_named(llama: LiveServer,
 
 def test_doctor_finds_nothing_wrong_beside_a_live_server(llama: LiveServer, tmp_path: Path) -> None:
     told = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path).stdout
-    checks = json.loads(told)
+    checks = [json.loads(line) for line in told.splitlines()]
     assert not [check for check in checks if check["status"] == "FAIL"], checks
     assert [check for check in checks if "CUDA IPC" in check["name"] and check["status"] == "PASS"], checks
