@@ -3,6 +3,7 @@
 Not covered: reading those lines (`facts.py`). It runs as a child: what crashes here must not crash `bridge doctor`.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -68,15 +69,13 @@ def cuda_state() -> dict[str, Any]:
 
 
 def driver_cuda() -> str | None:
-    """Return the newest CUDA version that the driver runs."""
-    import torch
-
-    binding: Any = torch._C
+    """Return the newest CUDA version that the driver runs, by `cuDriverGetVersion` of the driver's own library."""
+    number = ctypes.c_int()
     try:
-        number = int(binding._cuda_getDriverVersion())
-    except RuntimeError:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except OSError:
         return None
-    return f"{number // 1000}.{number % 1000 // 10}" if number > 0 else None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def describe_gpu(index: int) -> dict[str, Any]:

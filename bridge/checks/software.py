@@ -128,7 +128,7 @@ def torchvision_fits(facts: Facts, version: str | None) -> Check:
     if fault:
         return failed("torchvision", f"{version} cannot be imported: {fault}", expected, remedy)
     build, torch = version.partition("+")[2], facts.torch.version if facts.torch else ""
-    if build != torch.partition("+")[2]:
+    if build and build != torch.partition("+")[2]:
         return warned("torchvision", f"{version} beside torch {torch}", expected, remedy)
     return passed("torchvision", version, expected)
 
