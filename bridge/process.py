@@ -9,6 +9,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+ENDED = "ZX"
+"""States of a process that has ended: not reaped yet, or just about to vanish."""
+
 
 class ProcessIdentity(BaseModel):
     """One process of one boot."""
@@ -24,15 +27,15 @@ class ProcessIdentity(BaseModel):
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        """Identify the running process `pid`.
+        """Identify the process `pid`, which may have ended as long as its parent has not reaped it.
 
         Raises:
             ProcessLookupError: there is no such process.
         """
-        ticks = _start_ticks(pid)
-        if ticks is None:
+        found = _state_and_start(pid)
+        if found is None:
             raise ProcessLookupError(pid)
-        return cls(pid=pid, start_ticks=ticks, pid_namespace=_pid_namespace())
+        return cls(pid=pid, start_ticks=found[1], pid_namespace=_pid_namespace())
 
     @classmethod
     def current(cls) -> "ProcessIdentity":
@@ -45,7 +48,8 @@ class ProcessIdentity(BaseModel):
 
     def is_alive(self) -> bool:
         """Tell whether this very process still runs (a zombie does not)."""
-        return _start_ticks(self.pid) == self.start_ticks
+        found = _state_and_start(self.pid)
+        return found is not None and found[0] not in ENDED and found[1] == self.start_ticks
 
 
 def boot_id() -> str:
@@ -57,10 +61,10 @@ def _pid_namespace() -> str:
     return str(Path("/proc/self/ns/pid").readlink())
 
 
-def _start_ticks(pid: int) -> int | None:
+def _state_and_start(pid: int) -> tuple[str, int] | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    return state, int(fields[18])

@@ -21,6 +21,7 @@ from bridge.weights import manifest
 from cli import console
 from cli.options import from_config
 from cli.server_command import ServerCommand
+from patches import compatibility
 
 VllmFlags = Annotated[
     list[str] | None,
@@ -43,9 +44,11 @@ def prepare(config: ServeConfig, flags: list[str]) -> ServerCommand:
     """Return the server's command, after everything that can be known before vLLM starts has been checked and told.
 
     Raises:
+        IncompatibleVersionError: the installed vLLM is not among those that the patches fit.
         UsageError: the port is taken, or the manifest's place belongs to another live server.
         BridgeError: whatever `ServerCommand.of` refuses.
     """
+    compatibility.check_installed()
     check_model(config.model)
     command = ServerCommand.of(config, flags)
     check_port(config.host, config.port)

@@ -6,6 +6,7 @@ is left without memory.
 Not covered: finding the manifest (`manifest.py`), when writing is allowed (`fence.py`), tensor parallelism.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
         raise ManifestError(f"the manifest names the type {manifest.dtype!r}", remedy="restart the server")
     model = skeleton.build(manifest.model, dtype, trust_remote_code=trust_remote_code)
     _check_layout(manifest, model)
-    device = torch.device("cpu") if manifest.gpu_uuid is None else cuda_ipc.device_of(manifest.gpu_uuid)
+    device = _leave_a_core() if manifest.gpu_uuid is None else cuda_ipc.device_of(manifest.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
     tensors = _open(manifest, device)
     _refuse_overlaps(tensors)
@@ -82,6 +83,17 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
         attach_s=attach_s,
         allocated_bytes=after - before,
     )
+
+
+def _leave_a_core() -> torch.device:
+    """Use one core less than there are, unless OMP_NUM_THREADS says otherwise, and return the CPU.
+
+    vLLM's worker spins for a second after each request; a trainer on every core then waits for it at each barrier of
+    its own threads: on 2 cores a step took ten times as long.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    return torch.device("cpu")
 
 
 def _allocated_bytes(device: torch.device) -> int:

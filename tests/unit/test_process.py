@@ -31,10 +31,11 @@ def test_a_process_is_alive_until_it_ends_and_a_zombie_is_not() -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken notice yet
     assert Path(f"/proc/{child.pid}").exists()
     assert not identity.is_alive()
-    with pytest.raises(ProcessLookupError):
-        ProcessIdentity.of(child.pid)
+    assert ProcessIdentity.of(child.pid) == identity  # a child that ends at once can still be named
     child.wait()
     assert not identity.is_alive()
+    with pytest.raises(ProcessLookupError):
+        ProcessIdentity.of(child.pid)
 
 
 def test_a_reused_pid_is_another_process() -> None:
