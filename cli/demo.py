@@ -23,7 +23,7 @@ from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
-    from bridge.training.loop import Summary
+    from bridge.training.metrics import Summary
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0

@@ -3,6 +3,7 @@
 Not covered: the training itself (`bridge/training/loop.py`).
 """
 
+import math
 from typing import TYPE_CHECKING
 
 from bridge.config import TrainConfig
@@ -13,7 +14,7 @@ from cli import console
 from cli.options import Json, from_config
 
 if TYPE_CHECKING:
-    from bridge.training.loop import Summary
+    from bridge.training.metrics import Summary
 
 
 @from_config(TrainConfig)
@@ -64,10 +65,15 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
     return (
         f"step {metrics.step:{len(str(num_steps))}}/{num_steps}"
         f"  reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}"
-        f"  |dlogprob| {metrics.logprob_diff_mean:.4f} max {metrics.logprob_diff_max:.3f}"
+        f"  |dlogprob| {_or_dash(metrics.logprob_diff_mean, 4)} max {_or_dash(metrics.logprob_diff_max, 3)}"
         f"  fence {1e3 * metrics.fence_s:5.1f} ms"
         f"  rollout {metrics.rollout_s:5.2f} s  train {metrics.train_s:5.2f} s  {speed:7,.0f} tok/s"
     )
+
+
+def _or_dash(value: float, digits: int) -> str:
+    """Return `value`, or a dash of the same width where no token was trained on: all rewards of each group equal."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)
 
 
 def summary_line(summary: "Summary") -> str:

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from bridge.errors import UnsupportedModelError
 from bridge.weights.layout import OTHER_MODES, Shape, rows
-from bridge.weights.manifest import View
+from bridge.weights.shard import View
 
 Place = tuple[str, Any]
 """A vLLM parameter, and which shard of it (None: all of it)."""

@@ -17,7 +17,7 @@ from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.protocol import Element
 from bridge.weights import cuda_ipc, digest, layout, skeleton
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.manifest import AnyHandle, Shard, SharedMemoryHandle
+from bridge.weights.shard import AnyHandle, Shard, SharedMemoryHandle
 from patches import layers, model_runner
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from bridge.checks.child import ERROR, run_module
 from bridge.checks.cuda_ipc import MARK, READ
 from bridge.errors import AttachError
 from bridge.weights import cuda_ipc
-from bridge.weights.manifest import CudaHandle
+from bridge.weights.shard import CudaHandle
 
 MODULE = "bridge.checks.cuda_ipc_trial"
 NUM_ELEMENTS = 1024

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.protocol import Status
-from bridge.weights.manifest import Manifest, SharedMemoryHandle
+from bridge.weights.manifest import Manifest
+from bridge.weights.shard import SharedMemoryHandle
 
 ANSWER_TIMEOUT_S = 5.0
 HEALTH, FENCE, WEIGHTS = "Server health", "Fence", "Server's weights"

@@ -1,6 +1,7 @@
 """The training loop: rollouts -> micro-batches -> gradients -> one write behind the fence, whatever the mode.
 
-Not covered: the loss (`grpo.py`), the optimizer (`optimizer.py`), how weights reach vLLM (`bridge/modes`).
+Not covered: forward and backward (`gradients.py`), the optimizer (`optimizer.py`), how weights reach vLLM
+(`bridge/modes`).
 """
 
 import math
@@ -8,13 +9,10 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
@@ -23,10 +21,11 @@ from bridge.modes.mode import Mode
 from bridge.rewards import score_all
 from bridge.rollouts import Sampler
 from bridge.run_directory import RunDirectory
-from bridge.training import batch, checkpoint, data, grpo
-from bridge.training.logprobs import check_head, model_logprobs
-from bridge.training.metrics import StepMetrics
-from bridge.training.optimizer import SplitMasterAdamW, clip_by_global_norm
+from bridge.training import batch, checkpoint, data
+from bridge.training.gradients import Gradients, accumulate, recompute_activations
+from bridge.training.logprobs import check_head
+from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.optimizer import SplitMasterAdamW
 from bridge.types import Environment, Group, Problem
 from bridge.weights import skeleton
 from bridge.weights.fence import FenceTimes, deferred_interrupt
@@ -34,44 +33,6 @@ from bridge.weights.fence import FenceTimes, deferred_interrupt
 Report = Callable[[StepMetrics], None]
 EVALUATION_SEED = 2**31
 """Far from the seeds of the steps, so that no evaluation repeats a rollout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What one run came to."""
-
-    steps: int
-    """Optimizer steps taken."""
-    weight_version: int
-    """Version that the server serves now."""
-    checkpoint: Path
-    """The last checkpoint."""
-    reward_before: float | None
-    """Mean reward of the held-out problems before training; None without evaluation."""
-    reward_after: float | None
-    """The same afterwards."""
-    rewards: tuple[float, ...]
-    """Mean reward of each step."""
-    logprob_diff_max: float
-    """Largest difference of log-probabilities between vLLM and the trainer in all steps, in nats."""
-    fence_p50_ms: float
-    """Median over the steps of pausing and publishing (without writing), in milliseconds."""
-    attach_ms: float
-    """Attaching all parameters, in milliseconds."""
-    weight_bytes: int
-    """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """What one pass over a batch found."""
-
-    loss: float
-    """Mean over the sampled tokens."""
-    norm: float
-    """Global norm before clipping."""
-    diffs: Tensor
-    """|log-probability of vLLM - of the trainer| of every token that was trained on, in nats."""
 
 
 def train(config: TrainConfig, environment: Environment, run: RunDirectory, report: Report) -> Summary:
@@ -110,7 +71,7 @@ class _Trainer:
         self._model, self._device = self._attached.model, self._attached.device
         check_head(self._model)
         if config.gradient_checkpointing:
-            _recompute_activations(self._model)
+            recompute_activations(self._model)
         self._optimizer = SplitMasterAdamW(self._model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self._steps: list[StepMetrics] = []
         self._written = 0
@@ -138,7 +99,8 @@ class _Trainer:
         problems = list(islice(self._problems, config.batch_size // config.group_size))
         groups = self._roll_out(problems, config.group_size, seed=config.seed + step)
         sampled = time.perf_counter()
-        gradients = self._accumulate(groups)
+        gradients = accumulate(self._model, groups, config)
+        self._check_finite(gradients)
         trained = time.perf_counter()
         with deferred_interrupt():  # a step that was published is in the metrics too
             times = self._mode.publish(lambda: self._write(step, gradients.norm))
@@ -183,39 +145,12 @@ class _Trainer:
             for problem, prompt, group in zip(problems, prompts, completions, strict=True)
         ]
 
-    def _accumulate(self, groups: Sequence[Group]) -> Gradients:
-        """Run forward and backward over the batch; the gradients stay in the parameters."""
-        config = self._config
-        advantages_GN = grpo.group_advantages(torch.tensor([group.rewards for group in groups]))
-        self._optimizer.zero_grad(set_to_none=True)
-        losses, diffs = [torch.zeros((), device=self._device)], [torch.zeros(0, device=self._device)]
-        for part in batch.micro_batches(
-            groups,
-            advantages_GN,
-            max_tokens=config.micro_batch_tokens,
-            pad_token_id=0,
-            device=self._device,
-        ):
-            logprobs_BT = model_logprobs(self._model, part, config.temperature)
-            loss = grpo.clipped_loss(
-                logprobs_BT,
-                part.sampled_logprobs_BT,
-                part.advantages_B,
-                part.mask_BT,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                num_tokens=batch.count_tokens(groups),
-            )
-            loss.backward()
-            losses.append(loss.detach())
-            diffs.append((logprobs_BT.detach() - part.sampled_logprobs_BT)[part.mask_BT].abs())
-        norm = clip_by_global_norm(self._model.parameters(), config.max_grad_norm)
-        if not math.isfinite(norm):
+    def _check_finite(self, gradients: Gradients) -> None:
+        if not math.isfinite(gradients.norm):
             raise UsageError(
-                f"the gradient's norm is {norm} at step {len(self._steps) + 1}; the weights were not touched",
+                f"the gradient's norm is {gradients.norm} at step {len(self._steps) + 1}; the weights were not touched",
                 remedy="lower --lr",
             )
-        return Gradients(loss=torch.stack(losses).sum().item(), norm=norm, diffs=torch.cat(diffs))
 
     def _write(self, step: int, norm: float) -> None:
         self._written = 0
@@ -256,17 +191,6 @@ class _Trainer:
             attach_ms=self._attached.attach_s * 1e3,
             weight_bytes=self._attached.weight_bytes(),
         )
-
-
-def _recompute_activations(model: PreTrainedModel) -> None:
-    """Turn gradient checkpointing on, which works in training mode alone, and keep dropout off."""
-    model.gradient_checkpointing_enable()
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
 
 
 def _peak_memory_gib(device: torch.device) -> float:

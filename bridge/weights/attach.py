@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
 from bridge.weights import cuda_ipc, layout, shared_memory, skeleton
-from bridge.weights.manifest import CudaHandle, Handle, Manifest, SharedMemoryHandle, View
+from bridge.weights.manifest import Manifest
+from bridge.weights.shard import CudaHandle, Handle, SharedMemoryHandle, View
 
 
 @dataclass(frozen=True, kw_only=True)

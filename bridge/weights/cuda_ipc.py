@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bridge.errors import AttachError
-from bridge.weights.manifest import CudaHandle
+from bridge.weights.shard import CudaHandle
 
 EXPANDABLE = "expandable_segments:True"
 

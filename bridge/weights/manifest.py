@@ -10,99 +10,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from bridge.errors import ManifestError
 from bridge.process import ProcessIdentity, boot_id
+from bridge.weights.shard import Shard
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 SCHEMA_VERSION: Literal[1] = 1
 DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  the documented place, checked for ownership on reading
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
-
-
-class Record(BaseModel):
-    """A frozen record that refuses unknown keys and documents every field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class View(Record):
-    """One Hugging Face parameter, or a slice of a fused one, inside one of vLLM's parameters."""
-
-    parameter: str
-    """vLLM's name of the parameter that holds it."""
-    offset: int = Field(ge=0)
-    """Elements between the parameter's first element and the view's."""
-    shape: tuple[int, ...]
-    """Shape in elements."""
-    stride: tuple[int, ...]
-    """Stride in elements."""
-
-
-class Handle(Record):
-    """One of vLLM's parameters inside one storage that another process can open."""
-
-    storage_size: int = Field(gt=0)
-    """Size of the storage in bytes."""
-    storage_offset: int = Field(ge=0)
-    """Bytes between the start of the opened allocation and the storage."""
-    tensor_offset: int = Field(default=0, ge=0)
-    """Elements between the start of the storage and the parameter's first element."""
-    shape: tuple[int, ...]
-    """Shape in elements."""
-    stride: tuple[int, ...]
-    """Stride in elements."""
-    dtype: str
-    """torch's name of the element type, such as `bfloat16`."""
-
-
-class CudaHandle(Handle):
-    """A parameter in GPU memory: the eight items of torch's IPC tuple, and its place in the storage."""
-
-    kind: Literal["cuda_ipc"] = "cuda_ipc"
-    """Tells this handle from the others."""
-    device_index: int
-    """The GPU's index in the exporting process; meaningless elsewhere: see the shard's `gpu_uuid`."""
-    ipc_handle_b64: str
-    """The CUDA IPC memory handle, with torch's prefix."""
-    ref_counter_handle_b64: str
-    """Name of torch's shared reference counter."""
-    ref_counter_offset: int
-    """Place in that counter's file."""
-    event_handle_b64: str
-    """The CUDA IPC event handle, empty when there is nothing to wait for."""
-    event_sync_required: bool
-    """Whether the importer has to wait for the event."""
-
-
-class SharedMemoryHandle(Handle):
-    """A parameter in a shared-memory file of the server."""
-
-    kind: Literal["shared_memory"] = "shared_memory"
-    """Tells this handle from the others."""
-    path: str = Field(pattern=r"^/[^\x00]+$")
-    """The file to map."""
-
-
-AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind")]
-
-
-class Shard(Record):
-    """What one tensor-parallel rank exports."""
-
-    rank: int
-    """Tensor-parallel rank."""
-    gpu_uuid: str | None
-    """UUID of the GPU that holds it; None on the CPU."""
-    ipc_handles: dict[str, AnyHandle]
-    """vLLM's parameters by vLLM's name."""
-    param_mappings: dict[str, View]
-    """Hugging Face parameter -> where it lies."""
-    padding: dict[str, Annotated[int, Field(ge=0)]]
-    """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
 
 
 class Manifest(Shard):

@@ -12,7 +12,8 @@ from bridge.config import ServeConfig
 from bridge.errors import BridgeError, IncompatibleVersionError, UsageError
 from bridge.process import ProcessIdentity, boot_id
 from bridge.weights import manifest
-from bridge.weights.manifest import Manifest, SharedMemoryHandle, View
+from bridge.weights.manifest import Manifest
+from bridge.weights.shard import SharedMemoryHandle, View
 from cli import accelerator, memory_share, serve, vllm_flags
 from cli.server_command import ServerCommand
 

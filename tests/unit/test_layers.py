@@ -15,7 +15,7 @@ import patches
 from bridge.errors import UnsupportedModelError
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
-from bridge.weights.manifest import View
+from bridge.weights.shard import View
 from patches import model_runner
 
 HIDDEN, HEAD = 8, 4

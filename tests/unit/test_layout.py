@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import UnsupportedModelError
 from bridge.weights.layout import Shape, check_coverage, contiguous_stride, rows
-from bridge.weights.manifest import View
+from bridge.weights.shard import View
 
 NUM_LAYOUTS = 250
 

@@ -13,6 +13,7 @@ from bridge.errors import ManifestError
 from bridge.process import ProcessIdentity
 from bridge.weights import manifest as manifests
 from bridge.weights.manifest import MANIFEST_NAME, Manifest, find, load, read, remove_own, resolve_path, write
+from bridge.weights.shard import Shard
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest
 
 DOCUMENTED = {
@@ -281,7 +282,7 @@ def test_a_server_leaves_every_other_manifest_alone(path: Path, text: str | None
 
 def test_rank_0_is_the_manifests_own_shard() -> None:
     first = manifest()
-    other = {**{name: getattr(first, name) for name in manifests.Shard.model_fields}, "rank": 1}
+    other = {**{name: getattr(first, name) for name in Shard.model_fields}, "rank": 1}
     two: Manifest = manifest(other_shards=(other,), tp_degree=2)
     assert two.shard() is two
     assert two.shard(1).rank == 1

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from bridge.process import ProcessIdentity
 from bridge.protocol import VERSION_HEADER, Digests, Refusal, Status, Values
 from bridge.weights import manifest as manifests
-from patches import routes
+from patches import exporter, routes
 from patches.server_fence import ServerFence
 from tests.unit import http_server
 from tests.unit.checks_sample import manifest
@@ -188,7 +188,7 @@ def test_before_the_engine_is_ready_answers_carry_no_version(app: FastAPI) -> No
 
 def write_when_listening(url: str, path: Path) -> None:
     exported = manifest(url=url)
-    asyncio.run(asyncio.wait_for(routes._write_when_listening(exported, path), 20))
+    asyncio.run(asyncio.wait_for(exporter.write_when_listening(exported, path), 20))
 
 
 def test_the_manifest_is_there_once_the_server_is_well_and_not_before(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_server_that_is_not_well_yet_is_not_asked_without_pause(tmp_path: Path
 
     async def watch(url: str) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(routes._write_when_listening(manifest(url=url), tmp_path / "m"), 0.3)
+            await asyncio.wait_for(exporter.write_when_listening(manifest(url=url), tmp_path / "m"), 0.3)
 
     with http_server.serving(answers) as server:
         asyncio.run(watch(server.url))

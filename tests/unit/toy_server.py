@@ -11,7 +11,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.weights import shared_memory
-from bridge.weights.manifest import Manifest, SharedMemoryHandle, View
+from bridge.weights.manifest import Manifest
+from bridge.weights.shard import SharedMemoryHandle, View
 from tests.models import tiny
 from tests.unit.checks_sample import manifest
 

@@ -1,0 +1,118 @@
+"""The manifest of a running server: made from what its ranks export, written when it answers, removed when it stops.
+
+A manifest's existence means that the server can be attached to.
+
+Not covered: what a rank exports (`worker.py`), the file's format (`bridge/weights/manifest.py`).
+"""
+
+import asyncio
+import atexit
+import json
+import logging
+import math
+import secrets
+import signal
+import socket
+import sys
+from argparse import Namespace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import transformers
+
+import bridge
+from bridge.errors import AttachError, BridgeError, UnsupportedModelError
+from bridge.process import ProcessIdentity, boot_id
+from bridge.weights import manifest as manifests
+from bridge.weights import skeleton
+from bridge.weights.manifest import Manifest
+from bridge.weights.shard import Shard
+from patches.compatibility import installed_version
+
+logger = logging.getLogger("vllm.bridge")
+
+
+async def export(engine_client: Any, args: Namespace) -> Manifest:
+    """Ask every rank for its shard, and return the manifest of this process.
+
+    Raises:
+        UnsupportedModelError: a rank refuses its model.
+        AttachError: there is no engine.
+    """
+    if engine_client is None:
+        raise AttachError("this server has no engine whose weights could be shared", remedy="use bridge serve-vllm")
+    shards = []
+    for text in await engine_client.collective_rpc("bridge_export"):
+        answer = json.loads(text)
+        if "error" in answer:
+            raise UnsupportedModelError(answer["error"], remedy=answer["remedy"])
+        shards.append(Shard.model_validate(answer))
+    first, *others = sorted(shards, key=lambda shard: shard.rank)
+    config = engine_client.model_config
+    views = [view for shard in shards for view in shard.param_mappings.values()]
+    return Manifest(
+        **first.model_dump(),
+        other_shards=tuple(others),
+        model=skeleton.absolute(config.model),
+        dtype=str(config.dtype).removeprefix("torch."),
+        backend="shared_memory" if first.gpu_uuid is None else "cuda_ipc",
+        tp_degree=len(shards),
+        dp_shard_degree=1,
+        num_params=sum(math.prod(view.shape) for view in views),
+        param_names=tuple(sorted(first.param_mappings)),
+        shared_weights_enabled=True,
+        single_copy_enabled=True,
+        host=socket.gethostname(),
+        boot_id=boot_id(),
+        server=ProcessIdentity.current(),
+        url=_own_url(args),
+        token=secrets.token_urlsafe(32),
+        versions=_versions(),
+    )
+
+
+def _own_url(args: Namespace) -> str:
+    scheme = "https" if getattr(args, "ssl_certfile", None) else "http"
+    host = "127.0.0.1" if args.host in {None, "", "0.0.0.0"} else args.host  # noqa: S104  compared, not bound
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "bridge": bridge.__version__,
+        "vllm": installed_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": sys.version.partition(" ")[0],
+        "fastapi": version("fastapi"),
+    }
+
+
+async def write_when_listening(exported: Manifest, path: Path) -> None:
+    """Write the manifest once the server answers, and remove it when this process ends; stop it if that fails."""
+    async with httpx.AsyncClient(verify=False, trust_env=False) as client:  # noqa: S501  this very server's own
+        while not await _is_well(client, f"{exported.url}/health"):  # noqa: ASYNC110  another task, not ours, is awaited
+            await asyncio.sleep(0.02)
+    try:
+        manifests.write(exported, path)
+    except BridgeError as error:
+        tell(error)
+        signal.raise_signal(signal.SIGTERM)  # a server that nobody can attach to is of no use
+        return
+    atexit.register(manifests.remove_own, path, exported.server)
+    logger.info("Bridge: %d parameters can be attached; manifest: %s", len(exported.param_names), path)
+
+
+async def _is_well(client: httpx.AsyncClient, health: str) -> bool:
+    try:
+        return (await client.get(health)).is_success
+    except httpx.TransportError:
+        return False
+
+
+def tell(error: BridgeError) -> None:
+    """Print `error` as the command line does."""
+    print(f"error: {error.message}\n\nhint: {error.remedy}", file=sys.stderr)  # noqa: T201  the log's last word
