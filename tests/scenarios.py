@@ -58,7 +58,7 @@ def served(model: Path, folder: Path, *flags: str) -> Iterator[LiveServer]:
     config = ServeConfig(
         model=str(model),
         port=free_port("127.0.0.1"),
-        max_model_len=256,
+        max_model_len=2048,
         gpu_memory_utilization=0.2 if torch.cuda.is_available() else None,
         vllm_config_path=folder / manifest.MANIFEST_NAME,
     )

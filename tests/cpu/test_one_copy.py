@@ -3,8 +3,9 @@
 Not covered: the demo (`test_demo.py`), refusals and accidents (`test_refusals.py`), GPUs (`tests/gpu`).
 """
 
-import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -72,20 +73,21 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
-def test_a_request_under_way_is_kept_waited_for_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
-    body = {"model": llama.manifest.model, "prompt": [5, 6, 7], "max_tokens": 250, "ignore_eos": True, "stream": True}
-    http = httpx.Client(base_url=llama.manifest.url, timeout=60)  # made first: that takes longer than the request
-    with http, BridgeClient(llama.manifest, timeout_s=60) as client:
+def test_requests_under_way_are_kept_waited_for_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
+    whole = 16 * 2000  # tokens: several seconds
+    body = {"model": llama.manifest.model, "prompt": [5, 6, 7], "n": 16, "max_tokens": 2000, "ignore_eos": True}
+    http = httpx.Client(base_url=llama.manifest.url, timeout=120)
+    with http, BridgeClient(llama.manifest, timeout_s=120) as client, ThreadPoolExecutor() as background:
         before = client.status().version
-        with http.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as answer:
-            lines = answer.iter_lines()
-            next(lines)  # its first token: the request is under way
-            times = fence.update(client, lambda: None, in_flight=in_flight)
-            last = [json.loads(line.removeprefix("data: ")) for line in lines if '"usage":{' in line][-1]
+        pending = _under_way(lambda: background.submit(http.post, "/v1/completions", json=body))
+        times = fence.update(client, lambda: None, in_flight=in_flight)
+        answer = pending.result().raise_for_status()
     assert times.version == before + 1
-    assert answer.headers[VERSION_HEADER] == str(before)
-    tokens = last["usage"]["completion_tokens"]
-    assert 0 < tokens < 250 if in_flight == "abort" else tokens == 250
+    tokens = answer.json()["usage"]["completion_tokens"]
+    assert (tokens < whole) == (in_flight == "abort"), (tokens, times)
+    assert tokens > 0
+    both = f"{before}-{before + 1}"
+    assert answer.headers[VERSION_HEADER] in ({both} if in_flight == "keep" else {both, str(before)})
 
 
 def test_the_fence_needs_the_token_and_belongs_to_its_holder(llama: LiveServer) -> None:
@@ -108,6 +110,16 @@ def test_two_trainers_see_the_same_memory(llama: LiveServer) -> None:
         ours["model.norm.weight"].add_(1)
         assert torch.equal(ours["model.norm.weight"], theirs["model.norm.weight"])
         ours["model.norm.weight"].sub_(1)
+
+
+def _under_way(start: Callable[[], Future[httpx.Response]]) -> Future[httpx.Response]:
+    """Start a request and return while it runs; a busy machine may let this process wait until it has ended."""
+    for _ in range(5):
+        pending = start()
+        time.sleep(0.5)
+        if not pending.done():
+            return pending
+    pytest.skip("this machine lets the test wait until the server has finished")
 
 
 def _negate(weight: torch.Tensor) -> None:

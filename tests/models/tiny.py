@@ -29,7 +29,7 @@ def llama(vocabulary: int = VOCABULARY) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         rope_parameters={
             "rope_type": "llama3",
@@ -54,7 +54,7 @@ def qwen2(vocabulary: int = VOCABULARY) -> Qwen2Config:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=2,
