@@ -1,7 +1,7 @@
 """Notice that a server of ours is of no use any more while a trainer waits for it, and end it.
 
-vLLM's API server outlives an engine that was killed, and waits for open connections to close; a trainer's request on
-one of them would wait for its whole time limit. Seen with vLLM 0.32.
+vLLM's API server outlives an engine that was killed, and waits for open connections to close; a trainer's pause that
+waits for requests, or a read of tensors, would wait for its whole time limit. Seen with vLLM 0.32.
 
 Not covered: servers that somebody else started; a trainer has its `--request-timeout-s` for those.
 """
