@@ -3,6 +3,7 @@
 Not covered: generation (`rollouts.py`).
 """
 
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -12,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
 from bridge.process import ProcessIdentity
 from bridge.protocol import (
+    AdapterRequest,
+    AdapterSlot,
     Digests,
     Element,
     InFlight,
@@ -22,6 +25,7 @@ from bridge.protocol import (
     Status,
     Values,
     WriteRequest,
+    Written,
 )
 from bridge.weights.manifest import Manifest
 
@@ -63,16 +67,29 @@ class BridgeClient:
         """Return the version and where the fence stands."""
         return self._control("GET", "status", None)
 
-    def pause(self, in_flight: InFlight) -> Status:
-        """Stop generation and take the fence; `wait` may take as long as a request does."""
-        body = PauseRequest(holder=self._holder, in_flight=in_flight)
+    def pause(
+        self,
+        in_flight: InFlight,
+        *,
+        last_checkpoint: Path | None = None,
+        writes: Written = "weights",
+        takeover: bool = False,
+    ) -> Status:
+        """Stop generation and take the fence; `wait` may take as long as a request does.
+
+        `last_checkpoint` would mend the server if this process died; `takeover` is for who writes everything anew.
+        """
+        named = None if last_checkpoint is None else str(last_checkpoint.absolute())
+        body = PauseRequest(
+            holder=self._holder, in_flight=in_flight, last_checkpoint=named, writes=writes, takeover=takeover
+        )
         if in_flight == "wait":
             return self._call("POST", "pause", body, Status)
         return self._control("POST", "pause", body)
 
-    def publish(self) -> Status:
-        """Make what was written the next version, and resume generation."""
-        return self._control("POST", "publish", ReleaseRequest(holder=self._holder))
+    def publish(self, version: int | None = None) -> Status:
+        """Make what was written the next version, or `version` if that is later, and resume generation."""
+        return self._control("POST", "publish", ReleaseRequest(holder=self._holder, version=version))
 
     def resume(self) -> Status:
         """Resume generation with the same version, because nothing was written."""
@@ -89,6 +106,15 @@ class BridgeClient:
     def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
         """Let the server set `elements`; only inside the fence."""
         self._call("POST", "tensors/write", WriteRequest(holder=self._holder, elements=elements, values=values), Status)
+
+    def adapter(self, name: str, path: Path) -> int:
+        """Let the server serve the adapter in folder `path` as `name`, alone among pinned ones; return its slot."""
+        body = AdapterRequest(name=name, path=str(path.absolute()))
+        return self._call("POST", "adapter", body, AdapterSlot).slot
+
+    def release_adapter(self) -> None:
+        """Let the server take out the adapter that has a slot of its own, if there is one."""
+        self._call("DELETE", "adapter", None, Status)
 
     def _control(self, method: str, route: str, body: BaseModel | None) -> Status:
         return self._call(method, route, body, Status, limit_s=self._control_limit_s)

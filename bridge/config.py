@@ -1,107 +1,17 @@
 """What a person may choose, each field declared once; flags, environment and TOML all come from here.
 
-Not covered: what is derived from it (the code that derives says so), and the command line itself (`cli/options.py`).
-Precedence: TOML (`--config`) < environment (`BRIDGE_` + the field's name) < flags.
+Not covered: how choices are given and merged (`choices.py`), what is derived from them (the code that derives says so).
 """
 
-import difflib
-import os
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from bridge.errors import UsageError
+from bridge.choices import Config, flag
 
-ENVIRONMENT_PREFIX = "BRIDGE_"
-
-
-class Config(BaseModel):
-    """A frozen set of choices that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    synonyms: ClassVar[Mapping[str, str]] = {}
-    """Another name under which a field may be given -> the field."""
-
-    @classmethod
-    def resolve(
-        cls, flags: Mapping[str, Any], toml: Path | None = None, *, beside: tuple[type["Config"], ...] = ()
-    ) -> Self:
-        """Merge the TOML file, the environment and `flags` (None: not given), the later winning.
-
-        Keys that only the classes `beside` it know are left to them.
-
-        Raises:
-            UsageError: an unknown key, a value of the wrong kind or out of range; all of them at once.
-        """
-        given: dict[str, Any] = {}
-        named: dict[str, str] = {}
-        for key, value, place in _given(flags, toml, (cls, *beside)):
-            field = cls.field_of(key)
-            if field is not None:
-                given[field], named[field] = value, place
-            elif not any(other.field_of(key) for other in beside):
-                raise _unknown(key, place, (cls, *beside))
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            faults = "; ".join(_fault(fault, named) for fault in error.errors())
-            raise UsageError(faults, remedy="see --help for every choice and its default") from error
-
-    @classmethod
-    def field_of(cls, key: str) -> str | None:
-        """Return the field that `key` names, by its own name or a synonym; None if there is none."""
-        field = cls.synonyms.get(key, key)
-        return field if field in cls.model_fields else None
-
-
-def _given(
-    flags: Mapping[str, Any], toml: Path | None, classes: tuple[type[Config], ...]
-) -> Iterator[tuple[str, Any, str]]:
-    """Yield every given (key, value, how its place is named to a person), the strongest source last."""
-    yield from ((key, value, f"{key} in {toml}") for key, value in _from_toml(toml).items())
-    for key in dict.fromkeys(key for cls in classes for key in (*cls.synonyms, *cls.model_fields)):
-        variable = ENVIRONMENT_PREFIX + key.upper()
-        if os.environ.get(variable):
-            yield key, os.environ[variable], variable
-    yield from ((key, value, _flag(key)) for key, value in flags.items() if value is not None)
-
-
-def _from_toml(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(path.read_text())
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise UsageError(f"no file {path}", remedy="--config takes a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}", remedy="mend the line that it names") from error
-
-
-def _unknown(key: str, place: str, classes: tuple[type[Config], ...]) -> UsageError:
-    known = [name for cls in classes for name in (*cls.model_fields, *cls.synonyms)]
-    near = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-    return UsageError(
-        f"{place}: there is no such choice",
-        remedy=f"did you mean {near[0]}?" if near else "see --help for every choice",
-    )
-
-
-def _fault(fault: Any, named: Mapping[str, str]) -> str:
-    if not fault["loc"]:
-        return str(fault["msg"]).removeprefix("Value error, ")
-    field = str(fault["loc"][0])
-    if fault["type"] == "missing":
-        return f"{_flag(field)} is missing"
-    message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
-    return f"{named.get(field, _flag(field))}: {message.partition(', unable')[0]}, found {fault['input']!r}"
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
+DEFAULT_PORT = 9001
 
 
 class ServeConfig(Config):
@@ -111,7 +21,7 @@ class ServeConfig(Config):
 
     model: str
     """The model to serve: a folder or a hub name."""
-    port: int = Field(default=9001, ge=1, le=65535)
+    port: int = Field(default=DEFAULT_PORT, ge=1, le=65535)
     """TCP port of the server."""
     host: str = "127.0.0.1"
     """Address to listen on; the default is reachable from this machine alone."""
@@ -125,6 +35,8 @@ class ServeConfig(Config):
     """Longest sequence in tokens, prompt and completion together; absent: the model's own limit."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share each layer."""
+    max_lora_rank: int | None = Field(default=None, ge=1)
+    """Largest rank of the adapters that the server takes; absent: it takes none."""
     vllm_config_path: Path | None = None
     """Where to write the manifest: a file or a folder; absent: $LOGDIR, else the current folder."""
 
@@ -136,8 +48,8 @@ class TrainConfig(Config):
 
     model_name: str
     """The model to train: the folder or hub name that the server was started with."""
-    mode: Literal["shared_vllm"] = "shared_vllm"
-    """How new weights reach vLLM."""
+    mode: Literal["shared_vllm", "lora_only", "none"] = "shared_vllm"
+    """How new weights reach vLLM: not at all, as an adapter, or by a checkpoint and a restart."""
     training_steps: int = Field(default=10, ge=1)
     """Optimizer steps."""
     environment: str = "arithmetic"
@@ -182,11 +94,64 @@ class TrainConfig(Config):
     """Steps between checkpoints; the last step is always saved; 0: the last one only."""
     eval_samples: int = Field(default=0, ge=0)
     """Completions per held-out problem before and after training; 0: no evaluation."""
+    keep_last: int = Field(default=0, ge=0)
+    """Checkpoints of this run that are kept, the newest; 0: all of them."""
+    save_optimizer: bool = True
+    """Keep in each checkpoint what a run needs to go on from it: 10 bytes per trained parameter, beside its weights."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint below the save path, or begin where there is none."""
     run_dir: Path | None = None
     """The run directory; absent: runs/ and the time."""
+    trainer_device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where weights of the trainer's own lie: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU when there is one."""
+    lora_r: int = Field(default=16, ge=1)
+    """Rank of the adapter."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """The adapter's output is scaled by lora_alpha / lora_r."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout in front of the adapter while training; generation has none, so the two then differ."""
+    lora_target_modules: str = "all-linear"
+    """Modules that get an adapter, by the end of their names, separated by commas; `all-linear`: all but the head."""
+    lora_handover: Literal["memory", "disk"] = "memory"
+    """How the adapter reaches vLLM: trained in vLLM's own slot, or saved and loaded by the server."""
+    vllm_restart_interval: int = Field(default=1, ge=1)
+    """Steps between two reloads of the server."""
+    reload: Literal["restart", "in-place"] = "restart"
+    """How the server gets a checkpoint: started again with it, or, where it shares its weights, loaded into them."""
+    start_command: str | None = None
+    """Starts the server, with `{model}` where the model's folder goes; it is started, restarted and stopped by us."""
+
+    def server_url(self, exported: str | None = None) -> str:
+        """Return where the server answers: what its manifest says, with whatever part the user gave in its place."""
+        scheme, _, address = (exported or f"http://{self.vllm_host}:{DEFAULT_PORT}").partition("://")
+        if self.vllm_port is None and "vllm_host" not in self.model_fields_set:
+            return f"{scheme}://{address}"
+        host = f"[{self.vllm_host}]" if ":" in self.vllm_host else self.vllm_host
+        return f"{scheme}://{host}:{self.vllm_port or address.rpartition(':')[2]}"
+
+    @model_validator(mode="after")
+    def _of_this_mode(self) -> Self:
+        for field, modes in FIELDS_OF_MODES.items():
+            if self.mode not in modes and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{flag(field)} means nothing in --mode {self.mode}, only in {' and '.join(modes)}")
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         if self.batch_size % self.group_size:
             raise ValueError(f"--batch-size {self.batch_size} is no multiple of --group-size {self.group_size}")
         return self
+
+
+FIELDS_OF_MODES: Mapping[str, tuple[str, ...]] = {
+    "trainer_device": ("lora_only", "none"),
+    "lora_r": ("lora_only",),
+    "lora_alpha": ("lora_only",),
+    "lora_dropout": ("lora_only",),
+    "lora_target_modules": ("lora_only",),
+    "lora_handover": ("lora_only",),
+    "vllm_restart_interval": ("none",),
+    "reload": ("none",),
+    "start_command": ("none",),
+}
+"""Field -> the modes in which it means something; anywhere else it is refused."""

@@ -29,6 +29,10 @@ class RewardError(UsageError):
     """An environment's problems or scores cannot be used."""
 
 
+class CheckpointError(UsageError):
+    """A checkpoint is not whole, or does not hold what is wanted of it."""
+
+
 class AttachError(BridgeError, RuntimeError):
     """The trainer refuses to attach, or the server refuses to export."""
 

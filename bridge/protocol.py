@@ -3,10 +3,13 @@
 Not covered: generation, which is vLLM's own OpenAI-compatible API.
 """
 
+import shlex
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bridge.errors import AttachError
 from bridge.process import ProcessIdentity
 
 VERSION_HEADER = "x-bridge-weight-version"
@@ -16,7 +19,12 @@ InFlight = Literal["keep", "wait", "abort"]
 """What a pause does with requests under way: freeze them, let them finish, or end them."""
 
 FenceState = Literal["serving", "paused", "torn"]
-"""`torn`: the process that paused the server died before it published."""
+"""`torn`: the process that paused the server died before it published. Nobody can tell whether it had begun to write,
+so that nothing is generated until every weight has been written anew."""
+
+
+Written = Literal["weights", "adapter"]
+"""What the holder of the fence writes: weights of the model, or an adapter in its slot and nothing else."""
 
 
 class Body(BaseModel):
@@ -31,13 +39,42 @@ class Status(Body):
     model: str
     """The model as it was given to vLLM."""
     version: int
-    """Number of updates published since the server loaded."""
+    """Version of the weights: one more with each publication since the server loaded."""
     state: FenceState
     """Where the fence stands."""
     holder: ProcessIdentity | None = None
     """The process that paused the server."""
     server: ProcessIdentity
     """The API server's process."""
+    writes: Written = "weights"
+    """What the holder writes, or may have left half written."""
+    last_checkpoint: str | None = None
+    """The folder of the last checkpoint that a writer named, absolute; None: none did since the server loaded."""
+
+    def refuse_torn(self) -> None:
+        """Raise AttachError, with the command that mends it, if the weights are torn."""
+        if self.state == "torn":
+            raise AttachError(self.torn(), remedy=self.mending())
+
+    def torn(self) -> str:
+        """Say how the weights came to be torn, and what follows from it."""
+        torn, it = ("the adapter is torn", "it") if self.writes == "adapter" else ("the weights are torn", "them")
+        writer = "the process" if self.holder is None else f"process {self.holder.pid}"
+        return (
+            f"{torn} after version {self.version}: {writer} died inside the fence and may have left {it}"
+            " half written; generation stands still"
+        )
+
+    def mending(self) -> str:
+        """Return the command that mends torn weights: with the last checkpoint, if it is still there."""
+        last = self.last_checkpoint
+        if last and Path(last).is_dir():
+            return f"bridge restore {shlex.quote(last)}"
+        gone = f"{last} is gone; " if last else ""
+        if self.writes == "adapter":
+            return f"bridge restore ADAPTER ({gone}any saved adapter of the same modules and rank will do)"
+        first = f"the first weights are in: bridge restore {shlex.quote(self.model)}"
+        return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model will do; {first})"
 
 
 class PauseRequest(Body):
@@ -47,6 +84,12 @@ class PauseRequest(Body):
     """The process that is going to write."""
     in_flight: InFlight = "keep"
     """What happens to requests under way."""
+    last_checkpoint: str | None = None
+    """The folder that would mend the server if the holder died; None: what an earlier writer named still holds."""
+    writes: Written = "weights"
+    """What is going to be written."""
+    takeover: bool = False
+    """Take the fence although something is torn, which only he may do who is going to write all of that."""
 
 
 class ReleaseRequest(Body):
@@ -54,6 +97,8 @@ class ReleaseRequest(Body):
 
     holder: ProcessIdentity
     """The process that paused the server."""
+    version: int | None = Field(default=None, ge=0)
+    """For a publication: the least version that it may have; None: the next one."""
 
 
 class Element(Body):
@@ -104,3 +149,21 @@ class Digests(Body):
 
     digests: dict[str, str]
     """vLLM's parameter -> digest of its bytes (`bridge.weights.digest`)."""
+
+
+class AdapterRequest(Body):
+    """`POST /bridge/adapter`: serve an adapter from a slot that stays put, so that the caller can write it in place."""
+
+    name: str = Field(min_length=1)
+    """The name under which requests ask for it, as they ask for a model; taken over if it is served already."""
+    path: str = Field(pattern=r"^/[^\x00]+$")
+    """Folder with `adapter_config.json` on the server's host, absolute."""
+
+
+class AdapterSlot(Body):
+    """The answer to an `AdapterRequest`."""
+
+    name: str
+    """The name under which the adapter is served."""
+    slot: int = Field(ge=0)
+    """Which of the slots in the manifest's `lora_slots` holds it."""

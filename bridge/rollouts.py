@@ -2,70 +2,61 @@
 
 Token ids come from the server, never from tokenising text again.
 
-Not covered: rewards (`rewards.py`), retries, several servers.
+Not covered: what is asked for and how an answer is read (`openai_api.py`), rewards (`rewards.py`), retries, several
+servers.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from bridge import openai_api
 from bridge.client import unreachable
-from bridge.errors import ServerUnreachableError, UsageError
+from bridge.errors import UsageError
+from bridge.openai_api import Completions, IdsOf, Models
 from bridge.protocol import VERSION_HEADER
-from bridge.types import Completion, FinishReason
+from bridge.types import Completion
 
 MAX_CONNECTIONS = 256
 """Requests under way at once; a process may open 1,024 files by default."""
 REFUSED = (400, 422)
 
-
-class _Logprobs(BaseModel):
-    token_logprobs: tuple[FiniteFloat, ...]
-
-
-class _Choice(BaseModel):
-    index: int
-    text: str
-    finish_reason: FinishReason
-    token_ids: tuple[int, ...] | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Completions(BaseModel):
-    choices: tuple[_Choice, ...]
-
-
-class _Model(BaseModel):
-    id: str
-
-
-class _Models(BaseModel):
-    data: Annotated[tuple[_Model, ...], Field(min_length=1)]
-
-
 Answer = TypeVar("Answer", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What the rollouts ask, and for what."""
+
+    url: str
+    """Where the server answers."""
+    model: str | None = None
+    """The name in a request; None: the first that the server lists."""
+    version: int | None = None
+    """Version of the weights behind it, where the server itself does not tell; None: it does."""
 
 
 class Sampler:
     """A pooled connection to one server, and how it samples."""
 
-    def __init__(self, url: str, *, max_new_tokens: int, temperature: float, timeout_s: float) -> None:
-        self._url = url
-        self._timeout_s = timeout_s
-        self._request = {
-            "max_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-        self._model: str | None = None
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        timeout_s: float,
+        ids_of: IdsOf | None = None,
+    ) -> None:
+        self._url, self._version, self._name = endpoint.url, endpoint.version, endpoint.model
+        self._max_new_tokens, self._temperature, self._timeout_s = max_new_tokens, temperature, timeout_s
+        self._ids_of = ids_of
+        self._models: Models | None = None
+        self._tells_versions = True
 
     def sample(
         self, prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
@@ -73,10 +64,29 @@ class Sampler:
         """Return `num_samples` completions per prompt, all sampled at once.
 
         Raises:
-            UsageError: the server refuses a request, such as one that is longer than its model allows.
-        ServerUnreachableError: the server is gone, is unwell, or answers something else than what was asked for.
+            UsageError: the server refuses a request, such as one that is longer than its model allows, or tells no ids.
+            ServerUnreachableError: the server is gone, is unwell, or answers something else than what was asked for.
         """
         return asyncio.run(self._sample(prompts, num_samples, seed))
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What training has to do without at this server, a sentence each; known once it has sampled."""
+        if self._models is None:
+            return ()
+        sentences = []
+        if not self._models.are_of_vllm():
+            sentences.append(
+                f"{self._url} is no vLLM: its completions may lack their end token, which is not trained then"
+            )
+        if not self._tells_versions and self._version is None:
+            sentences.append(f"{self._url} does not tell which version of the weights made a completion")
+        if not self._tells_versions and self._temperature != 1.0:
+            sentences.append(
+                f"{self._url} has to give log-probabilities at temperature {self._temperature}, which it does not tell"
+                " (vLLM: --logprobs-mode processed_logprobs)"
+            )
+        return tuple(sentences)
 
     async def _sample(
         self, prompts: Sequence[tuple[int, ...]], num_samples: int, seed: int
@@ -84,24 +94,30 @@ class Sampler:
         timeout = httpx.Timeout(self._timeout_s, pool=None)  # waiting for one's turn is no fault of the server
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
         async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits, trust_env=False) as http:
-            if self._model is None:
-                self._model = (await self._send(http, "GET", "/v1/models", None, _Models))[0].data[0].id
+            if self._models is None:
+                self._models = (await self._send(http, "GET", "/v1/models", None, Models))[0]
+            common = self._common(self._models)
             first = seed * 1_000_003  # vLLM gives the i-th completion of a request the request's seed + i
             tasks = [
-                self._group(http, prompt, num_samples, first + index * num_samples)
+                self._group(http, {**common, "prompt": list(prompt), "n": num_samples}, first + index * num_samples)
                 for index, prompt in enumerate(prompts)
             ]
             return list(await asyncio.gather(*tasks))
 
-    async def _group(
-        self, http: httpx.AsyncClient, prompt: tuple[int, ...], num_samples: int, seed: int
-    ) -> tuple[Completion, ...]:
-        body = {**self._request, "model": self._model, "prompt": list(prompt), "n": num_samples, "seed": seed % 2**62}
-        answer, version = await self._send(http, "POST", "/v1/completions", body, _Completions)
+    def _common(self, models: Models) -> dict[str, Any]:
+        fields = openai_api.request(
+            max_new_tokens=self._max_new_tokens, temperature=self._temperature, of_vllm=models.are_of_vllm()
+        )
+        return {**fields, "model": self._name or models.data[0].id}
+
+    async def _group(self, http: httpx.AsyncClient, body: dict[str, Any], seed: int) -> tuple[Completion, ...]:
+        answer, told = await self._send(http, "POST", "/v1/completions", {**body, "seed": seed % 2**62}, Completions)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(num_samples)):
-            raise unreachable(self._url, f"asked for {num_samples} completions, got {len(choices)}")
-        return tuple(_completion(self._url, choice, version) for choice in choices)
+        if [choice.index for choice in choices] != list(range(body["n"])):
+            raise unreachable(self._url, f"asked for {body['n']} completions, got {len(choices)}")
+        self._tells_versions = bool(told)
+        version = self._version if self._version is not None else int(told) if told.isdecimal() else None
+        return tuple(openai_api.completion(self._url, choice, version, self._ids_of) for choice in choices)
 
     async def _send(
         self, http: httpx.AsyncClient, method: str, route: str, body: Any, kind: type[Answer]
@@ -133,22 +149,3 @@ def _words(response: httpx.Response) -> str:
     except (ValueError, KeyError, TypeError):
         words = response.text
     return " ".join(words.split())[:300]
-
-
-def _completion(url: str, choice: _Choice, version: str) -> Completion:
-    if choice.token_ids is None or choice.logprobs is None:
-        raise ServerUnreachableError(
-            f"the server at {url} returns no token ids with their log-probabilities",
-            remedy="use bridge serve-vllm, or a vLLM of the supported range, which know `return_token_ids`",
-        )
-    if len(choice.token_ids) != len(choice.logprobs.token_logprobs):
-        raise unreachable(
-            url, f"{len(choice.token_ids)} tokens with {len(choice.logprobs.token_logprobs)} log-probabilities"
-        )
-    return Completion(
-        token_ids=choice.token_ids,
-        logprobs=choice.logprobs.token_logprobs,
-        text=choice.text,
-        finish_reason=choice.finish_reason,
-        weight_version=int(version) if version.isdecimal() else None,
-    )

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from bridge.errors import UsageError
-from bridge.training.metrics import StepMetrics
+from bridge.training.metrics import StepMetrics, Summary
 from bridge.weights.manifest import MANIFEST_NAME
 
 RUNS = Path("runs")
@@ -30,9 +31,13 @@ class RunDirectory:
     """The folder."""
     made: tuple[Path, ...] = ()
     """The folders that were made for it, the innermost first."""
+    tell: Callable[[str], None] | None = None
+    """Tells a person of an event when it happens; absent: nobody is told."""
 
     @classmethod
-    def create(cls, given: Path | None, *, environment: str) -> "RunDirectory":
+    def create(
+        cls, given: Path | None, *, environment: str, tell: Callable[[str], None] | None = None
+    ) -> "RunDirectory":
         """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
 
         Raises:
@@ -46,9 +51,20 @@ class RunDirectory:
             raise UsageError(
                 f"the run directory {path} cannot be made: {error.strerror}", remedy="name another with --run-dir"
             ) from error
-        run = cls(path, missing)
+        run = cls(path, missing, tell)
         if run.metrics.exists():
             raise UsageError(f"{path} holds another run: {run.metrics.name}", remedy="name another with --run-dir")
+        return run
+
+    @classmethod
+    def reopen(cls, path: Path, step: int, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+        """Return the directory of a run that goes on after `step`; metrics of later steps are moved aside."""
+        run = cls(path, tell=tell)
+        lines = run.metrics.read_bytes().splitlines() if run.metrics.exists() else []
+        lost = [line for line in lines if not _is_up_to(step, line)]
+        if lost:
+            _append_once(run.lost_metrics, lost)
+            _replace(run.metrics, _joined(line for line in lines if _is_up_to(step, line)))
         return run
 
     @property
@@ -65,6 +81,26 @@ class RunDirectory:
     def metrics(self) -> Path:
         """Return the file of the steps, one JSON object a line."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Return the file of what the whole run came to."""
+        return self.path / "summary.json"
+
+    @property
+    def lost_metrics(self) -> Path:
+        """Return the file of the steps that were lost, because the run went on from an earlier checkpoint."""
+        return self.path / "metrics_lost.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """Return the file of what happened between the steps, one line each."""
+        return self.path / "events.log"
+
+    @property
+    def served(self) -> Path:
+        """Return the folder of what is handed to a server between two checkpoints."""
+        return self.path / "served"
 
     @property
     def server_log(self) -> Path:
@@ -86,6 +122,19 @@ class RunDirectory:
         """Write the run's resolved choices."""
         write_json(self.config, config.model_dump(mode="json"))
 
+    def write_summary(self, summary: Summary) -> None:
+        """Write what the run came to; a number that is not finite becomes null."""
+        values = {name: _finite(value) for name, value in dataclasses.asdict(summary).items()}
+        rewards = [_finite(reward) for reward in summary.rewards]
+        write_json(self.summary, values | {"checkpoint": str(summary.checkpoint), "rewards": rewards})
+
+    def note(self, line: str) -> None:
+        """Append what happened to the events, with the time, and tell it if somebody is to be told."""
+        with self.events.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
+        if self.tell is not None:
+            self.tell(line)
+
     def append(self, metrics: StepMetrics) -> None:
         """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""
         with self.metrics.open("a") as file:
@@ -100,13 +149,36 @@ def to_json(metrics: StepMetrics) -> str:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write `document` to `path` atomically."""
+    _replace(path, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.write_bytes(content)
     temporary.replace(path)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _joined(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _append_once(path: Path, lines: Sequence[bytes]) -> None:
+    """Append `lines`, unless a process that was killed right afterwards has done so."""
+    before = path.read_bytes() if path.exists() else b""
+    if not before.endswith(_joined(lines)):
+        _replace(path, before + _joined(lines))
+
+
+def _is_up_to(step: int, line: bytes) -> bool:
+    """Tell whether a line of metrics, which a killed process may have cut short, is of `step` or an earlier one."""
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _unused(environment: str) -> Path:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from bridge.checks.result import Check, failed, passed
 from bridge.client import BridgeClient
 from bridge.protocol import Element
-from bridge.rollouts import Sampler
+from bridge.rollouts import Endpoint, Sampler
 from bridge.training import batch
 from bridge.training.logprobs import model_logprobs
 from bridge.types import Group
@@ -41,7 +41,8 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
         with fence.frozen(client):
             yield from markers(attached, client)
             yield digests(attached, client.digests())
-        yield logprobs(attached, Sampler(client.url, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s))
+        endpoint = Endpoint(url=client.url)
+        yield logprobs(attached, Sampler(endpoint, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s))
 
 
 def storages(attached: AttachedModel) -> Check:

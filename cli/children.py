@@ -1,7 +1,7 @@
 """Start, watch and stop the processes that are ours, and no others.
 
-Not covered: what the server says in its log (`server_log.py`).
-Source: prctl(2) PR_SET_PDEATHSIG; setsid(2): a session's id is not given away while one of its processes lives.
+Not covered: what the server says in its log (`server_log.py`), and its end when we are killed (`leash.py`).
+Source: setsid(2): a session's id is not given away while one of its processes lives.
 """
 
 import contextlib
@@ -22,14 +22,7 @@ POLL_S = 0.2
 TRACKER_S = 5.0
 """Time for a resource tracker to remove what its killed users left in /dev/shm: hundreds of MiB for vLLM."""
 
-TETHER = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that started this one is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+LEASH = Path(__file__).with_name("leash.py")
 """Run before the child's own program and replaced by it: the pid and the start time stay the same."""
 
 
@@ -59,10 +52,13 @@ class Child:
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-    """Start `argv` (a full path first) in a session of its own; it gets SIGTERM when this process dies, however."""
-    with log.open("wb") as output:
+    """Start `argv` (a full path first) in a session of its own, which ends when this process does, however it ends.
+
+    What it prints is added to `log`.
+    """
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-S", "-c", TETHER, str(os.getpid()), *argv],
+            [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -106,6 +102,12 @@ def stop(child: Child, *, grace_s: float = 15.0) -> None:
         _kill(trackers)
         left = psutil.wait_procs(list(tree), timeout=5)[1]
         assert not left, f"processes that we started cannot be killed: {left}"
+
+
+def kill(child: Child) -> None:
+    """Kill the whole tree of `child` at once; reaping it, and waiting for the rest, is left to `stop`."""
+    tree = _tree(child)
+    _kill({process for process in tree if not _is_tracker(process)})
 
 
 def _kill(processes: set[psutil.Process]) -> None:

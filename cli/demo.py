@@ -16,8 +16,9 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.run_directory import RunDirectory, write_json
 from cli import console
+from cli.engine import ServedEngine
 from cli.options import Json
-from cli.run import attached_to, serving
+from cli.run import attached_to
 from cli.serve import free_port, prepare
 from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof
@@ -51,7 +52,7 @@ def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "au
     Needs no network, GPU or download. Exit code 3 when the reward did not rise or a proof failed.
     """
     run = _fresh(out)
-    model = _model()
+    model = demo_model_folder()
     summary, checks = _train_and_verify(model, run, steps, device)
     document = conclusion(summary, checks)
     write_json(run.path / "summary.json", document)
@@ -98,7 +99,8 @@ def _fresh(out: Path) -> RunDirectory:
     return RunDirectory.create(out, environment="demo")
 
 
-def _model() -> Path:
+def demo_model_folder() -> Path:
+    """Return the tiny model, which is made once and kept."""
     from cli import demo_model
 
     with console.waiting("making a tiny model (once; it is kept)") as detail:
@@ -130,8 +132,8 @@ def _train_and_verify(
     environment = load_environment(train)
     command = prepare(serve, [])
     write_json(run.server_config, serve.model_dump(mode="json"))
-    with serving(serve, command, run.server_log, limit_s=START_LIMIT_S):
-        summary = train_in(run, attached_to(train, serve, command), environment, as_json=False)
+    with ServedEngine(command, run.server_log, limit_s=START_LIMIT_S).running() as engine:
+        summary = train_in(run, attached_to(train, command), environment, as_json=False, engine=engine)
         console.note("verifying on the same live server")
         return summary, proof(command.manifest, as_json=False)
 

@@ -15,8 +15,10 @@ from typer.exceptions import TyperException
 from bridge import __version__
 from bridge.errors import BridgeError
 from cli import console
+from cli.compare import compare
 from cli.demo import demo
 from cli.doctor import doctor
+from cli.restore import restore
 from cli.run import run
 from cli.serve import serve
 from cli.train import train
@@ -48,10 +50,12 @@ class Group(PlainHelp, TyperGroup):
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
+    "compare": compare,
     "run": run,
     "serve-vllm": serve,
     "train": train,
     "verify": verify,
+    "restore": restore,
     "doctor": doctor,
 }
 for name, function in COMMANDS.items():

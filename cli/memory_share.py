@@ -1,4 +1,4 @@
-"""How much of a GPU vLLM may take so that full training fits beside it.
+"""How much of a GPU vLLM may take so that training fits beside it.
 
 Not covered: measuring what training really takes; it is derived from the model's size and printed.
 Source: bytes per parameter of AdamW on bf16 weights with a split float32 master (`bridge/training/optimizer.py`).
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.config import TrainConfig
+
 GIB = 2**30
 WEIGHT_BYTES = 2
-TRAINER_BYTES = 12
-"""Per parameter, beside the shared weight: gradient 2, remainder of the master 2, two float32 moments 8."""
+FULL_TRAINING_BYTES = 12
+"""Per parameter, beside the weight: gradient 2, remainder of the master 2, two float32 moments 8."""
 CONTEXTS_BYTES = 1 * GIB
 LEAST_KV_BYTES = 3 * GIB
 """Below it vLLM has no room for its CUDA graphs and a KV cache worth serving from."""
@@ -31,23 +33,56 @@ class MemoryShare:
     """What it was derived from, for a person."""
 
 
-def derive(model: str, *, gpu_bytes: int, tensor_parallel_size: int) -> MemoryShare:
-    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model`."""
+@dataclass(frozen=True)
+class Trainer:
+    """What a trainer keeps on vLLM's GPU, beside its activations."""
+
+    purpose: str
+    """What it is for, for a person."""
+    bytes_per_parameter: int
+    """Bytes for each parameter of the model."""
+    other_bytes: int = 0
+    """Bytes whatever the model's size."""
+
+
+FULL = Trainer("gradients and optimizer", FULL_TRAINING_BYTES)
+"""Trains the server's own weights."""
+ADAPTER = Trainer("an adapter, its gradients and its optimizer", 0, GIB)
+"""Trains an adapter beside the server's own weights: 40M parameters for rank 16 on 7B, 16 bytes each."""
+SECOND_COPY = Trainer("weights of its own, gradients and optimizer", WEIGHT_BYTES + FULL_TRAINING_BYTES)
+"""Trains weights of its own on the same GPU, whole: they are not split where the server's are."""
+
+
+def derive(model: str, *, gpu_bytes: int, tensor_parallel_size: int, trainer: Trainer | None = FULL) -> MemoryShare:
+    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model`; None: the trainer is somewhere else."""
+    if trainer is None:
+        return MemoryShare(LARGEST_SHARE, "the trainer is on another device")
     num_params = count_parameters(Path(model))
     if num_params is None:
         return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded")
-    mine = num_params / tensor_parallel_size
+    served = num_params / tensor_parallel_size
+    trained = num_params if trainer == SECOND_COPY else served
+    training = trained * trainer.bytes_per_parameter + trainer.other_bytes
     activations = max(4 * GIB, 0.15 * gpu_bytes)
-    left = 1 - (mine * TRAINER_BYTES + activations + CONTEXTS_BYTES) / gpu_bytes
-    least = (mine * WEIGHT_BYTES + LEAST_KV_BYTES) / gpu_bytes
+    left = 1 - (training + activations + CONTEXTS_BYTES) / gpu_bytes
+    least = (served * WEIGHT_BYTES + LEAST_KV_BYTES) / gpu_bytes
     share = math.floor(100 * min(max(left, least), LARGEST_SHARE)) / 100
     reason = (
-        f"{num_params / 1e9:.2f}B parameters: training needs {mine * TRAINER_BYTES / GIB:.0f} GiB for gradients and "
-        f"optimizer and about {activations / GIB:.0f} GiB for activations of {gpu_bytes / GIB:.0f} GiB"
+        f"{num_params / 1e9:.2f}B parameters: training needs {training / GIB:.0f} GiB for {trainer.purpose} and "
+        f"about {activations / GIB:.0f} GiB for activations of {gpu_bytes / GIB:.0f} GiB"
     )
     return MemoryShare(
         share, reason + ("; that is more than is left, it may run out of memory" if least > left else "")
     )
+
+
+def trainer_of(config: TrainConfig) -> Trainer | None:
+    """Return what the trainer of `config` keeps on vLLM's GPU; None: it is on a device of its own."""
+    if config.mode == "shared_vllm":
+        return FULL
+    if config.mode == "lora_only":
+        return ADAPTER
+    return SECOND_COPY if config.trainer_device in {"auto", "cuda", "cuda:0"} else None
 
 
 def count_parameters(model: Path) -> int | None:

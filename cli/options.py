@@ -15,14 +15,20 @@ import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from bridge.config import Config
+from bridge.choices import Config
 from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {
     None: ("model", "model_name", "mode", "environment", "training_steps", "save_path", "device"),
     "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
     "Loss and optimizer": ("lr", "weight_decay", "max_grad_norm", "clip_low", "clip_high"),
-    "Evaluation and what is kept": ("eval_samples", "save_interval", "run_dir"),
+    "Evaluation and what is kept": (
+        "eval_samples", "save_interval", "keep_last", "save_optimizer", "resume", "run_dir",
+    ),
+    "Mode lora_only": (
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_handover", "max_lora_rank",
+    ),
+    "Mode none": ("vllm_restart_interval", "reload", "start_command", "trainer_device"),
     "Memory": (
         "gpu_memory_utilization", "max_model_len", "dtype", "tensor_parallel_size",
         "micro_batch_tokens", "gradient_checkpointing",

@@ -18,7 +18,8 @@ from bridge.config import ServeConfig
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.process import boot_id
 from bridge.weights import manifest
-from cli import console
+from cli import console, memory_share
+from cli.memory_share import Trainer
 from cli.options import from_config
 from cli.server_command import ServerCommand
 from patches import compatibility
@@ -35,12 +36,19 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
 
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
-    command = prepare(config, vllm_flags or [])
+    trainer = memory_share.FULL if config.max_lora_rank is None else memory_share.ADAPTER
+    command = prepare(config, vllm_flags or [], trainer=trainer)
     sys.stdout.flush()
     os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606
 
 
-def prepare(config: ServeConfig, flags: list[str]) -> ServerCommand:
+def prepare(
+    config: ServeConfig,
+    flags: list[str],
+    *,
+    shares_weights: bool = True,
+    trainer: Trainer | None = memory_share.FULL,
+) -> ServerCommand:
     """Return the server's command, after everything that can be known before vLLM starts has been checked and told.
 
     Raises:
@@ -48,14 +56,16 @@ def prepare(config: ServeConfig, flags: list[str]) -> ServerCommand:
         UsageError: the port is taken, or the manifest's place belongs to another live server.
         BridgeError: whatever `ServerCommand.of` refuses.
     """
-    compatibility.check_installed()
+    if shares_weights:
+        compatibility.check_installed()
     check_model(config.model)
-    command = ServerCommand.of(config, flags)
+    command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     check_port(config.host, config.port)
-    clear_manifest(command.manifest)
+    if shares_weights:
+        clear_manifest(command.manifest)
     for line in command.notes:
         console.note(line, style="dim")
-    console.note(f"manifest: {command.manifest}", style="dim")
+    console.note(f"manifest: {command.manifest}" if shares_weights else "the stock vLLM: no manifest", style="dim")
     return command
 
 
@@ -97,8 +107,8 @@ def _method(quantised: object) -> str:
     return str(quantised.get("quant_method", "of no named method")) if isinstance(quantised, dict) else str(quantised)
 
 
-def check_port(host: str, port: int) -> None:
-    """Check that a server can listen on `host` and `port`.
+def check_port(host: str, port: int, *, flag: str = "--port") -> None:
+    """Check that a server can listen on `host` and `port`, which `flag` names.
 
     Raises:
         UsageError: it is taken (by which process, where that can be seen), forbidden, or no address of this machine.
@@ -109,14 +119,14 @@ def check_port(host: str, port: int) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except PermissionError as error:
-        raise UsageError(f"port {port} is reserved for root", remedy="choose one from 1024 on with --port") from error
+        raise UsageError(f"port {port} is reserved for root", remedy=f"choose one from 1024 on with {flag}") from error
     except socket.gaierror as error:
         raise UsageError(f"--host {host} is no address: {error.strerror}", remedy="--host 127.0.0.1") from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
         raise UsageError(
-            f"port {port} is taken{_holder(port)}", remedy=f"choose another with --port, such as {free_port(host)}"
+            f"port {port} is taken{_holder(port)}", remedy=f"choose another with {flag}, such as {free_port(host)}"
         ) from error
 
 

@@ -15,9 +15,13 @@ from bridge.errors import IncompatibleVersionError
 from bridge.weights import manifest
 from cli import accelerator, memory_share, vllm_flags
 from cli.accelerator import Device
+from cli.adapters import Adapters
+from cli.memory_share import Trainer
 
 WORKER_EXTENSION = "patches.worker.BridgeWorker"
 PLUGINS = ("bridge", "bridge_routes")
+SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
+"""What switches our plugins on; without it vLLM may load them and they do nothing."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 """vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which it has to be for our routes."""
 
@@ -30,34 +34,70 @@ class ServerCommand:
     """The stock `vllm serve`, run by this Python."""
     environment: dict[str, str]
     """The whole environment of the process."""
+    model: str
+    """The model in `argv`, and the name under which clients ask for it."""
+    host: str
+    """Where it listens."""
+    port: int
+    """Where it listens."""
     manifest: Path
-    """Where the server will write its manifest, absolute."""
-    notes: tuple[str, ...]
+    """Where a server that shares its weights will write its manifest, absolute."""
+    shares_weights: bool = True
+    """Whether it runs with our patches; else it is the stock vLLM, and writes no manifest."""
+    notes: tuple[str, ...] = ()
     """What was derived and why, a line each."""
+    routes: tuple[str, ...] = ("/health",)
+    """What to ask it for; one that answers 200 means that it serves."""
 
     @classmethod
-    def of(cls, config: ServeConfig, flags: Sequence[str], outer: Mapping[str, str] = os.environ) -> "ServerCommand":
+    def of(
+        cls,
+        config: ServeConfig,
+        flags: Sequence[str],
+        outer: Mapping[str, str] = os.environ,
+        *,
+        shares_weights: bool = True,
+        trainer: Trainer | None = memory_share.FULL,
+    ) -> "ServerCommand":
         """Derive the command for `config`, with vLLM's own `flags` passed through untouched.
 
         Raises:
             UsageError: a flag or variable that would break one copy, or a device that is not there.
             IncompatibleVersionError: no vLLM, a vLLM for another device, or plugins that are not installed.
         """
-        vllm_flags.check(flags, outer)
+        vllm_flags.check(flags, outer, shares_weights=shares_weights)
         device, why = accelerator.choose(config.device)
-        share, share_note = _memory_share(config, flags, device)
-        environment = {**outer, **_bridge_variables(config, outer)}
+        share, share_note = _memory_share(config, flags, device, trainer)
+        adapters = Adapters.of(config.max_lora_rank, flags)
         cpu = _cpu_variables(config, outer) if device == "cpu" else {}
+        path = manifest.resolve_path(config.vllm_config_path).absolute()
         return cls(
-            argv=(*_vllm(config, share), *_defaults(flags), *flags),
-            environment={**environment, **cpu},
-            manifest=Path(environment["BRIDGE_MANIFEST_PATH"]),
+            argv=(*_vllm(config, share), *_defaults(flags, shares_weights), *adapters.argv, *flags),
+            environment={**_environment(path, outer, shares_weights), **adapters.environment, **cpu},
+            model=config.model,
+            host=config.host,
+            port=config.port,
+            manifest=path,
+            shares_weights=shares_weights,
             notes=(
                 f"{device}: {why}",
                 *share_note,
+                *adapters.notes,
                 *(f"{name}={value}: not set, derived" for name, value in cpu.items()),
             ),
         )
+
+    @property
+    def awaited_manifest(self) -> Path | None:
+        """The manifest whose existence means that it can be attached to; None: it writes none."""
+        return self.manifest if self.shares_weights else None
+
+    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
+        """Return the arguments with the weights of `model`, served under the name of the first ones."""
+        if model is None:
+            return self.argv
+        place = self.argv.index(self.model)  # a name that the user gave comes later, and wins
+        return (*self.argv[:place], str(model), "--served-model-name", self.model, *self.argv[place + 1 :])
 
 
 def _vllm(config: ServeConfig, share: float | None) -> list[str]:
@@ -76,25 +116,33 @@ def _entry(model: str) -> list[str]:
     return ["vllm.entrypoints.openai.api_server", "--model", model]
 
 
-def _defaults(flags: Sequence[str]) -> list[str]:
+def _defaults(flags: Sequence[str], shares_weights: bool) -> list[str]:
     """Return what Bridge adds; the trainer compares with the distribution that was sampled from, after temperature."""
     logprobs = [] if "--logprobs-mode" in vllm_flags.names(flags) else ["--logprobs-mode", "processed_logprobs"]
-    return ["--worker-extension-cls", WORKER_EXTENSION, *logprobs]
+    return [*(["--worker-extension-cls", WORKER_EXTENSION] if shares_weights else []), *logprobs]
 
 
-def _memory_share(config: ServeConfig, flags: Sequence[str], device: Device) -> tuple[float | None, list[str]]:
+def _memory_share(
+    config: ServeConfig, flags: Sequence[str], device: Device, trainer: Trainer | None
+) -> tuple[float | None, list[str]]:
     if config.gpu_memory_utilization or device == "cpu" or "--kv-cache-memory-bytes" in vllm_flags.names(flags):
         return config.gpu_memory_utilization, []
     smallest = min(accelerator.gpu_memory_bytes())
-    derived = memory_share.derive(config.model, gpu_bytes=smallest, tensor_parallel_size=config.tensor_parallel_size)
+    derived = memory_share.derive(
+        config.model, gpu_bytes=smallest, tensor_parallel_size=config.tensor_parallel_size, trainer=trainer
+    )
     return derived.share, [f"--gpu-memory-utilization {derived.share}: {derived.reason}"]
 
 
-def _bridge_variables(config: ServeConfig, outer: Mapping[str, str]) -> dict[str, str]:
+def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
+    """Return the caller's environment with our plugins switched on, or, for the stock vLLM, off."""
+    if not shares_weights:
+        return {name: value for name, value in outer.items() if name not in SWITCHES}
     return {
+        **outer,
         "VLLM_ENABLE_SHARED_WEIGHTS": "1",
         "VLLM_PLUGINS": ",".join(_plugins(outer)),
-        "BRIDGE_MANIFEST_PATH": str(manifest.resolve_path(config.vllm_config_path).absolute()),
+        "BRIDGE_MANIFEST_PATH": str(path),
     }
 
 

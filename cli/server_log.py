@@ -4,6 +4,7 @@ Not covered: the log's whole text, which stays where it is.
 """
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,16 @@ PREFIX = re.compile(
 ERROR = re.compile(
     r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
 )
+START = "=== bridge: vLLM is "
+"""Opens the line before the output of each server: one log holds those of a whole run, and only the last one counts."""
 LAST_BYTES = 1 << 18
 """What is read from the end of a log: the traceback of its end fits, an old one of a long run does not."""
+
+
+def begin(log: Path, what: str) -> None:
+    """Write the line from which on the log is that of a new server."""
+    with log.open("a") as file:
+        file.write(f"{START}{what}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n")
 
 
 def root_error(log: Path) -> str:
@@ -57,10 +66,12 @@ def _is_root(line: str) -> bool:
 
 
 def _lines(log: Path) -> Iterator[str]:
-    """Yield the last lines that say anything, without vLLM's prefix."""
+    """Yield the last lines of the last server that say anything, without vLLM's prefix."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = file.read().decode(errors="replace")
+    if START in text:
+        text = text.rpartition(START)[2].partition("\n")[2]
     for line in text.replace("\r", "\n").splitlines():
         said = PREFIX.sub("", line, count=1).rstrip()
         if said.strip():

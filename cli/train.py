@@ -4,9 +4,11 @@ Not covered: the training itself (`bridge/training/loop.py`).
 """
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.config import TrainConfig
+from bridge.errors import UsageError
 from bridge.run_directory import RunDirectory, to_json
 from bridge.training.metrics import StepMetrics
 from bridge.types import Environment
@@ -14,6 +16,8 @@ from cli import console
 from cli.options import Json, from_config
 
 if TYPE_CHECKING:
+    from bridge.modes.mode import Engine
+    from bridge.training.checkpoint import Found
     from bridge.training.metrics import Summary
 
 
@@ -21,9 +25,9 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
     """Train a served model in place, on the server's own weights."""
     environment = load_environment(config)
-    run = RunDirectory.create(config.run_dir, environment=config.environment)
+    run, found = open_run(config)
     try:
-        train_in(run, config, environment, as_json=as_json)
+        train_in(run, config, environment, as_json=as_json, resume=found)
     finally:
         run.remove_if_unused()
 
@@ -39,7 +43,70 @@ def load_environment(config: TrainConfig) -> Environment:
     return registry.load(config.environment)
 
 
-def train_in(run: RunDirectory, config: TrainConfig, environment: Environment, *, as_json: bool) -> "Summary":
+def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
+    """Return the directory of the run, and the checkpoint that it goes on from, if it does; call it before all else.
+
+    Raises:
+        UsageError: checkpoints of another run are in the way, or the run directory cannot be used.
+    """
+    from bridge.modes import MODES
+    from bridge.training import checkpoint
+
+    prefix = MODES[config.mode].checkpoint_prefix
+    found, passed_over = checkpoint.newest(config.save_path, prefix) if config.resume else (None, ())
+    _refuse_overwriting(config, checkpoint.numbered(config.save_path, prefix), found)
+    run = _directory(config, found)
+    for line in passed_over:
+        console.note(f"passed over: {line}")
+    if found is not None:
+        console.note(f"going on after step {found.progress.step}, from {found.folder}")
+    elif config.resume:
+        console.note(f"no checkpoint to go on from in {config.save_path}: beginning at step 1")
+    return run, found
+
+
+def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
+    given = config.run_dir
+    if found is not None:
+        own = found.progress.run_dir
+        if own.is_dir() and (given is None or (given.is_dir() and given.samefile(own))):
+            return RunDirectory.reopen(own, found.progress.step, tell=console.note)
+    return RunDirectory.create(given, environment=config.environment, tell=console.note)
+
+
+def _refuse_overwriting(config: TrainConfig, steps: dict[int, Path], found: "Found | None") -> None:
+    """Refuse to start where a checkpoint of this run would meet a folder that it may not replace."""
+    from bridge.training import checkpoint
+
+    begin = found.progress.step if found else 0
+    ahead = [folder for step, folder in sorted(steps.items()) if begin < step <= config.training_steps]
+    foreign = [folder for folder in ahead if not checkpoint.is_checkpoint(folder) and not _is_empty(folder)]
+    if foreign:
+        raise UsageError(
+            f"{foreign[0]} is no checkpoint of ours, and one would be saved under its name",
+            remedy="move it away, or name another folder with --save-path",
+        )
+    ours = [folder for _, folder in sorted(steps.items()) if checkpoint.is_checkpoint(folder)]
+    if ours and not config.resume:
+        raise UsageError(
+            f"{config.save_path} holds checkpoints of another run: {', '.join(folder.name for folder in ours[-3:])}",
+            remedy="go on from the newest with --resume, or name another folder with --save-path",
+        )
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def train_in(
+    run: RunDirectory,
+    config: TrainConfig,
+    environment: Environment,
+    *,
+    as_json: bool,
+    engine: "Engine | None" = None,
+    resume: "Found | None" = None,
+) -> "Summary":
     """Train, print one line a step, and leave everything in `run`.
 
     Raises:
@@ -47,14 +114,17 @@ def train_in(run: RunDirectory, config: TrainConfig, environment: Environment, *
     """
     from bridge.training import loop
 
+    first_step = resume.progress.step + 1 if resume else 1
+
     def report(metrics: StepMetrics) -> None:
-        if metrics.step == 1:  # a run that never began has no directory to look into
+        if metrics.step == first_step:  # a run that never began has no directory to look into
             console.note(f"run directory: {run.path}", style="dim")
         console.note(step_line(metrics, config.training_steps))
         if as_json:
             console.data(to_json(metrics))
 
-    summary = loop.train(config, environment, run, report)
+    summary = loop.train(config, environment, run, report, engine=engine, resume=resume)
+    run.write_summary(summary)
     console.note(summary_line(summary))
     return summary
 

@@ -29,6 +29,10 @@ SHORT_NAMES: Mapping[str, str] = {
 }
 
 
+SHARED_NAMES = {"--device", "--max-lora-rank"}
+"""Flags of ours that mean what vLLM's of the same name means, so that they may stand after -- as well."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why one flag is refused."""
@@ -37,6 +41,8 @@ class Refusal:
     """What it would break."""
     allowed: Callable[[str], bool] = lambda _: False
     """Tells which of its values do no harm."""
+    any_server: bool = False
+    """Whether a server that shares nothing cannot be used with it either."""
 
 
 def _at_most(limit: float) -> Callable[[str], bool]:
@@ -64,8 +70,8 @@ _RANK = Refusal("one server has to own every weight; data-parallel replicas have
 _DRAFT = Refusal("the draft model is a second set of weights, which would not be trained")
 _OFFLOAD = Refusal("offloaded weights live in host memory and are copied to the GPU for each use", _at_most(0))
 _MOVING = Refusal("experts are moved and repacked while serving, so that their addresses change")
-_NO_HTTP = Refusal("the trainer reaches the server over plain HTTP on its port")
-_HIDDEN = Refusal("the API server's process has to be the one that writes the manifest")
+_NO_HTTP = Refusal("the trainer reaches the server over plain HTTP on its port", any_server=True)
+_HIDDEN = Refusal("the API server's process has to be the one that answers", any_server=True)
 
 REFUSED: Mapping[str, Refusal] = {
     "--quantization": Refusal(
@@ -103,7 +109,7 @@ REFUSED: Mapping[str, Refusal] = {
     "--uds": _NO_HTTP,
     "--ssl-keyfile": _NO_HTTP,
     "--ssl-certfile": _NO_HTTP,
-    "--config": Refusal("the flags in that file could not be checked; write them after --"),
+    "--config": Refusal("the flags in that file could not be checked; write them after --", any_server=True),
 }
 """vLLM's flag -> why it cannot be combined with one copy."""
 
@@ -113,8 +119,8 @@ REFUSED_VARIABLES: Mapping[str, str] = {
 """Environment variable -> why vLLM cannot run with it set to 1."""
 
 
-def check(flags: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse what would break one copy, all of it at once.
+def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
+    """Refuse what would break one copy, or a server that nobody can reach, all of it at once.
 
     Raises:
         UsageError: names each flag and the reason.
@@ -123,10 +129,12 @@ def check(flags: Sequence[str], environment: Mapping[str, str]) -> None:
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="the model goes to --model, vLLM's own flags go after --"
         )
-    faults = [*_faults(flags)]
-    faults += [f"{name}=1: {why}" for name, why in REFUSED_VARIABLES.items() if environment.get(name) == "1"]
+    faults = [*_faults(flags, shares_weights)]
+    if shares_weights:
+        faults += [f"{name}=1: {why}" for name, why in REFUSED_VARIABLES.items() if environment.get(name) == "1"]
     if faults:
-        raise UsageError("; ".join(faults), remedy="leave it out: one copy of the weights does not go together with it")
+        whom = "one copy of the weights does" if shares_weights else "a trainer does"
+        raise UsageError("; ".join(faults), remedy=f"leave it out: {whom} not go together with it")
 
 
 def names(flags: Sequence[str]) -> set[str]:
@@ -134,14 +142,15 @@ def names(flags: Sequence[str]) -> set[str]:
     return {name for name, _ in _pairs(flags)}
 
 
-def _faults(flags: Sequence[str]) -> Iterator[str]:
-    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - {"--device"}
+def _faults(flags: Sequence[str], shares_weights: bool) -> Iterator[str]:
+    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
     for name, value in _pairs(flags):
         if name in ours:
             yield f"{name} after --: it is a flag of bridge serve-vllm, give it before --"
         for refused in _meant(name):
-            if not REFUSED[refused].allowed(value):
-                yield f"{f'{refused} {value}'.strip()}: {REFUSED[refused].reason}"
+            why = REFUSED[refused]
+            if (shares_weights or why.any_server) and not why.allowed(value):
+                yield f"{f'{refused} {value}'.strip()}: {why.reason}"
 
 
 def _meant(name: str) -> list[str]:

@@ -1,13 +1,14 @@
 """Read off vLLM's own layer objects how each of its parameters is cut into Hugging Face parameters.
 
 Names come from vLLM's own `WeightsMapper` and `packed_modules_mapping`, sizes from the fused layers;
-there is no table per model family.
+there is no table per model family. With LoRA on, vLLM wraps its layers, and a parameter is called
+`...base_layer.weight`: such a name without that part is the plain one, which vLLM's mappings know.
 
 Not covered: checking the result (`bridge.weights.layout.check_coverage`), tensor-parallel cuts of
 layers that vLLM shards by column.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,27 +16,40 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from bridge.errors import UnsupportedModelError
-from bridge.weights.layout import OTHER_MODES, Shape, rows
+from bridge.weights.layout import OTHER_MODES, rows
 from bridge.weights.shard import View
 
 Place = tuple[str, Any]
-"""A vLLM parameter, and which shard of it (None: all of it)."""
+"""A vLLM parameter by its plain name, and which shard of it (None: all of it)."""
+WRAPPED = "base_layer"
+"""What vLLM's LoRA layers call the layer that they wrap (vLLM 0.26 to 0.33)."""
 
 
-def views(model: nn.Module, names: Mapping[str, Shape]) -> dict[str, View]:
-    """Return where each Hugging Face parameter of `names` lies in vLLM's `model`.
+def places(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
+    """Return which shard of which of vLLM's parameters each Hugging Face parameter of `names` is.
 
     Raises:
         UnsupportedModelError: a parameter that vLLM's own mappings do not lead to.
     """
+    held = _plain_names(model).keys()
+    return {name: _place(model, held, name) for name in names}
+
+
+def views(model: nn.Module, found: Mapping[str, Place]) -> dict[str, View]:
+    """Return where in vLLM's `model` each of the `places` lies.
+
+    Raises:
+        UnsupportedModelError: a layer that is cut in an unknown way.
+    """
+    real = _plain_names(model)
     parameters = dict(model.named_parameters())
-    found: dict[str, View] = {}
-    for name in names:
-        parameter, shard = _place(model, parameters, name)
+    cuts: dict[str, View] = {}
+    for name, (plain, shard) in found.items():
+        parameter = real[plain]
         layer = model.get_submodule(parameter.rpartition(".")[0])
         start, count = _rows(layer, shard, parameters[parameter].shape[0])
-        found[name] = rows(parameter, tuple(parameters[parameter].shape), start, count)
-    return found
+        cuts[name] = rows(parameter, tuple(parameters[parameter].shape), start, count)
+    return cuts
 
 
 def padding(model: nn.Module) -> dict[str, int]:
@@ -50,16 +64,22 @@ def padding(model: nn.Module) -> dict[str, int]:
     return tails
 
 
-def _place(model: nn.Module, parameters: Mapping[str, nn.Parameter], name: str) -> Place:
+def _plain_names(model: nn.Module) -> dict[str, str]:
+    """Return the name of each parameter as it would be without LoRA -> its name."""
+    names = (name for name, _ in model.named_parameters())
+    return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
+
+
+def _place(model: nn.Module, held: Container[str], name: str) -> Place:
     mapped, shard = _mapped(model, name)
-    if mapped in parameters:
+    if mapped in held:
         return mapped, shard
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     prefix, _, leaf = mapped.rpartition(".")
     parent, _, module = prefix.rpartition(".")
     for fused, parts in packed.items():
         candidate = f"{parent}.{fused}.{leaf}" if parent else f"{fused}.{leaf}"
-        if module in parts and candidate in parameters:
+        if module in parts and candidate in held:
             return candidate, parts.index(module)
     raise UnsupportedModelError(
         f"{name}: vLLM's {type(model).__name__} has no parameter for it (its own mapping leads to {mapped})",

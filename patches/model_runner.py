@@ -2,7 +2,8 @@
 
 On a GPU the weights are where vLLM put them, and their addresses are remembered, so that every fence
 can prove that nothing moved. On the CPU they are moved into a shared-memory file, and vLLM's repacking
-of linear layers, which would leave the trainer with a dead copy, is switched off.
+of linear layers, which would leave the trainer with a dead copy, is switched off. LoRA's slots, which vLLM
+makes at the end of the load, are treated as the weights are.
 
 Not covered: exporting (`worker.py`). Seen in vLLM 0.26 to 0.33: runners V1 and V2, and the CPU's own.
 """
@@ -16,6 +17,7 @@ from torch import nn
 
 from bridge.weights import shared_memory
 from bridge.weights.shared_memory import SharedBlock
+from patches import cpu_lora, lora_slots
 
 _blocks: dict[int, SharedBlock] = {}
 """The shared files that this process exports, by the id of their model; they live as long as the process."""
@@ -31,6 +33,7 @@ def patch() -> None:
 
         _wrap(CPUModelRunner, _move_to_shared_memory)
         _keep_plain_linear()
+        cpu_lora.patch()
         return
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
@@ -44,9 +47,11 @@ def shared_block(model: nn.Module) -> SharedBlock | None:
 
 
 class Places:
-    """Where every parameter of a model lay when this was made; quick enough to be asked at every fence."""
+    """Where each parameter and LoRA slot of a model lay when this was made; quick enough to be asked at every fence."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._slots = {name: tensor.data_ptr() for name, tensor in lora_slots.tensors(model).items()}
         self._known = [
             (f"{prefix}.{leaf}", module, leaf, parameter.data_ptr())
             for prefix, module in model.named_modules()
@@ -54,12 +59,19 @@ class Places:
         ]
 
     def moved(self) -> list[str]:
-        """Return the parameters that have another address now, or are gone."""
+        """Return the parameters and slots that have another address now, or are gone."""
         return [
-            name
-            for name, module, leaf, address in self._known
-            if (parameter := module._parameters.get(leaf)) is None or parameter.data_ptr() != address
+            *(name for name, module, leaf, address in self._known if _left(module._parameters.get(leaf), address)),
+            *self._moved_slots(),
         ]
+
+    def _moved_slots(self) -> list[str]:
+        now = lora_slots.tensors(self._model) if self._slots else {}
+        return [name for name, address in self._slots.items() if _left(now.get(name), address)]
+
+
+def _left(tensor: torch.Tensor | None, address: int) -> bool:
+    return tensor is None or tensor.data_ptr() != address
 
 
 def _wrap(runner: type[Any], after: Callable[[nn.Module], None]) -> None:
@@ -82,8 +94,12 @@ def _no_change(model: nn.Module) -> None:
 
 
 def _move_to_shared_memory(model: nn.Module) -> None:
-    """Copy every storage of `model`'s parameters into one shared file, and point the parameters at it."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    """Copy every storage of `model`'s parameters and LoRA slots into one shared file, and point the tensors at it.
+
+    The tensors stay the objects that they are, so that vLLM's layers and their tuples of slots see the new memory.
+    """
+    tensors = [*model.parameters(), *lora_slots.tensors(model).values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     offsets, end = {}, 0
     for address, storage in storages.items():
         offsets[address] = end
@@ -93,10 +109,10 @@ def _move_to_shared_memory(model: nn.Module) -> None:
     for address, storage in storages.items():
         source = torch.empty(0, dtype=torch.uint8).set_(storage)
         room[offsets[address] : offsets[address] + storage.nbytes()].copy_(source)
-    for parameter in model.parameters():
-        offset = offsets[parameter.untyped_storage().data_ptr()] // parameter.element_size()
-        parameter.data = torch.empty(0, dtype=parameter.dtype).set_(
-            block.storage, offset + parameter.storage_offset(), parameter.shape, parameter.stride()
+    for tensor in tensors:
+        offset = offsets[tensor.untyped_storage().data_ptr()] // tensor.element_size()
+        tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+            block.storage, offset + tensor.storage_offset(), tensor.shape, tensor.stride()
         )
     _blocks[id(model)] = block
 

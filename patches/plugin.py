@@ -19,9 +19,10 @@ def register() -> None:
     """
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from patches import compatibility, memory_pool, model_runner, prefix_cache
+    from patches import compatibility, memory_pool, model_runner, prefix_cache, tether
 
     compatibility.check_installed()
+    tether.tie()
     model_runner.patch()
     memory_pool.patch()
     prefix_cache.patch()

@@ -1,7 +1,7 @@
 """The endpoint plugin: `/bridge/*` for the trainer, and a version on every generation.
 
-Not covered: what the routes do to the engine (`server_fence.py`) and to its weights (`worker.py`), and the manifest
-(`exporter.py`).
+Not covered: what the routes do to the engine (`server_fence.py`, `adapter.py`) and to its weights (`worker.py`), and
+the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridge.errors import BridgeError
 from bridge.protocol import (
     VERSION_HEADER,
+    AdapterRequest,
+    AdapterSlot,
     Digests,
     PauseRequest,
     ReadRequest,
@@ -31,6 +33,7 @@ from bridge.protocol import (
 from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
 from patches import exporter
+from patches.adapter import ServedAdapter
 from patches.server_fence import ServerFence
 
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
@@ -57,8 +60,9 @@ class BridgeRoutes:
             exporter.tell(error)
             raise SystemExit(error.exit_code) from error
         state.bridge_manifest = exported
-        state.bridge_fence = ServerFence(engine_client)
+        state.bridge_fence = ServerFence(engine_client, exported)
         state.bridge_engine = engine_client
+        state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
 
@@ -104,33 +108,32 @@ router = APIRouter(prefix="/bridge", dependencies=[Depends(_authorise)], include
 
 
 @router.get("/status")
-async def status(request: Request, fence: Fence) -> Status:
+async def status(fence: Fence) -> Status:
     """Tell the version and where the fence stands."""
-    exported: Manifest = request.app.state.bridge_manifest
-    return Status(
-        model=exported.model, version=fence.version, state=fence.state, holder=fence.holder, server=exported.server
-    )
+    return fence.status()
 
 
 @router.post("/pause")
-async def pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
+async def pause(body: PauseRequest, fence: Fence) -> Status:
     """Stop generating and hand the fence to the caller."""
-    await fence.pause(body.holder, body.in_flight)
-    return await status(request, fence)
+    await fence.pause(
+        body.holder, body.in_flight, last_checkpoint=body.last_checkpoint, writes=body.writes, takeover=body.takeover
+    )
+    return fence.status()
 
 
 @router.post("/publish")
-async def publish(body: ReleaseRequest, request: Request, fence: Fence) -> Status:
+async def publish(body: ReleaseRequest, fence: Fence) -> Status:
     """Make what was written the next version, and resume."""
-    await fence.publish(body.holder)
-    return await status(request, fence)
+    await fence.publish(body.holder, body.version)
+    return fence.status()
 
 
 @router.post("/resume")
-async def resume(body: ReleaseRequest, request: Request, fence: Fence) -> Status:
+async def resume(body: ReleaseRequest, fence: Fence) -> Status:
     """Resume with the same version: nothing was written."""
     await fence.release(body.holder)
-    return await status(request, fence)
+    return fence.status()
 
 
 @router.get("/tensors/digest")
@@ -154,7 +157,22 @@ async def write(body: WriteRequest, request: Request, fence: Fence) -> Status:
     fence.refuse_unless_held(body.holder)
     elements = [element.model_dump() for element in body.elements]
     await request.app.state.bridge_engine.collective_rpc("bridge_write", args=(elements, list(body.values)))
-    return await status(request, fence)
+    return fence.status()
+
+
+@router.post("/adapter")
+async def adapter(body: AdapterRequest, request: Request) -> AdapterSlot:
+    """Serve an adapter from a slot that stays put, in the place of the one before."""
+    served: ServedAdapter = request.app.state.bridge_adapter
+    return AdapterSlot(name=body.name, slot=await served.serve(body.name, body.path))
+
+
+@router.delete("/adapter")
+async def release_adapter(request: Request, fence: Fence) -> Status:
+    """Serve no adapter from a slot of its own any more."""
+    served: ServedAdapter = request.app.state.bridge_adapter
+    await served.release()
+    return fence.status()
 
 
 async def _refusal(_request: Request, error: BridgeError) -> JSONResponse:

@@ -11,26 +11,52 @@ from typing import Any
 
 from bridge.errors import AttachError
 from bridge.process import ProcessIdentity
-from bridge.protocol import FenceState, InFlight
+from bridge.protocol import FenceState, InFlight, Status, Written
+from bridge.weights.manifest import Manifest
 
 
 class ServerFence:
-    """Pauses and resumes one engine, counts versions, and knows who paused it."""
+    """Pauses and resumes one engine, counts versions, and knows who paused it and what would mend it."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, exported: Manifest) -> None:
         self.version = 0
         self.holder: ProcessIdentity | None = None
+        self.writes: Written = "weights"
+        self.last_checkpoint: str | None = None
         self._engine = engine
+        self._exported = exported
         self._lock = asyncio.Lock()
+        self._mending = False
+        """The weights are torn still: the living holder took the fence over to write all of them."""
 
     @property
     def state(self) -> FenceState:
-        """Where the fence stands now; a holder that died left the weights torn."""
+        """Where the fence stands now; a holder that died left the weights torn, had it begun to write or not."""
         if self.holder is None:
             return "serving"
         return "paused" if self.holder.is_alive() else "torn"
 
-    async def pause(self, holder: ProcessIdentity, in_flight: InFlight) -> None:
+    def status(self) -> Status:
+        """Tell the version, where the fence stands, and what would mend it."""
+        return Status(
+            model=self._exported.model,
+            version=self.version,
+            state=self.state,
+            holder=self.holder,
+            server=self._exported.server,
+            writes=self.writes,
+            last_checkpoint=self.last_checkpoint,
+        )
+
+    async def pause(
+        self,
+        holder: ProcessIdentity,
+        in_flight: InFlight,
+        *,
+        last_checkpoint: str | None = None,
+        writes: Written = "weights",
+        takeover: bool = False,
+    ) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to `holder`.
 
         Requests that were frozen compute their keys and values again, under the new weights. The scheduler is
@@ -38,38 +64,43 @@ class ServerFence:
         (vLLM 0.26 to 0.33 say so beside it).
 
         Raises:
-            AttachError: somebody else holds the fence, a weight has moved since the load, or vLLM keeps its cache.
+            AttachError: somebody else holds the fence, the weights are torn and this is no `takeover`, a weight has
+                moved since the load, or vLLM keeps its cache.
         """
         async with self._lock:
-            self._refuse_unless_free(holder)
+            self._refuse_unless_free(holder, writes, takeover=takeover)
+            before, self._mending = self.holder, self._mending or self.state == "torn"
             self.holder = holder
             try:
                 await self._engine.engine_core.pause_scheduler_async(mode=in_flight, clear_cache=False)
                 moved, dropped = await asyncio.gather(self._moved_weights(), self._drop_caches())
                 _refuse(moved, dropped)
             except BaseException:
-                await self._resume()
+                await self._give_back(before)
                 raise
+            self.writes, self.last_checkpoint = writes, last_checkpoint or self.last_checkpoint
 
-    async def publish(self, holder: ProcessIdentity) -> None:
-        """Count one version more, and resume.
+    async def publish(self, holder: ProcessIdentity, version: int | None = None) -> None:
+        """Count one version more, or up to `version` if that is later, and resume.
 
         Raises:
             AttachError: `holder` does not hold the fence.
         """
         async with self._lock:
             self.refuse_unless_held(holder)
-            self.version += 1
+            self.version = max(self.version + 1, version or 0)
+            self._mending = False
             await self._resume()
 
     async def release(self, holder: ProcessIdentity) -> None:
         """Resume without a new version, because nothing was written.
 
         Raises:
-            AttachError: `holder` does not hold the fence.
+            AttachError: `holder` does not hold the fence, or took over torn weights.
         """
         async with self._lock:
             self.refuse_unless_held(holder)
+            self._refuse_while_mending()
             await self._resume()
 
     def refuse_unless_held(self, holder: ProcessIdentity) -> None:
@@ -82,6 +113,12 @@ class ServerFence:
         await self._engine.resume_generation()
         self.holder = None
 
+    async def _give_back(self, before: ProcessIdentity | None) -> None:
+        """Undo a pause that failed: serve again only what was served before it."""
+        if before is None:
+            await self._resume()
+        self.holder = before
+
     async def _moved_weights(self) -> list[str]:
         return sorted({name for rank in await self._engine.collective_rpc("bridge_settle") for name in rank})
 
@@ -89,7 +126,14 @@ class ServerFence:
         dropped: bool = await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         return dropped
 
-    def _refuse_unless_free(self, holder: ProcessIdentity) -> None:
+    def _refuse_while_mending(self) -> None:
+        if self._mending:
+            raise AttachError(
+                "the weights were torn when this process took them over, and have not been written anew",
+                remedy=self.status().mending(),
+            )
+
+    def _refuse_unless_free(self, holder: ProcessIdentity, writes: Written, *, takeover: bool) -> None:
         if not (holder.is_visible() and holder.is_alive()):
             raise AttachError(
                 f"process {holder.pid} is none that the server can see, and whose end it would notice",
@@ -99,14 +143,11 @@ class ServerFence:
             assert self.holder is not None
             raise AttachError(
                 f"process {self.holder.pid} holds the fence, and one process alone may write",
-                remedy="wait for it to end, or stop it",
+                remedy=f"wait for its end, or end it: kill {self.holder.pid}",
             )
-        if self.state == "torn":
-            assert self.holder is not None
-            raise AttachError(
-                f"the weights are torn: process {self.holder.pid} died inside the fence",
-                remedy="restart the server from the last checkpoint",
-            )
+        if not takeover or (self.writes, writes) == ("weights", "adapter"):
+            self.status().refuse_torn()
+            self._refuse_while_mending()
 
 
 def _refuse(moved: list[str], dropped: bool) -> None:

@@ -1,4 +1,4 @@
-"""What one worker of vLLM can be asked about its weights: export, addresses, digests, single elements.
+"""What one worker of vLLM can be asked about its weights: export, addresses, digests, single elements, LoRA slots.
 
 vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server reaches the
 methods by `collective_rpc`. Answers are JSON text or plain numbers, which every executor can carry.
@@ -8,6 +8,7 @@ Not covered: when these may be called (`server_fence.py`).
 
 import json
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,8 @@ from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.protocol import Element
 from bridge.weights import cuda_ipc, digest, layout, skeleton
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.shard import AnyHandle, Shard, SharedMemoryHandle
-from patches import layers, model_runner
+from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
+from patches import layers, lora_slots, model_runner
 
 if TYPE_CHECKING:
     from bridge.weights.shared_memory import SharedBlock
@@ -59,6 +60,11 @@ class BridgeWorker:
             self._bridge_element(Element(**element)).fill_(value)
         self.bridge_settle()
 
+    def bridge_adapter_slot(self, adapter_id: int) -> int | None:
+        """Return the index of the slot that holds the adapter with vLLM's number `adapter_id`; None if none does."""
+        holders: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        return holders.index(adapter_id) if adapter_id in holders else None
+
     def _bridge_model(self) -> nn.Module:
         model: nn.Module = self.model_runner.get_model()
         return model
@@ -73,14 +79,17 @@ class BridgeWorker:
         expected = skeleton.shapes(
             skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code)
         )
+        places = layers.places(model, expected)
+        whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
         shard = Shard(
             rank=self.rank,
             gpu_uuid=_gpu_uuid(model),
             ipc_handles=_handles(model),
-            param_mappings=layers.views(model, expected),
+            param_mappings=layers.views(model, places),
             padding=layers.padding(model),
+            lora_slots=_lora_slots(model, lora_slots.find(model, expected, places)) if whole else {},
         )
-        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+        if whole:
             held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
             layout.check_coverage(expected, held, shard.param_mappings, shard.padding)
         return shard
@@ -102,21 +111,30 @@ def _gpu_uuid(model: nn.Module) -> str | None:
 
 def _handles(model: nn.Module) -> dict[str, AnyHandle]:
     block = model_runner.shared_block(model)
+    return {name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()}
+
+
+def _lora_slots(model: nn.Module, found: Mapping[str, lora_slots.Slots]) -> dict[str, LoraSlot]:
+    block = model_runner.shared_block(model)
     return {
-        name: cuda_ipc.export(parameter.detach()) if block is None else _shared_handle(parameter, block)
-        for name, parameter in model.named_parameters()
+        name: LoraSlot(lora_a=_handle(slots.lora_a, block), lora_b=_handle(slots.lora_b, block))
+        for name, slots in found.items()
     }
 
 
-def _shared_handle(parameter: torch.Tensor, block: "SharedBlock") -> SharedMemoryHandle:
-    assert parameter.untyped_storage().data_ptr() == block.storage.data_ptr(), "a weight left the shared file"
+def _handle(tensor: torch.Tensor, block: "SharedBlock | None") -> AnyHandle:
+    return cuda_ipc.export(tensor) if block is None else _shared_handle(tensor, block)
+
+
+def _shared_handle(tensor: torch.Tensor, block: "SharedBlock") -> SharedMemoryHandle:
+    assert tensor.untyped_storage().data_ptr() == block.storage.data_ptr(), "a weight left the shared file"
     assert block.path.startswith(f"/proc/{os.getpid()}/"), block.path
     return SharedMemoryHandle(
         path=block.path,
         storage_size=block.storage.nbytes(),
         storage_offset=0,
-        tensor_offset=int(parameter.storage_offset()),
-        shape=tuple(parameter.shape),
-        stride=parameter.stride(),
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        tensor_offset=int(tensor.storage_offset()),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
     )

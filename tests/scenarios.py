@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bridge.config import ServeConfig
-from bridge.rollouts import Sampler
+from bridge.rollouts import Endpoint, Sampler
 from bridge.types import Group
 from bridge.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.weights import manifest
@@ -44,7 +44,7 @@ class LiveServer:
     @property
     def sampler(self) -> Sampler:
         """A connection that samples as training does."""
-        return Sampler(self.manifest.url, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120)
+        return Sampler(Endpoint(url=self.manifest.url), max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120)
 
     def sample(self) -> list[Group]:
         """Sample completions of the same random prompts as always."""
@@ -88,26 +88,35 @@ def bridge(*arguments: str | Path, folder: Path, expect: int = 0) -> subprocess.
     return done
 
 
-def trains_in_place(server: LiveServer, folder: Path) -> None:
+def trains_in_place(server: LiveServer, folder: Path, *flags: str, mode: str = "shared_vllm") -> None:
     """Train three steps through the command line; the server must then equal the checkpoint in plain transformers."""
     before = server.sample()
     bridge(
-        *("train", "--mode", "shared_vllm", "--model-name", server.manifest.model, "--training-steps", "3"),
+        *("train", "--mode", mode, *flags, "--model-name", server.manifest.model, "--training-steps", "3"),
         *("--environment", f"{ENVIRONMENT}:Vowels", "--lr", "3e-3", "--max-new-tokens", "16"),
         *("--vllm-config-path", server.path, "--run-dir", folder / "run", "--save-path", folder / "saved"),
         folder=folder,
     )
     device = "cpu" if server.manifest.gpu_uuid is None else "cuda"
-    checkpoint = AutoModelForCausalLM.from_pretrained(folder / "saved" / "step_3", dtype=torch.bfloat16).to(device)
-    parity = logprob_diffs(checkpoint, server.sample()).max().item()
-    moved = logprob_diffs(checkpoint, before).max().item()
-    assert parity < PARITY_LIMIT, (parity, moved)
-    assert moved > 10 * parity, (moved, parity)
-    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    equals_the_samples_after(folder / "saved" / "step_3", before, server.sample(), device=device)
+    steps = metrics(folder / "run")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["weight_version"] - steps[0]["weight_version"] for step in steps] == [0, 1, 2]
     assert all(step["changed_weight_share"] > 0.01 for step in steps), steps
     assert all(step["logprob_diff_mean"] < PARITY_LIMIT for step in steps), steps
+
+
+def equals_the_samples_after(checkpoint: Path, before: list[Group], after: list[Group], *, device: str) -> None:
+    """Check that `checkpoint` in plain transformers made the samples `after` training, and not those `before`."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
+    parity, moved = (logprob_diffs(model, samples).max().item() for samples in (after, before))
+    assert parity < PARITY_LIMIT, (parity, moved)
+    assert moved > 10 * parity, (moved, parity)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the steps of a run, one after the other."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def verifies(server: LiveServer, folder: Path) -> None:

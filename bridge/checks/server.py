@@ -66,11 +66,10 @@ def fence(client: httpx.Client, manifest: Manifest) -> Check:
 
 
 def _state(status: Status, expected: str) -> Check:
-    holder = f"pid {status.holder.pid}" if status.holder else "an unknown process"
     if status.state == "torn":
-        found = f"torn after version {status.version}: {holder} died while it wrote the weights"
-        return failed(FENCE, found, expected, f"{RESTART} SAVE_PATH/step_N, with the last good checkpoint")
+        return failed(FENCE, status.torn(), expected, status.mending())
     if status.state == "paused":
+        holder = f"pid {status.holder.pid}" if status.holder else "an unknown process"
         found = f"paused by {holder}, which writes version {status.version + 1}"
         end_it = f"; if it stays so, end that trainer: kill {status.holder.pid}" if status.holder else ""
         return warned(FENCE, found, f"{expected}; a pause lasts milliseconds", f"bridge doctor again{end_it}")

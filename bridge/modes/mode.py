@@ -1,25 +1,61 @@
-"""What every mode offers to the training loop.
+"""What every mode offers to the training loop, and what it may ask for itself.
 
 Not covered: the implementations, each in the file of its name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from bridge.weights.attach import AttachedModel
+import torch
+from transformers import PreTrainedModel
+
+from bridge.rollouts import Endpoint
 from bridge.weights.fence import FenceTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """The model to train, on the device where it lies."""
+
+    model: PreTrainedModel
+    """In evaluation mode; what is trained requires gradients, and nothing else does."""
+    device: torch.device
+    """Where it lies."""
+    lr_factors: Mapping[str, float]
+    """Every trained parameter, by its name in the model -> factor of the learning rate."""
+    open_s: float
+    """Seconds until its weights were there: attaching them, or loading."""
+    weight_bytes: int
+    """Bytes of weights that this process holds beside the server's; 0 with one copy."""
+
+
+class Engine(Protocol):
+    """A server that this run started, and may start again."""
+
+    def restart(self, model: str | Path) -> None:
+        """End what is left of it, start it with the weights of `model` under its old name, and wait until it serves.
+
+        Raises:
+            ServerUnreachableError: it does not come up; the message names its log.
+        """
+        ...
 
 
 class Mode(Protocol):
     """One way for new weights to reach vLLM."""
 
-    def open(self) -> AttachedModel:
-        """Return the model to train, on the device where it lies."""
+    checkpoint_prefix: str
+    """Name of a checkpoint's folder before the number of its step."""
+
+    def open(self) -> OpenedModel:
+        """Return the model to train; called once."""
         ...
 
     @property
-    def url(self) -> str:
-        """Where the server that generates answers."""
+    def endpoint(self) -> Endpoint:
+        """Whom the rollouts ask, and for what."""
         ...
 
     @property
@@ -27,8 +63,30 @@ class Mode(Protocol):
         """Version that the server serves now."""
         ...
 
-    def publish(self, write: Callable[[], None]) -> FenceTimes:
-        """Run `write`, which changes the model's parameters, and make the result the next version."""
+    def publish(self, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
+        """Run `write`, which changes the trained parameters, and make the result the next version.
+
+        `last_checkpoint` is what a server that is left torn names as its remedy.
+        """
+        ...
+
+    def catch_up(self) -> None:
+        """Let the server serve the newest weights, where it does not yet."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights into `folder`, as transformers or PEFT load them."""
+        ...
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        """Bring the weights of `checkpoint` back, here and in the server, as `version` or a later one."""
+        ...
+
+    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+        """Start the dead server again with the newest weights and go on; the model's parameters stay the same objects.
+
+        `checkpoint` holds the weights of the model as it is now; None: they are those that it was opened with.
+        """
         ...
 
     def close(self) -> None:

@@ -1,190 +1,198 @@
-"""Checkpoints: a plain Hugging Face folder in safetensors, there whole or not at all.
+"""Checkpoints: plain folders of weights with a marker that knows every file's bytes, there whole or not at all.
 
-Not covered: the optimizer's state, and loading into live weights (`bridge restore`).
+Not covered: what is in them (`Mode.save`, `trainer_state.py`), and loading into live weights
+(`bridge/weights/model_folder.py`).
 """
 
-import ctypes
-import errno
+import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
-from transformers import PreTrainedModel
-from transformers.utils import logging
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bridge.errors import UsageError
+from bridge import whole_folder
+from bridge.errors import CheckpointError
 
 MARKER_NAME = "bridge_checkpoint.json"
-"""Written last: a folder that holds it is a whole checkpoint of ours."""
-MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file of weights, and of their copy in host memory while it is written."""
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_COPIED_FILES = (*_TOKENIZER_FILES, "generation_config.json")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Written last: a folder that holds it is a checkpoint of ours."""
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
+"""Files that a loader may take for weights: none may be there that was not saved."""
+MAX_THREADS = 8
+"""Files that are hashed at once; each thread hashes one to two GB a second."""
 
 
-def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
-    """Return the tokenizer's files of `source`, a folder or a hub name, and its generation defaults if it has any.
-
-    Call it once before training: a checkpoint must not fail for want of them.
-
-    Raises:
-        UsageError: `source` has no tokenizer, or cannot be reached.
-    """
-    for folder in _source_folders(str(source)):
-        found = tuple(folder / name for name in _COPIED_FILES if (folder / name).is_file())
-        if any(path.name in _TOKENIZER_FILES for path in found):
-            return found
-    raise UsageError(
-        f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be of no use",
-        remedy="put the tokenizer's files beside the model's weights",
-    )
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-def save(
-    model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, *, step: int, extra: Mapping[str, Any]
-) -> Path:
-    """Write `model` to `folder` atomically and return the folder; an older checkpoint of ours there is replaced.
+class Progress(_Record):
+    """How far a run had come."""
 
-    `extra` is kept in the marker file, as JSON. Weights may be views into storages of any size: the files hold the
-    Hugging Face tensors alone, tied ones once.
+    step: int
+    """Optimizer steps taken."""
+    weight_version: int
+    """Version under which the server served these weights."""
+    problems_drawn: int
+    """Problems that the weights were trained on: where the data goes on."""
+    run_dir: Path
+    """The run directory, absolute."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    folder: Path
+    """Where it lies."""
+    progress: Progress
+    """How far it had come."""
+
+
+class _File(_Record):
+    """One file of a checkpoint."""
+
+    num_bytes: int
+    """Its length."""
+    sha256: str
+    """Its checksum."""
+
+
+class _Marker(_Record):
+    """The whole of `bridge_checkpoint.json`."""
+
+    progress: Progress
+    """How far the run had come."""
+    files: Mapping[str, _File]
+    """Every other file, by its path in the folder."""
+    sha256: str
+    """Checksum of the two above."""
+
+
+def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
+    """Let `write` fill a new folder, put it in the place of `folder` with its marker, and return the folder.
 
     Raises:
         UsageError: `folder` exists and is no checkpoint of ours, or the disk is full or refuses; no half one is left.
     """
-    folder = folder.resolve()
-    copied = tokenizer_files(tokenizer_source)
-    with _one_line_errors(folder, model), _scratch(folder) as scratch:
-        with _no_progress_bar():
-            model.save_pretrained(scratch, state_dict=_state_of_own_storages(model), max_shard_size=MAX_SHARD_BYTES)
-        for path in copied:
-            shutil.copyfile(path, scratch / path.name)
-        (scratch / MARKER_NAME).write_text(json.dumps({"step": step, **extra}, indent=1) + "\n")
-        for path in (*scratch.iterdir(), scratch):
-            _fsync(path)
-        _move(scratch, folder)
-        _fsync(folder.parent)
-    return folder
+    with whole_folder.written_whole(folder, replaceable=is_checkpoint) as scratch:
+        write(scratch)
+        files = _files(scratch)
+        sums = dict(zip(files, _checksums(files.values()), strict=True))
+        held = {name: _File(num_bytes=path.stat().st_size, sha256=sums[name]) for name, path in files.items()}
+        (scratch / MARKER_NAME).write_bytes(_marker(progress, held))
+    return folder.resolve()
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Tell whether `folder` is a whole checkpoint of ours."""
+    """Tell whether `folder` is a checkpoint of ours, which may have been damaged since."""
     return (folder / MARKER_NAME).is_file()
 
 
-def _check_replaceable(folder: Path) -> None:
-    empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not empty and not is_checkpoint(folder):
-        raise UsageError(
-            f"{folder} exists and is no checkpoint of ours (no {MARKER_NAME} in it): not replaced",
-            remedy="move it away, or name another folder with --save-path",
-        )
+def read(folder: Path) -> Found:
+    """Check every byte of a checkpoint and return how far it had come.
 
-
-def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict over the same memory, each tensor as a storage of its own.
-
-    `save_pretrained` tells by the storage which tensors are shared: it would clone every slice of a fused tensor on
-    the GPU (most of the model) and count the whole storage for the size of a file. Tied tensors still coincide.
+    Raises:
+        CheckpointError: it is not whole; the message names the first fault.
     """
-    return {name: from_dlpack(tensor.detach()) for name, tensor in model.state_dict().items()}
-
-
-@contextmanager
-def _one_line_errors(folder: Path, model: PreTrainedModel) -> Iterator[None]:
     try:
-        yield
-    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error in its own
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        free_bytes = shutil.disk_usage(next(path for path in folder.parents if path.exists())).free
-        raise UsageError(
-            f"cannot write the checkpoint {folder}: {error} ({num_bytes} bytes of weights, {free_bytes} bytes free)",
-            remedy="make room there, or name another folder with --save-path",
-        ) from error
+        text = (folder / MARKER_NAME).read_bytes()
+        marker = _Marker.model_validate_json(text)
+    except OSError as error:
+        raise _not_whole(folder, f"{MARKER_NAME} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise _not_whole(folder, f"{MARKER_NAME} is no marker of this version of Bridge") from error
+    if text != _marker(marker.progress, marker.files):
+        raise _not_whole(folder, f"{MARKER_NAME} was changed")
+    fault = next(_faults(folder, marker.files), None)
+    if fault is not None:
+        raise _not_whole(folder, fault)
+    return Found(folder, marker.progress)
 
 
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Give a new folder beside `folder`; whatever it is at the end, if it still is, goes away."""
-    _check_replaceable(folder)
-    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    scratch.mkdir(parents=True)
+def newest(save_path: Path, prefix: str) -> tuple[Found | None, tuple[str, ...]]:
+    """Return the whole checkpoint of the highest step, and a line about each newer one that is not whole."""
+    passed_over = []
+    for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):
+        try:
+            found = read(folder)
+            if found.progress.step != step:
+                raise _not_whole(folder, f"its name says step {step}, its marker step {found.progress.step}")
+        except CheckpointError as error:
+            passed_over.append(error.message)
+        else:
+            return found, tuple(passed_over)
+    return None, tuple(passed_over)
+
+
+def numbered(save_path: Path, prefix: str) -> dict[int, Path]:
+    """Return what lies under the names of checkpoints, by the step in the name."""
+    name = re.compile(rf"{re.escape(prefix)}(0|[1-9][0-9]*)")
+    paths = save_path.iterdir() if save_path.is_dir() else ()
+    return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
+
+
+def keep_last(folders: Sequence[Path], count: int) -> list[Path]:
+    """Remove all but the last `count` (0: none is removed) and return those that remain, in their order."""
+    older = folders[:-count] if count else ()
+    for folder in older:
+        if is_checkpoint(folder):
+            with suppress(OSError):  # it remains, and the next save tries again
+                whole_folder.remove(folder)
+    return [folder for folder in folders if folder not in older or is_checkpoint(folder)]
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return every file but the marker, by its path in the folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path for name, path in names.items() if name != MARKER_NAME}
+
+
+def _marker(progress: Progress, files: Mapping[str, _File]) -> bytes:
+    """Return the marker's very bytes, so that one that was changed in any way is told by comparing."""
+    held = {name: file.model_dump() for name, file in files.items()}
+    body = {"progress": progress.model_dump(mode="json"), "files": held}
+    whole = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
+    return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+def _checksums(paths: Iterable[Path]) -> Iterator[str]:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        yield from pool.map(_checksum, paths)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
+    """Yield what is wrong, what is cheap to find first."""
+    found = _files(folder)
+    for name, file in files.items():
+        num_bytes = found[name].stat().st_size if name in found else None
+        if num_bytes is None:
+            yield f"{name} is missing"
+        elif num_bytes != file.num_bytes:
+            how = "was cut short" if num_bytes < file.num_bytes else "has grown"
+            yield f"{name} {how}: {num_bytes} bytes, expected {file.num_bytes}"
+    extra = [name for name in found if name not in files and name.endswith(WEIGHT_SUFFIXES)]
+    yield from (f"{name} was not saved with it" for name in extra)
     try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for (name, file), checksum in zip(files.items(), _checksums([found[name] for name in files]), strict=True):
+            if checksum != file.sha256:
+                yield f"{name} has another checksum than when it was saved"
+    except OSError as error:
+        yield f"it cannot be read: {error}"
 
 
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
-def _source_folders(source: str) -> Iterator[Path]:
-    """Yield where `source` may lie: the folder itself, or the hub's cache as it is and then as a download leaves it."""
-    if Path(source).is_dir():
-        yield Path(source)
-        return
-    for local_files_only in (True, False):
-        with suppress(OSError, HFValidationError):  # not cached, no such model, no network: the next, or none
-            yield Path(snapshot_download(source, allow_patterns=[*_COPIED_FILES], local_files_only=local_files_only))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _move(scratch: Path, folder: Path) -> None:
-    """Put `scratch` in the place of `folder`; what was there lies in `scratch` afterwards, if anywhere."""
-    if not is_checkpoint(folder):
-        scratch.rename(folder)
-    elif not _exchange(scratch, folder):  # a file system that cannot: for an instant there is no `folder`
-        old = scratch.with_name(f"{scratch.name}.old")
-        folder.rename(old)
-        scratch.rename(folder)
-        old.rename(scratch)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one system call; tell whether this system can. Source: renameat2(2)."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
+def _not_whole(folder: Path, fault: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} is not whole: {fault}", remedy="take an older one, or save it again"
+    )

@@ -42,6 +42,8 @@ class StepMetrics:
     """Seconds in which the optimizer wrote and its device finished."""
     fence_publish_s: float
     """Seconds until stale KV was dropped, the version was up by one and the server went on."""
+    rollouts: str
+    """Digest of the step's sampled token ids, in their order: steps with equal digests had the same rollouts."""
     tokens_generated: int
     """Sampled tokens of the step."""
     peak_memory_gib: float

@@ -1,10 +1,11 @@
 """AdamW that writes bf16 weights in place and keeps what bf16 would lose in a remainder of its own.
 
-Not covered: the elementwise update (`split_master.py`), float16, bf16 or 8-bit moments, states on the host, DTensors.
+Not covered: the elementwise update (`split_master.py`), keeping the state (`trainer_state.py`), float16, bf16 or 8-bit
+moments, states on the host, DTensors.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from bridge.errors import UsageError
 from bridge.training.split_master import Coefficients, step_float32, step_split
 
+EPS = 1e-8
+"""Added to the denominator of an update."""
 CHUNK_ELEMENTS = 2**24
 """Elements that are stepped at once: a float32 temporary takes at most 64 MiB."""
 
@@ -36,6 +39,28 @@ def global_norm(parameters: Iterable[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
+def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:
+    """Return the group of a parameter that is held multiplied by `factor`, so that it is trained as if it were not.
+
+    A master B kept as B' = factor * B has 1 / factor of its gradient: AdamW then takes the same steps of B, decay
+    and eps included, with these hyperparameters.
+    """
+    return {
+        "params": [parameter],
+        "lr": lr * factor,
+        "weight_decay": weight_decay / factor,
+        "eps": EPS / factor,
+    }
+
+
+def fresh_state(parameter: Tensor) -> dict[str, Any]:
+    """Return the state of `parameter` before its first step."""
+    state = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    if parameter.dtype == torch.bfloat16:
+        state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+    return {"step": 0, **state}
+
+
 class SplitMasterAdamW(torch.optim.Optimizer):
     """AdamW that loses no update to bf16 and never moves a parameter.
 
@@ -48,7 +73,7 @@ class SplitMasterAdamW(torch.optim.Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        eps: float = EPS,
         weight_decay: float = 0.0,
     ) -> None:
         self._num_changed: list[Tensor] = []
@@ -89,21 +114,8 @@ class SplitMasterAdamW(torch.optim.Optimizer):
         return int(torch.stack(self._num_changed).sum()) / sum(parameter.numel() for parameter in self._parameters())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a saved state in its own dtypes: torch's way would cast moments and remainders to bf16.
-
-        Raises:
-            UsageError: it was saved for other parameters; nothing was taken over.
-        """
-        parameters = list(self._parameters())
-        _check_state(state_dict, parameters, [len(group["params"]) for group in self.param_groups])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        self.state.clear()
-        for index, saved in state_dict["state"].items():
-            device = parameters[index].device
-            self.state[parameters[index]] = {
-                key: value.to(device, copy=True) if isinstance(value, Tensor) else value for key, value in saved.items()
-            }
+        """Refuse: torch's way would cast moments and remainders to bf16. `trainer_state.read` is the one way."""
+        raise AssertionError(f"a state of {len(state_dict)} entries: load it with trainer_state.read")
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -111,7 +123,7 @@ class SplitMasterAdamW(torch.optim.Optimizer):
 
 def _step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Iterator[Tensor]:
     """Step one parameter, chunk by chunk; yield how many words of each chunk changed."""
-    state.update(state or _fresh_state(parameter))
+    state.update(state or fresh_state(parameter))
     state["step"] += 1
     by = Coefficients.of(group, state["step"])
     assert parameter.grad is not None
@@ -124,13 +136,6 @@ def _step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) ->
             yield step_split(weight, remainder[0], (first, second), gradient.float(), by)
         else:
             yield step_float32(weight, (first, second), gradient.float(), by)
-
-
-def _fresh_state(parameter: Tensor) -> dict[str, Any]:
-    state = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-    if parameter.dtype == torch.bfloat16:
-        state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
-    return {"step": 0, **state}
 
 
 def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -148,22 +153,3 @@ def _check_parameters(parameters: Iterable[Tensor]) -> None:
         assert parameter.is_contiguous(), (parameter.shape, parameter.stride())
         assert parameter.data_ptr() >= end, f"a parameter of shape {tuple(parameter.shape)} overlaps another one"
         end = parameter.data_ptr() + parameter.nbytes
-
-
-def _check_state(state_dict: Mapping[str, Any], parameters: Sequence[Tensor], group_sizes: Sequence[int]) -> None:
-    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    faults = [] if sizes == list(group_sizes) else [f"{sizes} parameters per group, expected {list(group_sizes)}"]
-    for index, saved in state_dict["state"].items() if not faults else ():
-        fresh = _fresh_state(parameters[index].to("meta"))
-        found, expected = _describe(saved), _describe(fresh)
-        faults += [] if found == expected else [f"parameter {index} has {found}, expected {expected}"]
-    if faults:
-        raise UsageError(
-            f"the optimizer's state does not fit the model: {'; '.join(faults[:3])}",
-            remedy="load the state that was saved with this model",
-        )
-
-
-def _describe(state: Mapping[str, Any]) -> dict[str, str]:
-    tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, Tensor)}
-    return {key: f"{value.dtype} {tuple(value.shape)}" for key, value in tensors.items()}

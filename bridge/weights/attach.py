@@ -9,7 +9,7 @@ Not covered: finding the manifest (`manifest.py`), when writing is allowed (`fen
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
 from bridge.weights import cuda_ipc, layout, shared_memory, skeleton
+from bridge.weights.layout import Shape
 from bridge.weights.manifest import Manifest
-from bridge.weights.shard import CudaHandle, Handle, SharedMemoryHandle, View
+from bridge.weights.shard import AnyHandle, CudaHandle, Handle, SharedMemoryHandle, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class AttachedModel:
 
     model: PreTrainedModel
     """The model, in evaluation mode; its parameters require gradients."""
+    parameters: Mapping[str, nn.Parameter]
+    """Its parameters by the names that they had when it was attached: adapters put into it later rename them."""
     manifest: Manifest
     """What it was attached by."""
     device: torch.device
@@ -68,16 +71,17 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ManifestError(f"the manifest names the type {manifest.dtype!r}", remedy="restart the server")
     model = skeleton.build(manifest.model, dtype, trust_remote_code=trust_remote_code)
-    _check_layout(manifest, model)
-    device = _leave_a_core() if manifest.gpu_uuid is None else cuda_ipc.device_of(manifest.gpu_uuid)
+    _check_layout(manifest, skeleton.shapes(model))
+    device = leave_a_core() if manifest.gpu_uuid is None else cuda_ipc.device_of(manifest.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
-    tensors = _open(manifest, device)
+    tensors = open_handles(manifest.ipc_handles, device)
     _refuse_overlaps(tensors)
-    _assign(model, {name: _view(tensors[view.parameter], view) for name, view in manifest.param_mappings.items()})
+    _assign(model, _views(manifest, tensors))
     attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
     _move_buffers(model, device)
     return AttachedModel(
         model=model.eval(),
+        parameters=dict(model.named_parameters()),
         manifest=manifest,
         device=device,
         server_tensors=tensors,
@@ -86,7 +90,27 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
     )
 
 
-def _leave_a_core() -> torch.device:
+def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
+    """Point the parameters of an attached model at another server of the same model; they stay the same objects.
+
+    Raises:
+        ManifestError: as `attach` does.
+        AttachError: the memory cannot be opened; the model is attached as it was.
+    """
+    start = time.perf_counter()
+    _refuse_other_shapes_of_servers(manifest)
+    _refuse_other_gpu(attached.manifest, manifest)
+    _check_layout(manifest, {name: tuple(parameter.shape) for name, parameter in attached.parameters.items()})
+    tensors = open_handles(manifest.ipc_handles, attached.device)
+    _refuse_overlaps(tensors)
+    for name, view in _views(manifest, tensors).items():
+        attached.parameters[name].data = view
+    return replace(
+        attached, manifest=manifest, server_tensors=tensors, attach_s=time.perf_counter() - start, allocated_bytes=0
+    )
+
+
+def leave_a_core() -> torch.device:
     """Use one core less than there are, unless OMP_NUM_THREADS says otherwise, and return the CPU.
 
     vLLM's worker spins for a second after each request; a trainer on every core then waits for it at each barrier of
@@ -116,9 +140,17 @@ def _refuse_other_shapes_of_servers(manifest: Manifest) -> None:
         raise ManifestError("the manifest says that weights are not shared", remedy="restart with bridge serve-vllm")
 
 
-def _check_layout(manifest: Manifest, model: PreTrainedModel) -> None:
+def _refuse_other_gpu(before: Manifest, now: Manifest) -> None:
+    if now.gpu_uuid != before.gpu_uuid:
+        raise ManifestError(
+            f"the server came back on {now.gpu_uuid or 'the CPU'}, the trainer is on {before.gpu_uuid or 'the CPU'}",
+            remedy=f"CUDA_VISIBLE_DEVICES={before.gpu_uuid or ''} in front of the command",
+        )
+
+
+def _check_layout(manifest: Manifest, shapes: Mapping[str, Shape]) -> None:
     held = {name: handle.shape for name, handle in manifest.ipc_handles.items()}
-    layout.check_coverage(skeleton.shapes(model), held, manifest.param_mappings, manifest.padding)
+    layout.check_coverage(shapes, held, manifest.param_mappings, manifest.padding)
     odd = [name for name, handle in manifest.ipc_handles.items() if handle.dtype != manifest.dtype]
     bent = [n for n, h in manifest.ipc_handles.items() if h.stride != layout.contiguous_stride(h.shape)]
     if odd or bent:
@@ -128,12 +160,15 @@ def _check_layout(manifest: Manifest, model: PreTrainedModel) -> None:
         )
 
 
-def _open(manifest: Manifest, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return vLLM's parameters by vLLM's name, each in the server's own memory."""
-    dtype = getattr(torch, manifest.dtype)
+def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a tensor per handle, each in the server's own memory.
+
+    Raises:
+        AttachError: it cannot be opened, or is smaller than the handle says.
+    """
     files: dict[tuple[str, int], torch.UntypedStorage] = {}
     tensors = {}
-    for name, handle in manifest.ipc_handles.items():
+    for name, handle in handles.items():
         if isinstance(handle, CudaHandle):
             storage = cuda_ipc.open_storage(handle, device)
         else:
@@ -141,7 +176,7 @@ def _open(manifest: Manifest, device: torch.device) -> dict[str, torch.Tensor]:
             key = handle.path, handle.storage_size
             storage = files[key] if key in files else shared_memory.open_storage(*key)
             files[key] = storage
-        tensors[name] = _tensor(name, handle, storage, dtype, device)
+        tensors[name] = _tensor(name, handle, storage, getattr(torch, handle.dtype), device)
     return tensors
 
 
@@ -168,6 +203,10 @@ def _tensor(
             f"{handle.tensor_offset}",
             remedy="the manifest was edited: restart the server, which writes it anew",
         ) from error
+
+
+def _views(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: _view(tensors[view.parameter], view) for name, view in manifest.param_mappings.items()}
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:

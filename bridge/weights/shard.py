@@ -75,6 +75,16 @@ class SharedMemoryHandle(Handle):
 AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind")]
 
 
+class LoraSlot(Record):
+    """All of vLLM's LoRA slots of one Hugging Face module; an adapter in slot `i` is `[i]` of both tensors."""
+
+    lora_a: AnyHandle
+    """Shape (slots, 1, largest rank, input): the adapter's A in its first rows, zeros below."""
+    lora_b: AnyHandle
+    """Shape (slots, 1, output, largest rank): the adapter's B in its first columns, zeros beside it. The scaling
+    alpha / rank is already multiplied into it, as vLLM's `LoRALayerWeights.optimize` does."""
+
+
 class Shard(Record):
     """What one tensor-parallel rank exports."""
 
@@ -88,3 +98,6 @@ class Shard(Record):
     """Hugging Face parameter -> where it lies."""
     padding: dict[str, Annotated[int, Field(ge=0)]]
     """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
+    lora_slots: dict[str, LoraSlot] = {}
+    """Hugging Face module, such as `model.layers.0.self_attn.q_proj` -> its slots; empty when the server serves no
+    adapters. A module whose slots have another layout is left out."""

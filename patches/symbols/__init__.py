@@ -9,6 +9,7 @@ from patches.pins import Pin
 from patches.symbols.engine import ENGINE
 from patches.symbols.layers import LAYERS
 from patches.symbols.loading import LOADING
+from patches.symbols.lora import LORA
 from patches.symbols.plugins import PLUGINS
 
-SYMBOLS: tuple[Pin, ...] = (*LOADING, *PLUGINS, *ENGINE, *LAYERS)
+SYMBOLS: tuple[Pin, ...] = (*LOADING, *PLUGINS, *ENGINE, *LAYERS, *LORA)

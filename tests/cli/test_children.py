@@ -1,3 +1,4 @@
+import ast
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli import children, server_log
+from cli import children, leash, server_log
 
 FAMILY = """
 import subprocess, sys, time
@@ -26,17 +27,50 @@ time.sleep(60)
 """
 
 
+STARTER = """
+import os, sys, time
+from pathlib import Path
+from cli import children
+child = children.start([sys.executable, "-c", sys.argv[1]], os.environ, Path(sys.argv[2]))
+while not child.log.read_text().endswith("\\n"):
+    time.sleep(0.02)
+print(child.process.pid, flush=True)
+print(child.log.read_text(), end="", flush=True)
+time.sleep(60)
+"""
+"""Starts a child, prints its pid and what it prints, and waits."""
+
+
 def start(code: str, tmp_path: Path) -> children.Child:
     return children.start([sys.executable, "-c", code], os.environ, tmp_path / "log")
 
 
 def grandchild(child: children.Child) -> int:
     """Wait until the child has printed its own child's pid, and return it."""
+    return int(grandchild_line(child))
+
+
+def grandchild_line(child: children.Child) -> str:
+    """Wait until the child has printed a line, and return it."""
     deadline = time.monotonic() + 20
     while not (text := child.log.read_text()).endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return int(text)
+    return text
+
+
+def gone_within(limit_s: float, pids: set[int]) -> None:
+    deadline = time.monotonic() + limit_s
+    while left := {pid for pid in pids if not is_gone(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def getsid(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def is_gone(pid: int) -> bool:
@@ -143,6 +177,55 @@ def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
     while not is_gone(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert is_gone(pid)
+
+
+def test_what_heeds_no_signal_does_not_outlive_us_either(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    us = subprocess.Popen(
+        [sys.executable, "-c", STARTER, STUBBORN, str(log)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert us.stdout is not None
+    pid = int(us.stdout.readline())
+    others = {int(us.stdout.readline()), *(child.pid for child in psutil.Process(pid).children())}
+    us.kill()
+    us.wait()
+    assert not is_gone(pid), "it heeds no SIGTERM"
+    gone_within(leash.GRACE_S + 10, {pid, *others})
+
+
+def test_the_orphans_of_a_killed_child_do_not_outlive_us(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    us = subprocess.Popen([sys.executable, "-c", STARTER, FAMILY, str(log)], stdout=subprocess.PIPE, text=True)
+    assert us.stdout is not None
+    pid, orphan = int(us.stdout.readline()), int(us.stdout.readline())
+    os.kill(pid, signal.SIGKILL)
+    us.kill()
+    us.wait()
+    gone_within(leash.GRACE_S + 10, {pid, orphan})
+
+
+def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
+    child = start("print(1, flush=True)", tmp_path)
+    guards = [process for process in psutil.process_iter() if getsid(process.pid) == child.process.pid]
+    assert children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None) is False
+    assert psutil.wait_procs([guard for guard in guards if guard.pid != child.process.pid], timeout=20)[1] == []
+    children.stop(child, grace_s=0.5)
+
+
+def test_the_programs_own_children_are_its_own_alone(tmp_path: Path) -> None:
+    child = start("import os, time; print(os.listdir('/proc/self/fd'), flush=True); time.sleep(60)", tmp_path)
+    grandchild_line(child)
+    assert psutil.Process(child.process.pid).children() == [], "the guard is nobody's child"
+    assert len(ast.literal_eval(child.log.read_text())) == 4, "three streams, and the folder that was listed"
+    children.stop(child, grace_s=0.5)
+
+
+def test_what_a_second_child_prints_comes_after_the_first(tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        child = start(f"print({word!r})", tmp_path)
+        assert not children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None)
+        children.stop(child, grace_s=0.5)
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
 
 
 def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bridge.config import Config, ServeConfig, TrainConfig
+from bridge.choices import Config
+from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from cli import options
 from cli.options import from_config

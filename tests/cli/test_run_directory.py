@@ -1,5 +1,6 @@
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.run_directory import RunDirectory
-from bridge.training.metrics import StepMetrics
+from bridge.training.metrics import StepMetrics, Summary
 
 FIELDS = [
     "step",
@@ -24,13 +25,15 @@ FIELDS = [
     "fence_pause_s",
     "fence_write_s",
     "fence_publish_s",
+    "rollouts",
     "tokens_generated",
     "peak_memory_gib",
 ]
 
 
 def metrics(step: int, **changed: float) -> StepMetrics:
-    values = dict.fromkeys(FIELDS, 0.5) | {"step": step, "weight_version": step, "tokens_generated": 9} | changed
+    known = {"step": step, "weight_version": step, "tokens_generated": 9, "rollouts": "0a1b"}
+    values = dict.fromkeys(FIELDS, 0.5) | known | changed
     return StepMetrics(**values)  # type: ignore[arg-type]
 
 
@@ -81,3 +84,94 @@ def test_the_default_is_named_by_time_and_task_and_never_taken_twice(
     assert {run.path.parent for run in runs} == {Path("runs")}
     assert "arithmetic" in runs[0].path.name
     assert runs[1].path.name.endswith("-Task")
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def with_steps(path: Path, *numbers: int) -> RunDirectory:
+    run = RunDirectory(path)
+    for number in numbers:
+        run.append(metrics(number))
+    return run
+
+
+def test_a_run_that_goes_on_keeps_its_steps_and_moves_the_later_ones_aside(tmp_path: Path) -> None:
+    with_steps(tmp_path, 1, 2, 3, 4)
+    run = RunDirectory.reopen(tmp_path, 2)
+    assert (steps(run.metrics), steps(run.lost_metrics)) == ([1, 2], [3, 4])
+    run.append(metrics(3))
+    again = RunDirectory.reopen(tmp_path, 1)
+    assert (steps(again.metrics), steps(again.lost_metrics)) == ([1], [3, 4, 2, 3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics_lost.jsonl"]
+
+
+def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
+    before = with_steps(tmp_path, 1, 2).metrics.stat()
+    run = RunDirectory.reopen(tmp_path, 2)
+    assert run.metrics.stat() == before
+    assert not run.lost_metrics.exists()
+    run.metrics.unlink()
+    assert not RunDirectory.reopen(tmp_path, 2).metrics.exists()
+
+
+def test_a_line_that_was_cut_short_is_moved_aside_as_it_is(tmp_path: Path) -> None:
+    run = with_steps(tmp_path, 1, 2)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "weig')
+    RunDirectory.reopen(tmp_path, 2)
+    assert steps(run.metrics) == [1, 2]
+    assert run.lost_metrics.read_text() == '{"step": 3, "weig\n'
+
+
+def test_a_process_killed_between_the_two_files_loses_nothing_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_steps(tmp_path, 1, 2, 3)
+    original = Path.replace
+    places = []
+
+    def replace(self: Path, target: Path) -> Path:
+        places.append(target)
+        if target == run.metrics:
+            raise KeyboardInterrupt
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory.reopen(tmp_path, 1)
+    assert places == [run.lost_metrics, run.metrics]
+    assert (steps(run.metrics), steps(run.lost_metrics)) == ([1, 2, 3], [2, 3])
+    monkeypatch.undo()
+    RunDirectory.reopen(tmp_path, 1)
+    assert (steps(run.metrics), steps(run.lost_metrics)) == ([1], [2, 3])
+
+
+def test_an_event_is_noted_with_its_time_and_told_when_it_happens(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    run = RunDirectory.create(tmp_path, environment="arithmetic", tell=told.append)
+    run.note("the server died")
+    assert told == ["the server died"]
+    RunDirectory(tmp_path).note("nobody listens")
+    assert told == ["the server died"]
+    events = [line.split(" ", 1) for line in run.events.read_text().splitlines()]
+    assert [event for _, event in events] == ["the server died", "nobody listens"]
+    assert all(time.strptime(when, "%Y-%m-%dT%H:%M:%S%z") for when, _ in events)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_run_came_to_is_written_and_no_number_is_not_finite(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write_summary(
+        Summary(
+            steps=3, weight_version=4, checkpoint=tmp_path / "step_3", reward_before=None, reward_after=0.5,
+            rewards=(0.25, math.nan), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0, weight_bytes=0,
+        )
+    )  # fmt: skip
+    document = json.loads(run.summary.read_text(), parse_constant=pytest.fail)
+    assert document["checkpoint"] == str(tmp_path / "step_3")
+    assert (document["reward_before"], document["reward_after"], document["logprob_diff_max"]) == (None, 0.5, None)
+    assert document["rewards"] == [0.25, None]

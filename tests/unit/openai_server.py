@@ -1,4 +1,4 @@
-"""A fake OpenAI-compatible server: answers that a test bends, and rewards that depend on the tokens it sends."""
+"""Fake OpenAI-compatible servers: one like vLLM, whose answers a test bends, and one that knows the protocol alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from bridge.protocol import VERSION_HEADER
 from tests.unit.http_server import Answer, Answers, Asked, as_json
 
+PROTOCOL = {"model", "prompt", "max_tokens", "temperature", "top_p", "n", "seed", "logprobs"}
 Bend = Callable[[dict[str, Any], Asked], dict[str, Any] | Answer | None]
 
 
@@ -28,10 +29,32 @@ def openai(bend: Bend = unbent, *, version: Callable[[], str] = lambda: "3") -> 
 
     def answers(asked: Asked) -> Answer | None:
         if asked.path == "/v1/models":
-            return as_json({"object": "list", "data": [{"id": "tiny"}]})
+            return as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm"}]})
         assert asked.path == "/v1/completions"
         choices = [choice(index, 40 + index, 50 + len(asked.body["prompt"]), 2) for index in range(asked.body["n"])]
         bent = bend({"id": "x", "choices": choices, "usage": {}}, asked)
         return as_json(bent, 200, **{VERSION_HEADER: version()}) if isinstance(bent, dict) else bent
 
     return answers
+
+
+def plain(text_of: Callable[[int], str]) -> Answers:
+    """Answer as a server that refuses what the protocol does not know, and tells its tokens by their text alone."""
+
+    def answers(asked: Asked) -> Answer:
+        if asked.path == "/v1/models":
+            return as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "somebody"}]})
+        unknown = sorted(asked.body.keys() - PROTOCOL)
+        if unknown:
+            return as_json({"error": {"message": f"Unrecognized request argument supplied: {unknown[0]}"}}, 400)
+        sampled = [(40 + index, 50 + len(asked.body["prompt"])) for index in range(asked.body["n"])]
+        return as_json({"choices": [_told_by_text(index, ids, text_of) for index, ids in enumerate(sampled)]})
+
+    return answers
+
+
+def _told_by_text(index: int, token_ids: tuple[int, ...], text_of: Callable[[int], str]) -> dict[str, Any]:
+    """Without the end token, which such a server keeps to itself."""
+    tokens = [text_of(token_id) for token_id in token_ids]
+    logprobs = {"tokens": tokens, "token_logprobs": [-5.7 for _ in tokens], "top_logprobs": None, "text_offset": []}
+    return {"index": index, "text": "".join(tokens), "finish_reason": "stop", "logprobs": logprobs}

@@ -1,258 +1,273 @@
-"""Checkpoints of models whose parameters are views: right, small, loadable, whole or absent."""
+"""Checkpoints: whole or absent, whatever ends the process; every byte known; the newest whole one found."""
 
 import json
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from bridge.errors import UsageError
+from bridge import whole_folder
+from bridge.errors import CheckpointError, UsageError
 from bridge.training import checkpoint
-from bridge.training.checkpoint import MARKER_NAME, is_checkpoint, save, tokenizer_files
+from bridge.training.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
+from tests.unit.killed_saver import KILLS
+from tests.unit.test_whole_folder import largest_file, names
 
-PADDED_ROWS, VOCABULARY = 320, 301
+WEIGHTS, CONFIG, OPTIMIZER = "model.safetensors", "config.json", "optimizer/optimizer-00001-of-00001.safetensors"
+FILES = {WEIGHTS: b"w" * 4000, CONFIG: b"{}\n", OPTIMIZER: b"o" * 2000}
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """Make the folder of a source model: a tokenizer, generation defaults, and a file that is nobody's business."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}')
+def progress(step: int, run: Path = Path("/runs/mine")) -> Progress:
+    return Progress(step=step, weight_version=step + 3, problems_drawn=8 * step, run_dir=run)
+
+
+def fill(folder: Path, files: dict[str, bytes] = FILES) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def save(path: Path, step: int = 3, write: Callable[[Path], None] = fill) -> Path:
+    return checkpoint.save(path / f"step_{step}", write, progress(step))
+
+
+def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert folder == tmp_path / "step_3"
+    assert names(folder) == [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"]
+    assert is_checkpoint(folder)
+    assert read(folder) == Found(folder, progress(3))
+
+
+def test_the_marker_is_written_last_and_knows_every_other_file(tmp_path: Path) -> None:
+    def write(scratch: Path) -> None:
+        fill(scratch)
+        assert not (scratch / MARKER_NAME).exists()
+
+    marker = json.loads((save(tmp_path, 3, write) / MARKER_NAME).read_text())
+    assert marker["progress"] == {"step": 3, "weight_version": 6, "problems_drawn": 24, "run_dir": "/runs/mine"}
+    assert {name: file["num_bytes"] for name, file in marker["files"].items()} == {
+        name: len(content) for name, content in FILES.items()
+    }
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+DAMAGES = {
+    cut: "was cut short: [0-9]+ bytes, expected [0-9]+",
+    flip: "has another checksum than when it was saved",
+    Path.unlink: "is missing",
+    grow: "has grown",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_older_checkpoint_is_taken(
+    name: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    older, newer = save(tmp_path, 3), save(tmp_path, 10)
+    damage(newer / name)
+    with pytest.raises(CheckpointError, match=rf"the checkpoint .*/step_10 is not whole: {name} {DAMAGES[damage]}"):
+        read(newer)
+    found, (line,) = newest(tmp_path, "step_")
+    assert found == Found(older, progress(3))
+    assert f"{newer} is not whole: {name} " in line
+
+
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink, grow], ids=lambda damage: damage.__name__)
+def test_a_damaged_marker_is_named_and_the_older_checkpoint_is_taken(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    older, newer = save(tmp_path, 3), save(tmp_path, 10)
+    damage(newer / MARKER_NAME)
+    with pytest.raises(CheckpointError, match=rf"/step_10 is not whole: {MARKER_NAME} "):
+        read(newer)
+    assert newest(tmp_path, "step_")[0] == Found(older, progress(3))
+
+
+def test_no_byte_of_the_marker_changes_unseen(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    whole = (folder / MARKER_NAME).read_bytes()
+    for place in range(len(whole)):
+        flipped = whole[place] ^ 1 << place % 8
+        (folder / MARKER_NAME).write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError):
+            read(folder)
+    (folder / MARKER_NAME).write_bytes(whole)
+    assert read(folder).progress.step == 3
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "optimizer/x.pt"])
+def test_weights_that_were_not_saved_with_it_are_refused_and_other_files_are_nobodys_business(
+    name: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path)
     (folder / "notes.txt").write_text("mine")
-    return folder
+    assert read(folder).progress.step == 3
+    (folder / name).touch()
+    with pytest.raises(CheckpointError, match=f"{name} was not saved with it"):
+        read(folder)
 
 
-def shared_model(*, tied: bool) -> LlamaForCausalLM:
-    """Make a grouped-query Llama whose parameters are all views into one storage, as an inference engine lays them."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        dtype="bfloat16",
-    )
-    model = LlamaForCausalLM(config).bfloat16()
-    storage, start = torch.full((100_000,), 7.0).bfloat16(), 64
-    for parameter in model.parameters():
-        rows = PADDED_ROWS if len(parameter) == VOCABULARY else len(parameter)
-        view = storage[start : start + parameter.numel()].view(parameter.shape)
-        parameter.data = view.copy_(parameter.data)
-        start += rows * (parameter.numel() // len(parameter))
-    return model
+def test_the_first_fault_is_told_and_a_missing_file_comes_before_a_checksum(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    flip(folder / CONFIG)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} is missing"):
+        read(folder)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"step": 3, "weight_version": 3}'])
+def test_a_marker_of_another_version_is_refused(text: str, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / MARKER_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="no marker of this version of Bridge"):
+        read(folder)
 
 
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.parent.iterdir() if path.name != "source")
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent", tmp_path / "file"):
+        with pytest.raises(CheckpointError, match=f"{MARKER_NAME} cannot be read"):
+            read(folder)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_a_model_of_views_reloads_bit_for_bit_and_takes_no_more_than_its_own_bytes(
-    tied: bool, shard_bytes: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", shard_bytes)
-    model = shared_model(tied=tied)
-    pointers = [parameter.data_ptr() for parameter in model.parameters()]
-    folder = save(model, source, tmp_path / "out" / "step_3", step=3, extra={"weight_version": 3})
-
-    files = weight_files(folder)
-    assert (len(files) > 1) == (folder / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
-    names = [name for file in files for name in load_file(file)]
-    expected = set(model.state_dict()) - ({"lm_head.weight"} if tied else set())
-    assert sorted(names) == sorted(expected)
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert num_bytes < sum(file.stat().st_size for file in files) < num_bytes + 3000 * len(files)
-
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert loaded.dtype == torch.bfloat16
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name].view(torch.int16), tensor.view(torch.int16)), name
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
+def test_the_newest_is_that_of_the_highest_step_and_of_the_right_name(tmp_path: Path) -> None:
+    assert newest(tmp_path / "absent", "step_") == (None, ())
+    assert newest(tmp_path, "step_") == (None, ())
+    folders = [save(tmp_path, step) for step in (9, 10, 100)]
+    shutil.copytree(folders[2], tmp_path / "step_100.bak")
+    shutil.copytree(folders[2], tmp_path / "step_0200")
+    checkpoint.save(tmp_path / "adapter_300", fill, progress(300))
+    assert newest(tmp_path, "step_") == (Found(folders[2], progress(100)), ())
+    assert sorted(numbered(tmp_path, "step_")) == [9, 10, 100]
+    found, passed_over = newest(tmp_path, "adapter_")
+    assert (found, passed_over) == (Found(tmp_path / "adapter_300", progress(300)), ())
 
 
-def test_the_folder_holds_the_tokenizer_the_generation_defaults_and_the_step(source: Path, tmp_path: Path) -> None:
-    folder = save(shared_model(tied=True), str(source), tmp_path / "step_3", step=3, extra={"weight_version": 4})
-    assert sorted(path.name for path in folder.iterdir()) == [
-        MARKER_NAME,
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert json.loads((folder / MARKER_NAME).read_text()) == {"step": 3, "weight_version": 4}
-    assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
-    assert AutoTokenizer.from_pretrained(folder).encode("b") == [1]
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+def test_every_newer_one_that_is_passed_over_is_told(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    cut(tmp_path / "step_3" / WEIGHTS)
+    flip(tmp_path / "step_2" / CONFIG)
+    shutil.copytree(tmp_path / "step_1", tmp_path / "step_4")
+    found, told = newest(tmp_path, "step_")
+    assert found == Found(tmp_path / "step_1", progress(1))
+    assert len(told) == 3
+    for part, line in zip(("step 4, its marker step 1", WEIGHTS, CONFIG), told, strict=True):
+        assert part in line
+    (tmp_path / "step_1" / MARKER_NAME).unlink()
+    assert newest(tmp_path, "step_")[0] is None
 
 
-def test_no_tensor_is_copied_on_its_device() -> None:
-    model = shared_model(tied=True)
-    state = checkpoint._state_of_own_storages(model)
-    for name, tensor in model.state_dict().items():
-        assert state[name].data_ptr() == tensor.data_ptr() == state[name].untyped_storage().data_ptr()
-        assert state[name].untyped_storage().nbytes() == tensor.nbytes
+def test_only_the_last_are_kept(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step) for step in (1, 2, 3)]
+    assert keep_last(folders, 0) == folders
+    assert keep_last(folders, 3) == folders
+    assert names(tmp_path) == ["step_1", "step_2", "step_3"]
+    assert keep_last(folders, 2) == folders[1:]
+    assert names(tmp_path) == ["step_2", "step_3"]
+    assert keep_last(folders, 1) == folders[2:]
+    assert names(tmp_path) == ["step_3"]
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_an_older_checkpoint_is_replaced_and_nothing_of_it_stays(
-    can_exchange: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not can_exchange:
-        monkeypatch.setattr(checkpoint, "_exchange", lambda _one, _other: False)
-    model = shared_model(tied=True)
-    folder = save(model, source, tmp_path / "step_1", step=1, extra={})
+def test_a_folder_that_is_no_checkpoint_any_more_is_not_removed(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step) for step in (1, 2)]
+    (folders[0] / MARKER_NAME).unlink()
+    assert keep_last(folders, 1) == folders[1:]
+    assert (folders[0] / WEIGHTS).exists()
+
+
+def test_one_that_cannot_be_removed_remains_and_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [save(tmp_path, step) for step in (1, 2)]
+
+    def refuse(_folder: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(whole_folder, "remove", refuse)
+    assert keep_last(folders, 1) == folders
+    assert read(folders[0]).progress.step == 1
+
+
+def test_a_folder_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [save(tmp_path, step) for step in (1, 2)]
+    seen = []
+
+    def watch(path: Path, **_: Any) -> None:
+        seen.append((path.name.startswith("."), folders[0].exists(), names(path)))
+
+    monkeypatch.setattr(shutil, "rmtree", watch)
+    keep_last(folders, 1)
+    assert seen == [(True, False, [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"])]
+
+
+def test_an_older_checkpoint_is_replaced_even_a_damaged_one(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    cut(folder / WEIGHTS)
     (folder / "model-00009-of-00009.safetensors").write_text("stale")
-    with torch.no_grad():
-        model.model.norm.weight.fill_(2)
-    save(model, source, folder, step=2, extra={})
-    assert json.loads((folder / MARKER_NAME).read_text())["step"] == 2
-    assert (AutoModelForCausalLM.from_pretrained(folder).model.norm.weight == 2).all()
-    assert len(weight_files(folder)) == 1
-    assert leftovers(folder) == ["step_1"]
+    save(tmp_path)
+    assert read(folder).progress.step == 3
+    assert names(tmp_path) == ["step_3"]
 
 
-def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "name").write_text(name)
-    if not checkpoint._exchange(tmp_path / "one", tmp_path / "other"):
-        pytest.skip("this file system cannot exchange two names")
-    assert (tmp_path / "one" / "name").read_text() == "other"
-    assert (tmp_path / "other" / "name").read_text() == "one"
-    with pytest.raises(FileNotFoundError):
-        checkpoint._exchange(tmp_path / "one", tmp_path / "absent")
-
-
-def test_a_folder_that_is_not_ours_is_refused_and_an_empty_one_is_used(source: Path, tmp_path: Path) -> None:
-    folder, model = tmp_path / "step_1", shared_model(tied=True)
+def test_a_folder_that_is_not_ours_is_refused_and_an_empty_one_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "step_3"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
-    with pytest.raises(UsageError, match=rf"step_1 exists and is no checkpoint of ours \(no {MARKER_NAME}"):
-        save(model, source, folder, step=1, extra={})
-    assert leftovers(folder) == ["step_1"]
-    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+    with pytest.raises(UsageError, match="step_3 exists and is not ours to replace"):
+        save(tmp_path)
+    assert names(folder) == ["thesis.txt"]
     (folder / "thesis.txt").unlink()
-    assert is_checkpoint(save(model, source, folder, step=1, extra={}))
+    assert is_checkpoint(save(tmp_path))
 
 
-def test_a_save_that_is_interrupted_leaves_the_older_checkpoint_alone(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save(shared_model(tied=True), source, tmp_path / "step_1", step=1, extra={})
-
-    def interrupt(_path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "_fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save(shared_model(tied=True), source, folder, step=2, extra={})
-    assert json.loads((folder / MARKER_NAME).read_text())["step"] == 1
-    assert leftovers(folder) == ["step_1"]
-
-
-def test_everything_is_on_disk_before_the_name_appears(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, synced, real_fsync = tmp_path / "step_1", [], checkpoint._fsync
-
-    def fsync(path: Path) -> None:
-        synced.append((path.name, folder.exists()))
-        real_fsync(path)
-
-    monkeypatch.setattr(checkpoint, "_fsync", fsync)
-    save(shared_model(tied=True), source, folder, step=1, extra={})
-    *files, scratch, parent = synced
-    assert sorted(files) == sorted((path.name, False) for path in folder.iterdir())
-    assert scratch[0].startswith(".step_1.")
-    assert not scratch[1]
-    assert parent == (tmp_path.name, True)
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """Make the system refuse to let any file of this process grow further, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("limit_bytes", [30_000, 300])  # in the middle of the weights; in the configuration already
+@pytest.mark.parametrize("limit_bytes", [3000, 100])  # in the middle of the weights; in the marker
 @pytest.mark.parametrize("older", [True, False])
-def test_a_disk_that_refuses_is_one_line_with_path_and_bytes_and_leaves_nothing_half(
-    limit_bytes: int, older: bool, source: Path, tmp_path: Path
-) -> None:
-    folder, model = tmp_path / "step_1", shared_model(tied=True)
+def test_a_disk_that_refuses_is_one_line_and_leaves_nothing_half(limit_bytes: int, older: bool, tmp_path: Path) -> None:
     if older:
-        save(model, source, folder, step=1, extra={})
+        save(tmp_path)
+
+    def write(scratch: Path) -> None:
+        fill(scratch, FILES if limit_bytes == 3000 else {CONFIG: b"{}"})
+
     with pytest.raises(UsageError) as caught, largest_file(limit_bytes):
-        save(model, source, folder, step=2, extra={})
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert caught.value.message.startswith(f"cannot write the checkpoint {folder}: ")
+        save(tmp_path, 3, write)
+    assert caught.value.message.startswith(f"cannot write {tmp_path}/step_3: ")
     assert "File too large" in caught.value.message
-    assert f"({num_bytes} bytes of weights, " in caught.value.message
     assert "\n" not in caught.value.message
-    assert leftovers(folder) == (["step_1"] if older else [])
-    assert not older or json.loads((folder / MARKER_NAME).read_text())["step"] == 1
+    assert names(tmp_path) == (["step_3"] if older else [])
+    assert newest(tmp_path, "step_")[0] == (Found(tmp_path / "step_3", progress(3)) if older else None)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_one_line(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(UsageError, match=r"cannot write the checkpoint .*Permission denied"):
-        save(shared_model(tied=True), source, tmp_path / "locked" / "step_1", step=1, extra={})
-
-
-def test_a_parent_that_is_a_file_is_one_line(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot write the checkpoint .*Not a directory"):
-        save(shared_model(tied=True), source, tmp_path / "file" / "step_1", step=1, extra={})
-
-
-def test_a_source_without_a_tokenizer_is_refused_before_anything_is_written(source: Path, tmp_path: Path) -> None:
-    assert [path.name for path in tokenizer_files(source)] == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-    ]
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer_config.json").unlink()
-    with pytest.raises(UsageError, match="has no tokenizer files"):
-        save(shared_model(tied=True), source, tmp_path / "step_1", step=1, extra={})
-    assert leftovers(tmp_path / "step_1") == []
-
-
-def test_a_hub_name_that_is_not_cached_and_cannot_be_reached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def offline(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
-        asked.append((name, local_files_only))
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
-    with pytest.raises(UsageError, match="someone/model has no tokenizer files"):
-        tokenizer_files("someone/model")
-    assert asked == [("someone/model", True), ("someone/model", False)]
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_process_killed_while_saving_or_removing_leaves_whole_checkpoints_alone(seed: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.killed_saver", str(tmp_path), str(seed)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
+    *after_kills, last = [json.loads(line) for line in said.stdout.splitlines()]
+    assert len(after_kills) == KILLS
+    for report in [*after_kills, last]:
+        assert report["whole"]
+        assert report["faults"] == []
+    steps = [report["step"] for report in after_kills]
+    assert steps == sorted(steps)
+    assert steps[-1] >= 3, "it was killed too early to show anything"
+    assert any(report["hidden"] for report in after_kills), "no kill came while it was writing"
+    assert (last["step"], last["hidden"]) == (steps[-1] + 1, [])

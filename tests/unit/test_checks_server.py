@@ -4,11 +4,13 @@ import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.checks import server
+from bridge.checks.result import Check
 from bridge.protocol import Status
 from bridge.weights.manifest import Manifest
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest, shared_memory_handle
@@ -109,13 +111,40 @@ def test_a_later_server_at_the_same_port_is_another_one(changes: dict[str, Any],
     assert "another server" in fence.found
 
 
-def test_a_torn_fence_fails_and_names_the_way_back(played: PlayedServer) -> None:
+def torn(played: PlayedServer, last_checkpoint: str | None) -> Check:
     assert isinstance(played.status, Status)
-    played.status = played.status.model_copy(update={"state": "torn", "holder": dead_server()})
-    fence = server.answers(played.manifest())[1]
+    changes = {"state": "torn", "holder": dead_server(), "last_checkpoint": last_checkpoint}
+    played.status = played.status.model_copy(update=changes)
+    return server.answers(played.manifest())[1]
+
+
+def test_a_torn_fence_fails_and_says_who_died_and_what_follows(played: PlayedServer) -> None:
+    fence = torn(played, None)
     assert fence.status == "FAIL"
-    assert f"pid {os.getpid()} died" in fence.found
-    assert "step_N" in str(fence.remedy)
+    assert fence.found == (
+        f"the weights are torn after version 3: process {os.getpid()} died inside the fence and may have left them half"
+        " written; generation stands still"
+    )
+
+
+def test_a_torn_fence_is_mended_with_the_last_checkpoint(played: PlayedServer, tmp_path: Path) -> None:
+    saved = tmp_path / "my models" / "step_2"
+    saved.mkdir(parents=True)
+    assert torn(played, str(saved)).remedy == f"bridge restore '{saved}'"
+
+
+def test_a_checkpoint_that_is_gone_is_no_remedy_but_named(played: PlayedServer, tmp_path: Path) -> None:
+    remedy = torn(played, str(tmp_path / "step_1")).remedy
+    assert remedy == (
+        f"bridge restore CHECKPOINT ({tmp_path / 'step_1'} is gone; any folder with weights of this model will do; "
+        "the first weights are in: bridge restore tiny)"
+    )
+
+
+def test_without_a_checkpoint_the_first_weights_mend(played: PlayedServer) -> None:
+    remedy = torn(played, None).remedy
+    assert str(remedy).startswith("bridge restore CHECKPOINT (any folder")
+    assert str(remedy).endswith("bridge restore tiny)")
 
 
 @pytest.mark.parametrize("holder", [dead_server(), None])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -52,11 +53,22 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
     ]  # fmt: skip
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
     holder, element = ME.model_dump(), {"parameter": "w", "index": 3}
+    pause = {"holder": holder, "in_flight": "keep", "last_checkpoint": None, "writes": "weights", "takeover": False}
+    release = {"holder": holder, "version": None}
     assert [asked.body for asked in server.asked] == [
-        None, {"holder": holder, "in_flight": "keep"}, {"holder": holder}, {"holder": holder},
+        None, pause, release, release,
         None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
     ]  # fmt: skip
     assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
+
+
+def test_a_takeover_names_its_checkpoint_by_an_absolute_path_and_the_version_it_wants() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        client.pause("keep", last_checkpoint=Path("saved/step_3"), takeover=True)
+        client.publish(3)
+    pause, publish = (asked.body for asked in server.asked)
+    assert (pause["last_checkpoint"], pause["takeover"]) == (str(Path.cwd() / "saved" / "step_3"), True)
+    assert publish["version"] == 3
 
 
 def test_another_address_than_the_manifests_can_be_given() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from bridge.client import BridgeClient
 from bridge.errors import AttachError, ServerUnreachableError
 from bridge.process import ProcessIdentity
-from bridge.protocol import InFlight, Status
+from bridge.protocol import InFlight, Status, Written
 from bridge.weights import fence
 
 
@@ -25,13 +26,23 @@ class FakeClient:
     def __init__(self, failing: dict[str, Exception] | None = None) -> None:
         self.calls: list[str] = []
         self.version = 4
+        self.named: Path | None = None
+        self.writes: Written | None = None
         self._failing = failing or {}
 
-    def pause(self, in_flight: InFlight) -> Status:
-        return self._call(f"pause {in_flight}")
+    def pause(
+        self,
+        in_flight: InFlight,
+        *,
+        last_checkpoint: Path | None = None,
+        writes: Written = "weights",
+        takeover: bool = False,
+    ) -> Status:
+        self.named, self.writes = last_checkpoint, writes
+        return self._call(f"pause {in_flight}{' takeover' * takeover}")
 
-    def publish(self) -> Status:
-        self.version += 1
+    def publish(self, version: int | None = None) -> Status:
+        self.version = max(self.version + 1, version or 0)
         return self._call("publish")
 
     def resume(self) -> Status:
@@ -173,6 +184,53 @@ def test_outside_of_the_main_thread_the_fence_works_without_signals() -> None:
     assert fake.calls == ["pause keep", "write", "publish"]
 
 
+def restore(fake: FakeClient, write: Callable[[], None], version: int = 0) -> fence.FenceTimes:
+    return fence.restore(cast(BridgeClient, fake), write, version=version, last_checkpoint=Path("saved/step_3"))
+
+
+def test_an_update_names_what_would_mend_it_and_never_takes_over() -> None:
+    fake = FakeClient()
+    fence.update(cast(BridgeClient, fake), lambda: None, in_flight="keep", last_checkpoint=Path("saved/step_2"))
+    assert (fake.calls, fake.named) == (["pause keep", "publish"], Path("saved/step_2"))
+
+
+def test_a_restore_takes_the_fence_over_keeps_requests_and_names_its_own_checkpoint() -> None:
+    fake = FakeClient()
+    restore(fake, lambda: fake.calls.append("write"))
+    assert fake.calls == ["pause keep takeover", "write", "publish"]
+    assert fake.named == Path("saved/step_3")
+
+
+@pytest.mark.parametrize(("asked", "published"), [(0, 5), (4, 5), (5, 5), (9, 9)])
+def test_a_restore_publishes_as_the_next_version_or_the_checkpoints_if_that_is_later(
+    asked: int, published: int
+) -> None:
+    assert restore(FakeClient(), lambda: None, asked).version == published
+
+
+def test_a_restore_that_fails_while_writing_neither_publishes_nor_resumes() -> None:
+    fake = FakeClient()
+
+    def write() -> None:
+        raise OSError("read error")
+
+    with pytest.raises(OSError, match="read error"):
+        restore(fake, write)
+    assert fake.calls == ["pause keep takeover"]
+
+
+def test_an_interrupt_of_a_restore_waits_for_its_end() -> None:
+    fake = FakeClient()
+
+    def write() -> None:
+        interrupt()
+        fake.calls.append("rest")
+
+    with noting(signal.SIGINT, fake.calls):
+        restore(fake, write)
+    assert fake.calls == ["pause keep takeover", "rest", "publish", "SIGINT"]
+
+
 def test_frozen_resumes_without_a_new_version() -> None:
     fake = FakeClient()
     with fence.frozen(cast(Any, fake)):
@@ -204,3 +262,11 @@ def test_a_terminated_process_still_ends_by_that_signal() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "written\n", done.stderr
     assert done.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("writes", ["weights", "adapter"])
+def test_both_ways_say_what_they_write(writes: Written) -> None:
+    updated, restored = FakeClient(), FakeClient()
+    fence.update(cast(BridgeClient, updated), lambda: None, in_flight="keep", writes=writes)
+    fence.restore(cast(BridgeClient, restored), lambda: None, version=0, writes=writes)
+    assert (updated.writes, restored.writes) == (writes, writes)

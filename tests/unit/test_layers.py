@@ -115,6 +115,11 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(f"patches.{name}", None)
 
 
+def laid_out(layers: Any, model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
+    views: dict[str, View] = layers.views(model, layers.places(model, shapes))
+    return views
+
+
 def cut(model: nn.Module, view: View) -> Tensor:
     whole = model.get_parameter(view.parameter).detach()
     return whole.view(-1)[view.offset :].as_strided(view.shape, view.stride)
@@ -122,7 +127,7 @@ def cut(model: nn.Module, view: View) -> Tensor:
 
 def test_every_parameter_is_cut_where_vllms_own_layers_say(layers: Any) -> None:
     model: Any = Model()
-    views = layers.views(model, SHAPES)
+    views = laid_out(layers, model, SHAPES)
     check_coverage(SHAPES, {name: tuple(p.shape) for name, p in model.named_parameters()}, views, layers.padding(model))
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
     for name, expected in {
@@ -132,6 +137,37 @@ def test_every_parameter_is_cut_where_vllms_own_layers_say(layers: Any) -> None:
         "embed.weight": model.embed.weight[:VOCABULARY], "norm.weight": model.norm.weight,
     }.items():  # fmt: skip
         assert torch.equal(cut(model, views[name]), expected), name
+
+
+class Wrapped(nn.Module):
+    """One of vLLM's LoRA layers around a layer."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def with_lora() -> Any:
+    model: Any = Model()
+    model.embed = model.head = Wrapped(model.embed)
+    for block in (model.attn, model.mlp):
+        for name in block:
+            block[name] = Wrapped(block[name])
+    return model
+
+
+@pytest.mark.parametrize("mapper", [None, Mapper(attn_k_proj_weight=("attn.qkv_proj.weight", "k"))])
+def test_with_lora_the_wrapped_layers_are_cut_as_before(layers: Any, mapper: Mapper | None) -> None:
+    plain, model = Model(), with_lora()
+    if mapper is not None:
+        model.hf_to_vllm_mapper = mapper
+    views, before = laid_out(layers, model, SHAPES), laid_out(layers, plain, SHAPES)
+    held = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    check_coverage(SHAPES, held, views, layers.padding(model))
+    assert views["attn.k_proj.weight"].parameter == "attn.qkv_proj.base_layer.weight"
+    assert layers.padding(model) == {"embed.base_layer.weight": (PADDED - VOCABULARY) * HIDDEN}
+    for name, view in before.items():
+        assert (view.offset, view.shape, view.stride) == (views[name].offset, views[name].shape, views[name].stride)
 
 
 def test_the_padding_is_what_no_token_owns(layers: Any) -> None:
@@ -144,7 +180,7 @@ def test_the_padding_is_what_no_token_owns(layers: Any) -> None:
 def test_vllms_own_mapper_is_followed(layers: Any) -> None:
     model: Any = Model()
     model.hf_to_vllm_mapper = Mapper(old_norm_weight=("norm.weight", None), k=("attn.qkv_proj.weight", "k"))
-    views = layers.views(model, {"old.norm.weight": (HIDDEN,), "k": (HEAD, HIDDEN)})
+    views = laid_out(layers, model, {"old.norm.weight": (HIDDEN,), "k": (HEAD, HIDDEN)})
     assert views["old.norm.weight"].parameter == "norm.weight"
     assert torch.equal(cut(model, views["k"]), model.attn["qkv_proj"].weight[16:20])
 
@@ -164,7 +200,7 @@ def test_what_vllms_mappings_do_not_lead_to_is_refused_by_name(
     model: Any = Model()
     model.hf_to_vllm_mapper = Mapper(**mapper)
     with pytest.raises(UnsupportedModelError, match=words):
-        layers.views(model, {name: (HIDDEN,)})
+        laid_out(layers, model, {name: (HIDDEN,)})
 
 
 def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import IncompatibleVersionError
-from patches import compatibility, memory_pool, model_runner, plugin, prefix_cache
+from patches import compatibility, memory_pool, model_runner, plugin, prefix_cache, tether
 
 
 class Pool:
@@ -45,6 +45,7 @@ def test_weights_stay_out_of_the_sleep_pool_and_the_cache_in_it(worker: Any) -> 
 def test_vllm_is_patched_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, value: str | None, patched: bool) -> None:
     order: list[str] = []
     monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
+    monkeypatch.setattr(tether, "tie", lambda: order.append("tie"))
     monkeypatch.setattr(model_runner, "patch", lambda: order.append("runner"))
     monkeypatch.setattr(memory_pool, "patch", lambda: order.append("pool"))
     monkeypatch.setattr(prefix_cache, "patch", lambda: order.append("cache"))
@@ -52,7 +53,7 @@ def test_vllm_is_patched_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, va
     if value is not None:
         monkeypatch.setenv(plugin.ENABLE, value)
     plugin.register()
-    assert order == (["check", "runner", "pool", "cache"] if patched else [])
+    assert order == (["check", "tie", "runner", "pool", "cache"] if patched else [])
 
 
 def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,24 @@
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 
 from bridge import rollouts
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.rollouts import Sampler
+from bridge.openai_api import IdsOf
+from bridge.rollouts import Endpoint, Sampler
 from bridge.types import FinishReason
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
-from tests.unit.openai_server import Bend, openai
+from tests.unit.openai_server import Bend, openai, plain
 
 PROMPTS = [(5, 6), (7,), (8, 9, 10)]
 
 
 def sampler(url: str, *, timeout_s: float = 20) -> Sampler:
-    return Sampler(url, max_new_tokens=16, temperature=0.7, timeout_s=timeout_s)
+    return Sampler(Endpoint(url=url), max_new_tokens=16, temperature=0.7, timeout_s=timeout_s)
 
 
 def error_of(answers: Answers, *, timeout_s: float = 20) -> BridgeError:
@@ -131,7 +133,7 @@ def test_a_choice_that_does_not_fit_is_the_servers_fault(changes: dict[str, Any]
 @pytest.mark.parametrize("changes", [{"token_ids": None}, {"token_ids": ...}, {"logprobs": None}, {"logprobs": ...}])
 def test_a_server_without_token_ids_is_told_from_one_that_is_unwell(changes: dict[str, Any]) -> None:
     error = error_of(bent_choice(**changes))
-    assert type(error) is ServerUnreachableError
+    assert type(error) is UsageError  # starting it again would not help
     assert "token ids" in error.message
     assert "bridge serve-vllm" in error.remedy
 
@@ -149,6 +151,76 @@ def test_a_completion_of_no_tokens_is_one() -> None:
     with serving(bent_choice(token_ids=[], logprobs={"token_logprobs": []}, text="", finish_reason="abort")) as server:
         groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
     assert groups[0][1].token_ids == ()
+
+
+def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **choices: Any) -> tuple[Sampler, Any]:
+    """Sample from a server that knows the protocol alone."""
+    with serving(plain(text_of)) as server:
+        endpoint = Endpoint(url=server.url, version=choices.get("version"))
+        ours = Sampler(
+            endpoint, max_new_tokens=16, temperature=choices.get("temperature", 1.0), timeout_s=20, ids_of=ids_of
+        )
+        return ours, ours.sample(PROMPTS, num_samples=2, seed=0)
+
+
+def test_a_server_that_refuses_what_the_protocol_does_not_know_is_sampled_from() -> None:
+    _, groups = told_by_text(chr, lambda text: (ord(text),))
+    assert [[done.token_ids for done in group] for group in groups] == [
+        [(40 + index, 50 + len(prompt)) for index in range(2)] for prompt in PROMPTS
+    ]
+    assert groups[0][0].logprobs == (-5.7, -5.7)
+
+
+def test_token_ids_that_a_server_writes_as_text_need_no_vocabulary() -> None:
+    _, groups = told_by_text("token_id:{}".format)
+    assert groups[0][1].token_ids == (41, 52)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "number"), [("bad", (), "no tokens"), ("\ufffd", (7, 8, 9), "3 tokens"), ("token_id:x", (), "no")]
+)
+def test_a_text_that_stands_for_no_token_or_several_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        told_by_text(lambda _: text, lambda _: ids)
+    assert f"{text!r} is the text of {number}" in caught.value.message
+    assert "return_token_ids" in caught.value.remedy
+
+
+def test_tokens_told_by_text_are_of_no_use_without_a_vocabulary() -> None:
+    with pytest.raises(UsageError, match="returns no token ids"):
+        told_by_text(chr)
+
+
+def test_token_ids_of_the_server_come_before_any_text() -> None:
+    with serving(bent_choice(logprobs={"token_logprobs": [-1.0] * 3, "tokens": ["a", "b", "c"]})) as server:
+        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+    assert groups[0][1].token_ids == (41, 52, 2)
+
+
+def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
+    with serving(openai()) as server:
+        ours = sampler(server.url)
+        assert ours.lacks == ()
+        ours.sample(PROMPTS, num_samples=1, seed=0)
+        assert ours.lacks == ()
+    by_text, _ = told_by_text("token_id:{}".format)
+    assert ["end token" in by_text.lacks[0], "which version" in by_text.lacks[1]] == [True, True]
+    versioned, _ = told_by_text("token_id:{}".format, version=4, temperature=0.5)
+    assert ["end token" in versioned.lacks[0], "temperature 0.5" in versioned.lacks[1]] == [True, True]
+    assert len(by_text.lacks) == len(versioned.lacks) == 2
+
+
+def test_a_version_that_the_caller_knows_comes_before_the_servers() -> None:
+    with serving(openai(version=lambda: "3")) as server:
+        ours = Sampler(Endpoint(url=server.url, version=0), max_new_tokens=16, temperature=1.0, timeout_s=20)
+        assert ours.sample(PROMPTS, num_samples=1, seed=0)[0][0].weight_version == 0
+
+
+def test_another_model_of_the_server_is_asked_for_by_its_name() -> None:
+    with serving(openai()) as server:
+        ours = Sampler(Endpoint(url=server.url, model="adapter"), max_new_tokens=16, temperature=1.0, timeout_s=20)
+        ours.sample(PROMPTS, num_samples=1, seed=0)
+    assert {asked.body["model"] for asked in server.asked[1:]} == {"adapter"}
 
 
 TOO_LONG = "This model's maximum context length is 256 tokens. However, you requested\n 400 tokens."

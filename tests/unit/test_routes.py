@@ -68,7 +68,7 @@ def app() -> FastAPI:
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_manifest = manifest()
     app.state.bridge_engine = OneRank()
-    app.state.bridge_fence = ServerFence(app.state.bridge_engine)
+    app.state.bridge_fence = ServerFence(app.state.bridge_engine, app.state.bridge_manifest)
 
     @app.get("/v1/quick")
     async def quick() -> str:
@@ -121,6 +121,31 @@ def test_a_passage_over_http(http: TestClient) -> None:
 def test_a_resume_publishes_nothing(http: TestClient) -> None:
     http.post("/bridge/pause", json=HOLDER)
     assert http.post("/bridge/resume", json=HOLDER).json()["version"] == 0
+
+
+def test_what_the_writer_names_is_told_and_versions_never_run_backwards(http: TestClient) -> None:
+    paused = http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": "/saved/step_6"})
+    assert paused.json()["last_checkpoint"] == "/saved/step_6"
+    assert http.post("/bridge/publish", json={**HOLDER, "version": 6}).json()["version"] == 6
+    http.post("/bridge/pause", json=HOLDER)
+    published = http.post("/bridge/publish", json={**HOLDER, "version": 6}).json()
+    assert (published["version"], published["last_checkpoint"]) == (7, "/saved/step_6")
+    assert http.post("/bridge/publish", json={**HOLDER, "version": -1}).status_code == 422
+
+
+def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_a_takeover(
+    http: TestClient, app: FastAPI, tmp_path: Path
+) -> None:
+    http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": str(tmp_path)})
+    app.state.bridge_fence.holder = ME.model_copy(update={"start_ticks": 1})
+    torn = http.get("/bridge/status").json()
+    assert (torn["state"], torn["last_checkpoint"]) == ("torn", str(tmp_path))
+    refused = http.post("/bridge/pause", json=HOLDER)
+    assert refused.status_code == 409
+    assert refused.json()["remedy"] == f"bridge restore {tmp_path}"
+    assert http.post("/bridge/pause", json={**HOLDER, "takeover": True}).json()["state"] == "paused"
+    assert http.post("/bridge/resume", json=HOLDER).status_code == 409
+    assert http.post("/bridge/publish", json=HOLDER).json()["state"] == "serving"
 
 
 def test_a_refusal_is_a_conflict_with_its_remedy(http: TestClient, app: FastAPI) -> None:

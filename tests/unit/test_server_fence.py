@@ -3,7 +3,9 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from bridge.errors import AttachError
 from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight
 from patches.server_fence import ServerFence
+from tests.unit.checks_sample import manifest
 
 ME = ProcessIdentity.current()
 PAUSED = ["pause keep", "settle", "reset"]
@@ -72,7 +75,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 def test_a_passage_pauses_settles_drops_the_cache_and_publishes_once() -> None:
     engine = FakeEngine()
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
@@ -90,7 +93,7 @@ def test_a_passage_pauses_settles_drops_the_cache_and_publishes_once() -> None:
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 def test_requests_under_way_are_treated_as_asked(in_flight: InFlight) -> None:
     engine = FakeEngine()
-    run(ServerFence(engine).pause(ME, in_flight))
+    run(ServerFence(engine, manifest()).pause(ME, in_flight))
     assert engine.calls[0] == f"pause {in_flight}"
 
 
@@ -102,7 +105,7 @@ def test_the_version_is_up_before_a_token_is_generated() -> None:
             seen.append(fence.version)
             await super().resume_generation()
 
-    fence = ServerFence(Engine())
+    fence = ServerFence(Engine(), manifest())
 
     async def passage() -> None:
         await fence.pause(ME, "keep")
@@ -114,7 +117,7 @@ def test_the_version_is_up_before_a_token_is_generated() -> None:
 
 def test_a_release_resumes_with_the_same_version() -> None:
     engine = FakeEngine()
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         await fence.pause(ME, "keep")
@@ -137,7 +140,7 @@ def test_a_release_resumes_with_the_same_version() -> None:
     ids=["cache kept", "weights moved", "pause raises", "settle raises", "reset raises"],
 )
 def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error: type[Exception], words: str) -> None:
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         with pytest.raises(error, match=words):
@@ -154,7 +157,7 @@ def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error:
 
 def test_a_pause_can_be_tried_again_after_it_failed() -> None:
     engine = FakeEngine(failing="reset")
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         with pytest.raises(RuntimeError):
@@ -170,7 +173,7 @@ def test_a_second_living_holder_is_refused_and_the_first_keeps_the_fence() -> No
     child = living()
     other = ProcessIdentity.of(child.pid)
     engine = FakeEngine()
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         await fence.pause(other, "keep")
@@ -192,7 +195,7 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
     child = living()
     other = ProcessIdentity.of(child.pid)
     engine = FakeEngine()
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         results = await asyncio.gather(fence.pause(ME, "keep"), fence.pause(other, "keep"), return_exceptions=True)
@@ -205,11 +208,11 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
         end(child)
 
 
-def test_a_holder_that_dies_leaves_the_weights_torn_for_good() -> None:
+def test_a_holder_that_dies_leaves_the_weights_torn_for_every_ordinary_writer() -> None:
     child = living()
     other = ProcessIdentity.of(child.pid)
     engine = FakeEngine()
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         await fence.pause(other, "keep")
@@ -217,8 +220,9 @@ def test_a_holder_that_dies_leaves_the_weights_torn_for_good() -> None:
         end(child)
         states.append(fence.state)
         assert states == ["paused", "torn"]
-        with pytest.raises(AttachError, match=f"torn: process {other.pid}"):
+        with pytest.raises(AttachError, match=f"torn after version 0: process {other.pid} died") as refused:
             await fence.pause(ME, "keep")
+        assert "bridge restore CHECKPOINT" in refused.value.remedy
         with pytest.raises(AttachError, match="does not hold"):
             await fence.publish(ME)
         assert (fence.state, fence.version) == ("torn", 0)
@@ -228,9 +232,163 @@ def test_a_holder_that_dies_leaves_the_weights_torn_for_good() -> None:
     run(passage())
 
 
+@asynccontextmanager
+async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncIterator[ServerFence]:
+    """A fence whose holder has died."""
+    child = living()
+    fence = ServerFence(engine, manifest())
+    try:
+        await fence.pause(ProcessIdentity.of(child.pid), "keep", last_checkpoint=last_checkpoint)
+    finally:
+        end(child)
+    assert fence.state == "torn"
+    yield fence
+
+
+def test_torn_weights_are_mended_by_who_takes_them_over_and_publishes() -> None:
+    engine = FakeEngine()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            await fence.pause(ME, "keep", takeover=True)
+            assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
+            assert engine.calls == [*PAUSED, *PAUSED]
+            await fence.publish(ME)
+            assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
+            await fence.pause(ME, "keep")
+            await fence.release(ME)
+            assert fence.version == 1
+
+    run(passage())
+
+
+def test_who_took_torn_weights_over_cannot_serve_them_as_they_are() -> None:
+    engine = FakeEngine()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            await fence.pause(ME, "keep", takeover=True)
+            for refused in (fence.release(ME), fence.pause(ME, "keep")):
+                with pytest.raises(AttachError, match="were torn when this process took them over"):
+                    await refused
+            assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
+
+    run(passage())
+
+
+def test_who_dies_in_a_takeover_leaves_the_weights_torn_again_and_the_next_may_mend_them() -> None:
+    engine = FakeEngine()
+    child = living()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            await fence.pause(ProcessIdentity.of(child.pid), "keep", takeover=True)
+            end(child)
+            with pytest.raises(AttachError, match=f"process {child.pid} died"):
+                await fence.pause(ME, "keep")
+            await fence.pause(ME, "keep", takeover=True)
+            await fence.publish(ME)
+            assert (fence.state, fence.version) == ("serving", 1)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+@pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
+def test_a_takeover_that_fails_leaves_torn_weights_paused_and_torn(failing: str) -> None:
+    engine = FakeEngine()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            before = fence.holder
+            engine.failing = failing
+            with pytest.raises(RuntimeError):
+                await fence.pause(ME, "keep", last_checkpoint="/new", takeover=True)
+            assert (fence.state, fence.holder, fence.last_checkpoint) == ("torn", before, None)
+            assert engine.paused
+            assert "resume" not in engine.calls
+
+    run(passage())
+
+
+def test_a_takeover_never_robs_a_living_holder() -> None:
+    child = living()
+    other = ProcessIdentity.of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        await fence.pause(other, "keep")
+        with pytest.raises(AttachError, match=f"process {other.pid} holds the fence") as refused:
+            await fence.pause(ME, "keep", takeover=True)
+        assert refused.value.remedy.endswith(f"kill {other.pid}")
+        assert (fence.state, fence.holder, engine.calls) == ("paused", other, PAUSED)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_a_server_that_serves_may_be_taken_over_too_and_resumes_if_that_fails() -> None:
+    engine = FakeEngine(failing="reset")
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError):
+            await fence.pause(ME, "keep", takeover=True)
+        assert (fence.state, engine.paused) == ("serving", False)
+        engine.failing = ""
+        await fence.pause(ME, "keep", takeover=True)
+        await fence.publish(ME)
+        assert (fence.state, fence.version) == ("serving", 1)
+
+    run(passage())
+
+
+def test_the_refusal_names_the_checkpoint_that_the_dead_one_had_named(tmp_path: Path) -> None:
+    async def passage() -> None:
+        async with torn(FakeEngine(), str(tmp_path)) as fence:
+            with pytest.raises(AttachError) as refused:
+                await fence.pause(ME, "keep")
+            assert refused.value.remedy == f"bridge restore {tmp_path}"
+
+    run(passage())
+
+
+def test_a_writer_that_names_no_checkpoint_keeps_the_one_that_was_named() -> None:
+    fence = ServerFence(FakeEngine(), manifest())
+
+    async def passage() -> None:
+        named = []
+        for last in ("/saved/step_1", None, "/saved/step_2"):
+            await fence.pause(ME, "keep", last_checkpoint=last)
+            await fence.publish(ME)
+            named.append(fence.status().last_checkpoint)
+        assert named == ["/saved/step_1", "/saved/step_1", "/saved/step_2"]
+
+    run(passage())
+
+
+def test_versions_never_run_backwards() -> None:
+    fence = ServerFence(FakeEngine(), manifest())
+
+    async def passage() -> None:
+        published = []
+        for asked in (None, 7, 7, 3, None):
+            await fence.pause(ME, "keep")
+            await fence.publish(ME, asked)
+            published.append(fence.version)
+        assert published == [1, 7, 8, 9, 10]
+
+    run(passage())
+
+
 def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
     engine = FakeEngine()
-    fence = ServerFence(engine)
+    fence = ServerFence(engine, manifest())
     dead = ME.model_copy(update={"start_ticks": 1})
     elsewhere = ME.model_copy(update={"pid_namespace": "pid:[1]"})
 
@@ -241,3 +399,27 @@ def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
         assert (fence.state, engine.calls) == ("serving", [])
 
     run(passage())
+
+
+def test_who_writes_an_adapter_alone_cannot_mend_torn_weights_but_can_mend_an_adapter() -> None:
+    engine = FakeEngine()
+    child = living()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        async with torn(engine) as of_weights:
+            with pytest.raises(AttachError, match="the weights are torn"):
+                await of_weights.pause(ME, "keep", writes="adapter", takeover=True)
+            assert of_weights.state == "torn"
+        await fence.pause(ProcessIdentity.of(child.pid), "keep", writes="adapter", last_checkpoint="/gone")
+        end(child)
+        assert "the adapter is torn" in fence.status().torn()
+        assert fence.status().mending().startswith("bridge restore ADAPTER (/gone is gone")
+        await fence.pause(ME, "keep", writes="adapter", takeover=True)
+        await fence.publish(ME)
+        assert (fence.state, fence.version) == ("serving", 1)
+
+    try:
+        run(passage())
+    finally:
+        end(child)

@@ -12,7 +12,7 @@ from bridge import verify
 from bridge.checks.result import Check
 from bridge.client import BridgeClient
 from bridge.protocol import Element
-from bridge.rollouts import Sampler
+from bridge.rollouts import Endpoint, Sampler
 from bridge.training import batch
 from bridge.training.logprobs import model_logprobs
 from bridge.types import Completion, Group
@@ -154,7 +154,7 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
         return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
 
     with serving(openai(bend)) as http:
-        sampler = Sampler(http.url, max_new_tokens=8, temperature=1.0, timeout_s=20)
+        sampler = Sampler(Endpoint(url=http.url), max_new_tokens=8, temperature=1.0, timeout_s=20)
         check = verify.logprobs(attached, sampler)
     assert check.status == status, check.found
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")

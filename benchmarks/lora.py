@@ -1,0 +1,223 @@
+"""Measure LoRA hot-swap on one GPU: generation against stock vLLM, both hand-overs, and parity after training.
+
+    python -m benchmarks.lora --size 1.5b --rank 16
+
+A Qwen2 configuration with random weights is served twice, side by side, by the stock vLLM with `--enable-lora` and by
+`bridge serve-vllm --max-lora-rank`, both with CUDA graphs and torch.compile on. An adapter on all linear layers is
+trained for three steps by each hand-over and handed over again and again, and the server is compared with base and
+saved adapter in plain PEFT. Both servers generate by the same adapter in turns.
+
+Not covered: what an adapter costs against none (`--base` adds it), and the other modes (`bridge compare`).
+"""
+
+import argparse
+import gc
+import json
+import re
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks._servers import (
+    SIZES,
+    Parity,
+    make_model,
+    rates,
+    say,
+    scatter,
+    serve_command,
+    served,
+    stock,
+    write,
+)
+from bridge.client import BridgeClient
+from bridge.config import TrainConfig
+from bridge.modes import handover
+from bridge.modes.lora_only import LoraOnly
+from bridge.rollouts import Endpoint, Sampler
+from bridge.run_directory import RunDirectory
+from bridge.training.loop import train
+from bridge.types import Group
+from bridge.verify import logprob_diffs, sample
+from bridge.weights import fence, manifest, model_folder
+from bridge.weights.attach import attach
+
+ADAPTER = "compared"
+"""The name of the adapter that both servers serve while their speeds are compared."""
+NUM_STEPS = 3
+
+
+def main() -> None:
+    """Measure one size and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1.5b")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of generation per server")
+    parser.add_argument("--handovers", type=int, default=50, help="hand-overs of each way")
+    parser.add_argument("--base", action="store_true", help="also generate by the base model, without an adapter")
+    options = parser.parse_args()
+    write("lora", {options.size: measure(options)}, options.out)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Serve the model twice and return every figure."""
+    with TemporaryDirectory(prefix="bridge-bench-") as scratch:
+        folder = Path(scratch)
+        model = make_model(options.size, folder / "model")
+        command = serve_command(model, folder, max_lora_rank=options.rank)
+        with served(command, folder / "patched.log") as url:
+            exported = manifest.load(command.manifest)
+            spread(exported)
+            by_disk = trained(options, folder, model, "disk", Sampled(url, options))
+            by_memory = trained(options, folder, model, "memory", Sampled(url, options))
+            plain = stock(serve_command(model, folder, max_lora_rank=options.rank))
+            with served(plain, folder / "stock.log") as stock_url:
+                speeds = compare_speed(options, (stock_url, url), by_memory.pop("adapter"))
+            by_disk.pop("adapter")
+        graphs = [*graphs_captured(folder / "patched.log"), *graphs_captured(folder / "stock.log")]
+    result = {"rank": options.rank, "cuda_graphs": graphs, **speeds, "memory": by_memory, "disk": by_disk}
+    say(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
+    return result
+
+
+def spread(exported: manifest.Manifest) -> None:
+    """Give vLLM's dummy weights a spread that says something, through the fence."""
+    attached = attach(exported)
+    with BridgeClient(exported, timeout_s=600) as client:
+        fence.update(client, lambda: scatter(attached), in_flight="keep")
+
+
+class Sampled:
+    """Samples the same prompts again and again."""
+
+    def __init__(self, url: str, options: argparse.Namespace) -> None:
+        self._url, self._vocabulary = url, int(str(SIZES[options.size]["vocab_size"]))
+
+    def by(self, name: str | None) -> list[Group]:
+        """Sample completions by the model or adapter `name`."""
+        endpoint = Endpoint(url=self._url, model=name)
+        return sample(Sampler(endpoint, max_new_tokens=24, temperature=1.0, timeout_s=600), self._vocabulary)
+
+
+def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sampled: Sampled) -> dict[str, Any]:
+    """Train three steps by one hand-over, then hand over again and again, and compare with plain PEFT."""
+    config = TrainConfig.model_validate(
+        {
+            "model_name": str(model), "mode": "lora_only", "lora_handover": way, "lora_r": options.rank,
+            "lora_alpha": 2.0 * options.rank, "training_steps": NUM_STEPS, "lr": 1e-3, "max_new_tokens": 64,
+            "micro_batch_tokens": 4096, "gradient_checkpointing": True, "vllm_config_path": folder / "manifest.json",
+            "save_path": folder / f"saved-{way}",
+        }
+    )  # fmt: skip
+    steps: list[dict[str, Any]] = []
+    run = RunDirectory.create(folder / f"run-{way}", environment="parity")
+    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    summary = train(config, Parity(), run, lambda step: steps.append(asdict(step)))
+    gc.collect()
+    parity = compare_with_peft(folder, summary.checkpoint, sampled)
+    return {
+        "adapter": summary.checkpoint,
+        "base_bytes_beside_the_servers": summary.weight_bytes - adapter_bytes(summary.checkpoint, way),
+        "gpu_bytes_left_behind": torch.cuda.memory_allocated() - before if torch.cuda.is_available() else None,
+        "parity": parity,
+        "steps": steps,
+        **handed_over(options, config, run),
+    }
+
+
+def adapter_bytes(checkpoint: Path, way: str) -> int:
+    """Return the bytes of the trainer's own adapter: none by memory."""
+    return 0 if way == "memory" else sum(tensor.nbytes for tensor in load(checkpoint).values())
+
+
+def load(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Read an adapter's matrices."""
+    matrices: dict[str, torch.Tensor] = load_file(checkpoint / "adapter_model.safetensors")
+    return matrices
+
+
+def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
+    """Hand an adapter over again and again without changing it; in ms, and with the first token by it."""
+    mode = LoraOnly(config, run)
+    try:
+        mode.open()
+        bare, with_token = [], []
+        for _ in range(options.handovers):
+            start = time.perf_counter()
+            times = mode.publish(lambda: None, last_checkpoint=None)
+            first_token(mode.endpoint)
+            with_token.append(1e3 * (time.perf_counter() - start))
+            bare.append(1e3 * (times.pause_s + times.publish_s))
+    finally:
+        mode.close()
+    return {
+        "handover_ms": {"p50": statistics.median(bare), "p90": sorted(bare)[int(0.9 * len(bare))], "max": max(bare)},
+        "handover_and_first_token_ms": {"p50": statistics.median(with_token), "max": max(with_token)},
+    }
+
+
+def first_token(endpoint: Endpoint) -> None:
+    """Generate one token."""
+    body = {"model": endpoint.model, "prompt": [5] * 32, "max_tokens": 1}
+    httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
+def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: Path) -> dict[str, Any]:
+    """Let both servers generate in turns: stock vLLM by the saved adapter, ours by the slot that it was trained in."""
+    body = {"lora_name": ADAPTER, "lora_path": str(adapter)}
+    httpx.post(f"{urls[0]}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+    stock_rates, patched_rates = rates(urls, options, (ADAPTER, handover.ADAPTER))
+    figures: dict[str, Any] = {
+        "stock_tokens_per_s": statistics.median(stock_rates),
+        "patched_tokens_per_s": statistics.median(patched_rates),
+        "patched_over_stock": statistics.median(p / s for p, s in zip(patched_rates, stock_rates, strict=True)),
+        "rounds": {"stock": stock_rates, "patched": patched_rates},
+    }
+    if options.base:
+        figures["base_tokens_per_s"] = statistics.median(rates(urls, options)[1])
+    return figures
+
+
+def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[str, float]:
+    """Compare the server's log-probabilities by the trained adapter with base and saved adapter in plain PEFT."""
+    base = folder / "base"
+    if not base.is_dir():
+        base.mkdir()
+        model_folder.save(attach(manifest.load(folder / "manifest.json")).model, folder / "model", base)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device)
+    without = logprob_diffs(plain, served_groups := sampled.by(newest_adapter(sampled)))
+    parity = logprob_diffs(PeftModel.from_pretrained(plain, checkpoint).eval().base_model.model, served_groups)
+    return {
+        "mean": parity.mean().item(), "max": parity.max().item(), "base_alone_max": without.max().item(),
+        "base_served_max": logprob_diffs(
+            AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device), sampled.by(None)
+        ).max().item(),
+    }  # fmt: skip
+
+
+def newest_adapter(sampled: Sampled) -> str:
+    """Return the name of the adapter that is served beside the base model."""
+    names = [model["id"] for model in httpx.get(f"{sampled._url}/v1/models").json()["data"]]
+    return next(str(name) for name in names if name.startswith(handover.ADAPTER))
+
+
+def graphs_captured(log: Path) -> list[str]:
+    """Return the lines in which vLLM says that it captured CUDA graphs."""
+    return [line for line in log.read_text().splitlines() if re.search(r"[Gg]raph capturing finished", line)][:1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Hand an adapter over by disk: save each version, let the server load it by its own route, and drop the one before.
+
+Works with any vLLM. Nothing is paused: every version has a name of its own, and requests under way go on with the
+adapter that they asked for.
+
+Not covered: the slot that vLLM copies it into.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from bridge.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.config import TrainConfig
+from bridge.modes.handover import ADAPTER, post, saved, unload, unload_earlier
+from bridge.rollouts import Endpoint
+from bridge.run_directory import RunDirectory
+from bridge.weights import fence
+from bridge.weights.adapter import Adapter
+from bridge.weights.fence import FenceTimes
+from bridge.weights.manifest import Manifest
+
+
+class DiskHandover:
+    """An adapter that one server loads again and again."""
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, url: str, manifest: Manifest | None) -> None:
+        """Prepare for the server at `url`; `manifest` is its own, where it has one."""
+        self._run, self._manifest = run, manifest
+        self._http = httpx.Client(base_url=url, timeout=config.request_timeout_s, trust_env=False)
+        self._url = url
+        self.version = -1
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, asked for the newest version; the name says which it is."""
+        return Endpoint(url=self._url, model=_versioned(self.version), version=self.version)
+
+    def take(self, adapter: Adapter) -> None:
+        """Hand over the adapter as it is."""
+        unload_earlier(self._http)
+        if self._manifest is not None and self._manifest.lora_slots:  # an earlier run may have trained in memory
+            with BridgeClient(self._manifest, timeout_s=CONTROL_LIMIT_S, url=self._url) as client:
+                client.release_adapter()
+        self._hand_over(adapter, self.version + 1)
+
+    def beside_bytes(self, adapter: Adapter) -> int:
+        """Return the size of the trainer's own adapter."""
+        return adapter.num_bytes()
+
+    def publish(self, adapter: Adapter, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
+        """Run `write`, then save and load the result."""
+        del last_checkpoint  # no server is ever torn: it loads whole adapters
+        start = time.perf_counter()
+        write()
+        written = time.perf_counter()
+        with fence.deferred_interrupt():
+            self._hand_over(adapter, self.version + 1)
+        published = time.perf_counter()
+        return FenceTimes(version=self.version, pause_s=0.0, write_s=written - start, publish_s=published - written)
+
+    def restore(self, adapter: Adapter, write: Callable[[], None], *, version: int) -> None:
+        """Run `write` and hand the result over."""
+        write()
+        self._hand_over(adapter, max(version, self.version + 1))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def _hand_over(self, adapter: Adapter, version: int) -> None:
+        folder = saved(adapter, self._run.served / _versioned(version))
+        post(self._http, "load_lora_adapter", {"lora_name": _versioned(version), "lora_path": str(folder)})
+        old, self.version = self.version, version
+        if old >= 0:  # only now: vLLM may read an adapter again as long as it serves it
+            unload(self._http, _versioned(old))
+            shutil.rmtree(self._run.served / _versioned(old), ignore_errors=True)
+
+
+def _versioned(version: int) -> str:
+    return f"{ADAPTER}-{version}"

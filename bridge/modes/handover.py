@@ -1,0 +1,103 @@
+"""What every way of getting a trained adapter into vLLM's LoRA slot offers to `lora_only`.
+
+Not covered: the two ways, `memory_handover.py` and `disk_handover.py`; the adapter (`bridge/weights/adapter.py`).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from bridge.client import unreachable
+from bridge.errors import UsageError
+from bridge.rollouts import Endpoint
+from bridge.weights.adapter import Adapter
+from bridge.weights.fence import FenceTimes
+from bridge.whole_folder import written_whole
+
+ADAPTER = "bridge-adapter"
+"""The name under which the server serves what is trained."""
+
+
+class Handover(Protocol):
+    """One way for an adapter to reach the server."""
+
+    version: int
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, and the name to ask for."""
+        ...
+
+    def take(self, adapter: Adapter) -> None:
+        """Let the server serve the adapter as it is."""
+        ...
+
+    def beside_bytes(self, adapter: Adapter) -> int:
+        """Return the bytes of the adapter that this process holds beside the server's."""
+        ...
+
+    def publish(self, adapter: Adapter, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
+        """Run `write`, which changes the adapter, and make the result the next version."""
+        ...
+
+    def restore(self, adapter: Adapter, write: Callable[[], None], *, version: int) -> None:
+        """Run `write`, which sets the whole adapter, and make the result `version` or a later one."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+def unload(http: httpx.Client, name: str) -> None:
+    """Let the server forget the adapter `name`."""
+    post(http, "unload_lora_adapter", {"lora_name": name})
+
+
+def unload_earlier(http: httpx.Client) -> None:
+    """Let the server forget what an earlier run handed over by disk.
+
+    Raises:
+        ServerUnreachableError: the server does not answer, or not as vLLM does.
+    """
+    try:
+        names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+    except (httpx.TransportError, httpx.DecodingError, ValueError, KeyError, TypeError) as error:
+        raise unreachable(str(http.base_url), f"{type(error).__name__}: {error}") from error
+    for name in names:
+        if name.startswith(f"{ADAPTER}-"):
+            unload(http, name)
+
+
+def post(http: httpx.Client, route: str, body: dict[str, str]) -> None:
+    """Call one of vLLM's own routes for adapters.
+
+    Raises:
+        ServerUnreachableError: the server does not answer, or is unwell.
+        UsageError: it takes no adapter, or not this one.
+    """
+    url = str(http.base_url)
+    try:
+        answer = http.post(f"/v1/{route}", json=body)
+    except (httpx.TransportError, httpx.DecodingError) as error:
+        raise unreachable(url, f"{type(error).__name__}: {error}") from error
+    words = " ".join(answer.text.split())[:300]
+    if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise unreachable(url, f"/v1/{route} answered {answer.status_code}: {words}")
+    if not answer.is_success:
+        raise UsageError(
+            f"the server at {url} takes no adapter: {answer.status_code} {words}",
+            remedy="bridge serve-vllm --max-lora-rank R; any other vLLM: --enable-lora --max-lora-rank R and the "
+            "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        )
+
+
+def saved(adapter: Adapter, folder: Path) -> Path:
+    """Write the adapter to `folder`, whole, and return its absolute path."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(folder, replaceable=lambda _: True, durable=False) as scratch:
+        adapter.save(scratch)
+    return folder

@@ -1,0 +1,140 @@
+"""Hand an adapter over by memory: its tensors are vLLM's slot, and the fence is all that is left to do.
+
+Not covered: the fence (`bridge/weights/fence.py`), how the server keeps the slot (`patches/lora_slots.py`).
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import torch
+from torch import nn
+
+from bridge.client import BridgeClient
+from bridge.config import TrainConfig
+from bridge.errors import AttachError
+from bridge.modes.handover import ADAPTER, saved, unload_earlier
+from bridge.rollouts import Endpoint
+from bridge.run_directory import RunDirectory
+from bridge.weights import fence
+from bridge.weights.adapter import Adapter, Matrices
+from bridge.weights.attach import open_handles
+from bridge.weights.fence import FenceTimes
+from bridge.weights.manifest import Manifest
+
+
+class MemoryHandover:
+    """The adapter in a slot of one live server."""
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, manifest: Manifest) -> None:
+        self._config, self._run, self._manifest = config, run, manifest
+        url = config.server_url(manifest.url)
+        self._client = BridgeClient(manifest, timeout_s=config.request_timeout_s, url=url)
+        status = self._client.status()
+        if not config.resume:
+            status.refuse_torn()
+        self.version = status.version
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, which tells its version with each answer."""
+        return Endpoint(url=self._client.url, model=ADAPTER)
+
+    def take(self, adapter: Adapter) -> None:
+        """Let the server put the adapter into a slot, and move the adapter's tensors there.
+
+        Raises:
+            AttachError: the server has no slots, none for one of the modules, or of another rank.
+        """
+        self._refuse_missing_slots(adapter)
+        with httpx.Client(base_url=self._client.url, trust_env=False) as http:
+            unload_earlier(http)  # or there may be no slot
+        folder = saved(adapter, self._run.served / ADAPTER)
+        slot = self._client.adapter(ADAPTER, folder)
+        shutil.rmtree(folder)
+        slots = {name: self._open_slot(name, slot, adapter) for name in adapter.modules}
+        if not all(_hold(there, adapter.modules[name]) for name, there in slots.items()):
+            raise AttachError(
+                "the server's slot does not hold the adapter that it was given", remedy="restart the server"
+            )
+        self._pass_fence(lambda: _move(adapter, slots))
+
+    def beside_bytes(self, adapter: Adapter) -> int:
+        """Return 0: the adapter lies in the server."""
+        del adapter
+        return 0
+
+    def publish(self, adapter: Adapter, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
+        """Run `write` inside the fence."""
+        del adapter  # it is there already
+        with fence.deferred_interrupt():
+            times = fence.update(
+                self._client,
+                write,
+                in_flight=self._config.in_flight,
+                last_checkpoint=last_checkpoint,
+                writes="adapter",
+            )
+            self.version = times.version
+        return times
+
+    def restore(self, adapter: Adapter, write: Callable[[], None], *, version: int) -> None:
+        """Run `write` inside a fence that a torn server grants too."""
+        del adapter
+        with fence.deferred_interrupt():
+            self.version = fence.restore(self._client, write, version=version, writes="adapter").version
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _pass_fence(self, write: Callable[[], None]) -> None:
+        """Run `write`, which sets the whole adapter; going on from a checkpoint, a torn server grants it too."""
+        if self._config.resume:
+            times = fence.restore(self._client, write, version=0, writes="adapter")
+        else:
+            times = fence.update(self._client, write, in_flight=self._config.in_flight, writes="adapter")
+        self.version = times.version
+
+    def _refuse_missing_slots(self, adapter: Adapter) -> None:
+        slots = self._manifest.lora_slots
+        if not slots:
+            raise AttachError(
+                "the server takes no adapters", remedy=f"bridge serve-vllm --max-lora-rank {self._config.lora_r}"
+            )
+        missing = sorted(adapter.modules.keys() - slots.keys())
+        if missing:
+            raise AttachError(
+                f"vLLM has no slot that could be shared for {len(missing)} modules, the first: {missing[0]}",
+                remedy="leave them out with --lora-target-modules, or --lora-handover disk",
+            )
+        rank = next(iter(slots.values())).lora_a.shape[2]
+        if rank != self._config.lora_r:
+            raise AttachError(
+                f"the server's slots have rank {rank}, and the adapter has rank {self._config.lora_r}: in memory they"
+                " have to be the same",
+                remedy=f"--lora-r {rank}; or bridge serve-vllm --max-lora-rank {self._config.lora_r}, if vLLM has that"
+                " size; or --lora-handover disk",
+            )
+
+    def _open_slot(self, name: str, slot: int, adapter: Adapter) -> Matrices:
+        handles = self._manifest.lora_slots[name]
+        device = adapter.modules[name].lora_a.device
+        opened = open_handles({"a": handles.lora_a, "b": handles.lora_b}, device)
+        return Matrices(nn.Parameter(opened["a"][slot, 0]), nn.Parameter(opened["b"][slot, 0]))
+
+
+def _hold(there: Matrices, ours: Matrices) -> bool:
+    """Tell whether a slot holds our matrices, but for the rounding of dividing and multiplying by the scaling."""
+    pairs = (there.lora_a, ours.lora_a), (there.lora_b, ours.lora_b)
+    return all(torch.allclose(one.float(), other.float(), rtol=1 / 64, atol=1e-6) for one, other in pairs)
+
+
+def _move(adapter: Adapter, slots: dict[str, Matrices]) -> None:
+    """Copy the adapter into its slots and let its parameters lie there from now on."""
+    with torch.no_grad():
+        for name, ours in adapter.modules.items():
+            for here, there in ((ours.lora_a, slots[name].lora_a), (ours.lora_b, slots[name].lora_b)):
+                there.copy_(here)
+                here.data = there.data

@@ -1,0 +1,200 @@
+"""How a server gets the weights of a trainer that owns its copy: by a restart, or into the weights that it shares.
+
+Not covered: the copy itself and when the server gets it (`none.py`), starting processes (`bridge run`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from bridge import whole_folder
+from bridge.client import BridgeClient
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.modes import served
+from bridge.modes.mode import Engine
+from bridge.rollouts import Endpoint
+from bridge.run_directory import RunDirectory
+from bridge.weights import fence, manifest, model_folder
+from bridge.weights.attach import attach, attach_again
+
+
+class Reload(Protocol):
+    """One way for a whole model to reach a server."""
+
+    version: int
+    """Version that the server serves."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, as the rollouts ask it."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type that the copy has to have; None: its configuration's."""
+        ...
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """Make sure that the server serves `model`, as it was loaded from the name that both were given."""
+        ...
+
+    def hand_over(self, model: PreTrainedModel) -> float:
+        """Let the server serve `model` as its next version; return the seconds until it had paused."""
+        ...
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        """Let the server serve a saved model as `version` or a later one."""
+        ...
+
+    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+        """Start the dead server again with a saved model; None: the one that it was started with."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the server."""
+        ...
+
+
+class Restart:
+    """Each version is a folder that the server is started again with: any server that we start can do that."""
+
+    dtype: torch.dtype | None = None
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, engine: Engine | None) -> None:
+        if engine is None:
+            raise UsageError(
+                "--reload restart starts the server again for each version, and this one was not started by us",
+                remedy="bridge run --mode none, or --start-command 'vllm serve {model} --port N', or bridge serve-vllm"
+                " and --reload in-place",
+            )
+        self._config, self._run, self._engine = config, run, engine
+        self.version = 0
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, which knows of no versions."""
+        return Endpoint(url=self._config.server_url(), version=self.version)
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """Do nothing: the server was started for this run, with the model's name."""
+
+    def hand_over(self, model: PreTrainedModel) -> float:
+        """Save `model` and start the server again with it; nothing is paused before."""
+        folder = _save(self._run.served / f"version_{self.version + 1}", model, self._config)
+        self._start(self._engine, folder, self.version + 1)
+        return 0.0
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        """Start the server again with a checkpoint."""
+        self._start(self._engine, checkpoint, max(version, self.version + 1))
+
+    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+        """Start the server again."""
+        self._start(engine, checkpoint or self._config.model_name, self.version + 1)
+
+    def close(self) -> None:
+        """Remove the folder that the server was started with: it holds its weights, and ends with this run."""
+        _remove_versions(self._run.served)
+        _remove_empty(self._run.served)
+
+    def _start(self, engine: Engine, model: str | Path, version: int) -> None:
+        engine.restart(model)
+        self.version = version
+        _remove_versions(self._run.served, but=model)
+
+
+class InPlace:
+    """Each version is a folder whose weights are loaded into those that the server shares, inside the fence."""
+
+    def __init__(self, config: TrainConfig, run: RunDirectory) -> None:
+        self._config, self._run = config, run
+        self._manifest = served.find(config)
+        self._connect()
+        status = self._client.status()
+        if not config.resume:  # which writes every weight anew
+            status.refuse_torn()
+        self.version = status.version
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, which tells its version with each answer."""
+        return Endpoint(url=self._client.url)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The server's own: its weights are loaded as they are saved, to the bit."""
+        return getattr(torch, self._manifest.dtype, None)
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """Attach, and hand `model` over to a server that holds what an earlier run has trained."""
+        self._attached = attach(self._manifest)
+        if self.version > 0:
+            self.hand_over(model)
+
+    def hand_over(self, model: PreTrainedModel) -> float:
+        """Save `model`, then load it inside the fence."""
+        with self._saved(model) as folder, fence.deferred_interrupt():
+            times = fence.update(
+                self._client, lambda: self._load(folder), in_flight=self._config.in_flight, last_checkpoint=folder
+            )
+            self.version = times.version
+        return times.pause_s
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        """Load a checkpoint inside a fence that a torn server grants too."""
+        with fence.deferred_interrupt():
+            times = fence.restore(
+                self._client, lambda: self._load(checkpoint), version=version, last_checkpoint=checkpoint
+            )
+            self.version = times.version
+
+    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+        """Start the server again and attach to it anew."""
+        self._client.close()
+        engine.restart(checkpoint or self._config.model_name)
+        self._manifest = manifest.load(self._config.vllm_config_path)
+        self._connect()
+        self._attached = attach_again(self._attached, self._manifest)
+        self.version = fence.restore(self._client, lambda: None, version=self.version + 1).version
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+        _remove_empty(self._run.served)
+
+    def _connect(self) -> None:
+        url = self._config.server_url(self._manifest.url)
+        self._client = BridgeClient(self._manifest, timeout_s=self._config.request_timeout_s, url=url)
+
+    def _load(self, folder: Path) -> None:
+        model_folder.load_into(self._attached.model, folder)
+
+    @contextmanager
+    def _saved(self, model: PreTrainedModel) -> Iterator[Path]:
+        """Save `model` while the block lasts; after an error it stays: a torn server names it as its remedy."""
+        folder = _save(self._run.served / f"version_{self.version + 1}", model, self._config)
+        yield folder
+        _remove_versions(self._run.served)
+
+
+def _save(folder: Path, model: PreTrainedModel, config: TrainConfig) -> Path:
+    """Write `model` whole; not durably: a machine that goes down takes the server with it."""
+    with whole_folder.written_whole(folder, replaceable=lambda _: True, durable=False) as scratch:
+        model_folder.save(model, config.model_name, scratch)
+    return folder.absolute()
+
+
+def _remove_versions(served_folder: Path, *, but: str | Path | None = None) -> None:
+    for folder in served_folder.glob("version_*"):
+        if folder.absolute() != but:
+            whole_folder.remove(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it was never made, or holds what a torn server is to be mended with
+        folder.rmdir()

@@ -1,0 +1,127 @@
+"""What an OpenAI-compatible server is asked for, and what is made of its answer.
+
+vLLM is asked for token ids and for sampling without any cut. Any other server is asked by the protocol's own fields
+alone, since many refuse the rest; its token ids come from `logprobs.tokens`: `token_id:123` as it stands, any other
+string by the tokenizer's vocabulary, where it has to stand for one token. Text is never tokenised again.
+
+Such a server leaves the end token out of a completion that ended by itself: the tokens before it are trained by the
+reward of the whole, the choice to end there is not.
+
+Not covered: sending it (`rollouts.py`), the vocabulary (`vocabulary.py`).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat
+
+from bridge.client import unreachable
+from bridge.errors import UsageError
+from bridge.types import Completion, FinishReason
+
+IdsOf = Callable[[str], Sequence[int]]
+"""The text of a token, as a server writes it -> the ids of all tokens that it may stand for."""
+VLLM = "vllm"
+TOKEN_ID = re.compile(r"token_id:(\d+)")
+BEYOND_THE_PROTOCOL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
+"""What vLLM is told beside the protocol's fields: a model's own defaults must not cut the distribution."""
+TAKE_ANOTHER = (
+    "take vLLM, which knows `return_token_ids` (bridge serve-vllm, or any of the supported range), or a server that "
+    "writes its tokens as token_id:123"
+)
+
+
+class Logprobs(BaseModel):
+    """The sampled tokens with their log-probabilities."""
+
+    token_logprobs: tuple[FiniteFloat, ...]
+    tokens: tuple[str, ...] | None = None
+
+
+class Choice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason
+    token_ids: tuple[int, ...] | None = None
+    logprobs: Logprobs | None = None
+
+
+class Completions(BaseModel):
+    """The answer of `POST /v1/completions`."""
+
+    choices: tuple[Choice, ...]
+
+
+class Model(BaseModel):
+    """One model that a server lists."""
+
+    id: str
+    owned_by: str | None = None
+
+
+class Models(BaseModel):
+    """The answer of `GET /v1/models`."""
+
+    data: Annotated[tuple[Model, ...], Field(min_length=1)]
+
+    def are_of_vllm(self) -> bool:
+        """Tell whether it is vLLM that lists them; a proxy in front of it answers for itself."""
+        return any(model.owned_by == VLLM for model in self.data)
+
+
+def request(*, max_new_tokens: int, temperature: float, of_vllm: bool) -> dict[str, Any]:
+    """Return the fields that every request to one server has in common."""
+    common = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0, "logprobs": 1}
+    return common | BEYOND_THE_PROTOCOL if of_vllm else common
+
+
+def completion(url: str, choice: Choice, version: int | None, ids_of: IdsOf | None) -> Completion:
+    """Return a choice as what training needs, made by the weights of `version`.
+
+    Raises:
+        UsageError: the server does not tell token ids, or not whose they are.
+        ServerUnreachableError: the answer contradicts itself.
+    """
+    if choice.logprobs is None:
+        raise _without_token_ids(url)
+    token_ids, logprobs = _token_ids(url, choice, choice.logprobs, ids_of), choice.logprobs.token_logprobs
+    if len(token_ids) != len(logprobs):
+        raise unreachable(url, f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        weight_version=version,
+    )
+
+
+def _token_ids(url: str, choice: Choice, logprobs: Logprobs, ids_of: IdsOf | None) -> tuple[int, ...]:
+    if choice.token_ids is not None:
+        return choice.token_ids
+    if logprobs.tokens is None:
+        raise _without_token_ids(url)
+    return tuple(_token_id(url, token, ids_of) for token in logprobs.tokens)
+
+
+def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
+    written = TOKEN_ID.fullmatch(token)
+    if written:
+        return int(written[1])
+    if ids_of is None:
+        raise _without_token_ids(url)
+    found = ids_of(token)
+    if len(found) != 1:
+        raise UsageError(
+            f"the server at {url} tells its tokens by their text alone, and {token!r} is the text of"
+            f" {len(found) or 'no'} tokens of this model, expected one",
+            remedy=TAKE_ANOTHER,
+        )
+    return found[0]
+
+
+def _without_token_ids(url: str) -> UsageError:
+    return UsageError(f"the server at {url} returns no token ids with their log-probabilities", remedy=TAKE_ANOTHER)

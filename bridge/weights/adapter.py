@@ -1,0 +1,160 @@
+"""A LoRA adapter inside a model: put in, trained where it lies, saved and loaded as PEFT does.
+
+vLLM keeps B multiplied by the scaling alpha / r, and computes y = W x + B A x. So do we: B is held multiplied, and
+PEFT's own factor is 1. What is saved is divided again: a plain PEFT adapter.
+
+Not covered: how vLLM gets it (`bridge/modes/lora_only.py`).
+Source: LoRA, arXiv 2106.09685; `LoRALayerWeights.optimize` in vLLM's `lora/lora_weights.py`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+
+NAME = "default"
+"""PEFT's name of the one adapter."""
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The adapter of one module."""
+
+    lora_a: nn.Parameter
+    """Shape [r, in]."""
+    lora_b: nn.Parameter
+    """Shape [out, r], multiplied by the scaling."""
+
+
+class Adapter:
+    """One adapter in one model, whose other weights are frozen."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        """Put a new adapter into `model`: A random by the seed, B zero, both in the model's dtype.
+
+        Raises:
+            UsageError: no module of the model has one of the names.
+        """
+        wanted = config.lora_target_modules
+        chosen: Any = wanted if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+        settings = LoraConfig(
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=chosen,
+            task_type="CAUSAL_LM",
+        )
+        self.scaling = config.lora_alpha / config.lora_r
+        self._peft = _injected(model, settings, config)
+        self._peft.peft_config[NAME].base_model_name_or_path = config.model_name
+        self.modules = {
+            name: Matrices(module.lora_A[NAME].weight, module.lora_B[NAME].weight) for name, module in _layers(model)
+        }
+        for _, module in _layers(model):
+            module.scaling[NAME] = 1.0
+            module.lora_dropout.train()  # the rest of the model stays in evaluation mode
+
+    def lr_factors(self) -> dict[str, float]:
+        """Return every trained parameter by its name in the model, with the factor that it is held multiplied by."""
+        factors = {"lora_A": 1.0, "lora_B": self.scaling}
+        return {
+            f"{module}.{matrix}.{NAME}.weight": factor for module in self.modules for matrix, factor in factors.items()
+        }
+
+    def num_bytes(self) -> int:
+        """Return the size of both matrices of all modules."""
+        return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
+
+    def save(self, folder: Path) -> None:
+        """Write it into `folder` as PEFT and stock vLLM load it."""
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self._unscaled()}, folder / WEIGHTS_NAME, {"format": "pt"}
+        )
+        self._peft.peft_config[NAME].save_pretrained(folder, inference_mode=True)
+
+    def load(self, folder: Path) -> None:
+        """Copy a saved adapter into the matrices, in place.
+
+        Raises:
+            UsageError: it is of another shape, other modules or another scaling; nothing was copied.
+        """
+        saved = self._read(folder)
+        with torch.no_grad():
+            for name, parameter in self._state().items():
+                value = saved[name].to(parameter.device)
+                parameter.copy_(value.float() * self.scaling if "lora_B" in name else value)
+
+    def check(self, folder: Path) -> None:
+        """Check that `load` would take it.
+
+        Raises:
+            UsageError: as `load` does.
+        """
+        self._read(folder)
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
+        try:
+            saved: dict[str, Tensor] = load_file(folder / WEIGHTS_NAME)
+            config = LoraConfig.from_pretrained(str(folder))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UsageError(
+                f"{folder} holds no adapter that can be read: {error}", remedy="name another one"
+            ) from error
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in self._state().items()}
+        odd = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+        if odd or config.lora_alpha / config.r != self.scaling:
+            raise UsageError(
+                f"{folder} is another adapter: rank {config.r}, alpha {config.lora_alpha}, {len(odd)} matrices differ"
+                f"{f', the first: {odd[0]}' if odd else ''}",
+                remedy=f"--lora-r {config.r} --lora-alpha {config.lora_alpha} and the --lora-target-modules it was made"
+                " with",
+            )
+        return saved
+
+    def _state(self) -> Mapping[str, Tensor]:
+        state: Mapping[str, Tensor] = get_peft_model_state_dict(self._peft)
+        return state
+
+    def _unscaled(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is saved; B in float32 where its own dtype could not be multiplied back to the very same bits."""
+        exact = math.frexp(self.scaling)[0] == 0.5  # a power of two
+        for name, tensor in self._state().items():
+            divided = tensor.detach().float() / self.scaling if "lora_B" in name else tensor.detach()
+            yield name, divided.to(tensor.dtype) if exact else divided
+
+
+def _injected(model: PreTrainedModel, settings: LoraConfig, config: TrainConfig) -> PeftModel:
+    try:
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(config.seed)
+            injected: PeftModel = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = sorted(
+            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        )
+        raise UsageError(
+            f"--lora-target-modules {config.lora_target_modules}: the model has no such modules",
+            remedy=f"choose among {', '.join(names)}, or all-linear",
+        ) from error
+    return injected
+
+
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Yield the modules with an adapter, by the names that they have without one."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and NAME in module.lora_A:
+            yield name, module

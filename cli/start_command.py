@@ -1,0 +1,106 @@
+"""`--start-command`: a server of any kind that we start, start again and stop for `--mode none`.
+
+Not covered: servers that somebody else started; none of them is ever touched.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from cli.engine import ServedEngine
+from cli.serve import check_port
+
+MODEL = "{model}"
+EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
+VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartCommand:
+    """How to start one server with any weights."""
+
+    argv: tuple[str, ...]
+    """The program's full path and its arguments, with `{model}` where the model's folder goes."""
+    environment: dict[str, str]
+    """The whole environment of the process: ours, and what stands in front of the program."""
+    model: str
+    """The model that it begins with."""
+    host: str
+    """Where it listens."""
+    port: int
+    """Where it listens."""
+    routes: tuple[str, ...] = ("/health", "/v1/models")
+    """What to ask it for; one that answers 200 means that it serves."""
+    awaited_manifest: None = None
+    """It writes none, or none that we need."""
+
+    @classmethod
+    def of(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
+        """Take the command of `config` apart, without a shell.
+
+        Raises:
+            UsageError: it cannot be taken apart, has no place for the model or no such program, or the port is taken.
+        """
+        assert config.start_command is not None
+        address = urlsplit(config.server_url())
+        host, port = address.hostname or "", address.port or 0
+        variables, parts = _split(config.start_command)
+        if not any(MODEL in part for part in parts):
+            raise UsageError(f"--start-command {config.start_command!r} has no {MODEL} in it", remedy=EXAMPLE)
+        _check_agrees(parts, port)
+        environment = {**outer, **variables}
+        program = _program(parts[0], environment)
+        check_port(host, port, flag="--vllm-port")
+        return cls(argv=(program, *parts[1:]), environment=environment, model=config.model_name, host=host, port=port)
+
+    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
+        """Return the arguments with `model` in its place."""
+        return tuple(part.replace(MODEL, str(model or self.model)) for part in self.argv)
+
+
+@contextmanager
+def started(command: StartCommand | None, log: Path) -> Iterator[ServedEngine | None]:
+    """Run the server of `command` for as long as the context lasts; without a command there is none."""
+    if command is None:
+        yield None
+        return
+    with ServedEngine(command, log).running() as engine:
+        yield engine
+
+
+def _split(command: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables in front of the program, and the rest."""
+    try:
+        parts = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--start-command {command!r}: {error}", remedy=EXAMPLE) from error
+    count = next((place for place, part in enumerate(parts) if not VARIABLE.match(part)), len(parts))
+    return dict(part.split("=", 1) for part in parts[:count]), parts[count:]
+
+
+def _check_agrees(parts: Sequence[str], port: int) -> None:
+    """Refuse a command that names another port than the one that will be asked."""
+    named = re.search(r"--port[ =](\d+)", " ".join(parts))
+    if named and int(named[1]) != port:
+        raise UsageError(
+            f"--start-command listens on port {named[1]}, and the trainer would ask port {port}",
+            remedy=f"--vllm-port {named[1]}",
+        )
+
+
+def _program(name: str, environment: Mapping[str, str]) -> str:
+    """Return the full path of the program `name`, which may lie beside this Python."""
+    places = os.pathsep.join((environment.get("PATH", os.defpath), str(Path(sys.executable).parent)))
+    found = shutil.which(name, path=places)
+    if found is None:
+        raise UsageError(f"--start-command: there is no program {name}", remedy="give its full path, or mend PATH")
+    return str(Path(found).absolute())

@@ -1,0 +1,92 @@
+"""The LoRA slots of a vLLM: which of its tensors they are, and which Hugging Face module each of them serves.
+
+A LoRA layer holds one pair of tensors per module that it fuses, with room for every slot: A of shape (slots, 1, largest
+rank, input) and B of shape (slots, 1, output, largest rank). vLLM reads them at every step and writes them when an
+adapter is loaded into a slot, so whoever writes a slot in between changes that adapter.
+
+Not covered: which adapter has which slot (`adapter.py`). Left out by their shape: slots cut by tensor parallelism or
+`--fully-sharded-loras`, those of experts and of embeddings. Seen in vLLM 0.26 to 0.33, `vllm/lora/layers`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.weights.layout import Shape
+
+SIDES = ("lora_a_stacked", "lora_b_stacked")
+QKV = "qkv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The slots of one Hugging Face module."""
+
+    lora_a: torch.Tensor
+    """Shape (slots, 1, largest rank, input)."""
+    lora_b: torch.Tensor
+    """Shape (slots, 1, output, largest rank)."""
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every tensor of four dimensions that holds slots, by a name for messages; none without LoRA.
+
+    The A of an embedding has three dimensions and a second view that vLLM keeps: it must not be moved.
+    """
+    return {
+        f"{name}.{side}.{index}": piece
+        for name, layer in _layers(model).items()
+        for side in SIDES
+        for index, piece in enumerate(_pieces(layer, side))
+        if piece.dim() == 4
+    }
+
+
+def find(model: nn.Module, shapes: Mapping[str, Shape], places: Mapping[str, tuple[str, Any]]) -> dict[str, Slots]:
+    """Return the slots of each Hugging Face module of `places` whose slots have the plain layout."""
+    layers, found = _layers(model), {}
+    for name, (parameter, shard) in places.items():
+        layer = layers.get(parameter.removesuffix(".weight"))
+        slots = None if layer is None else _slots(layer, shard, shapes[name])
+        if slots is not None:
+            found[name.removesuffix(".weight")] = slots
+    return found
+
+
+def _layers(model: nn.Module) -> Mapping[str, Any]:
+    """Return vLLM's LoRA layers by the plain names of the layers that they stand for (the head's is elsewhere)."""
+    modules: Mapping[str, Any] = getattr(getattr(model, "lora_manager", None), "modules", {})
+    return modules
+
+
+def _pieces(layer: Any, side: str) -> tuple[torch.Tensor, ...]:
+    stacked = getattr(layer, side, ())
+    return (stacked,) if isinstance(stacked, torch.Tensor) else stacked if isinstance(stacked, tuple) else ()
+
+
+def _slots(layer: Any, shard: Any, shape: Shape) -> Slots | None:
+    sides = [_pieces(layer, side) for side in SIDES]
+    index = _index(shard, len(sides[0]))
+    if index is None or len(sides[0]) != len(sides[1]):
+        return None
+    slots = Slots(lora_a=sides[0][index], lora_b=sides[1][index])
+    return slots if _is_plain(slots, shape) else None
+
+
+def _index(shard: Any, num_pieces: int) -> int | None:
+    """Return the place of `shard` among a layer's pieces; None if it has none, or is all of several."""
+    if shard is None:
+        return 0 if num_pieces == 1 else None
+    index = QKV.find(shard) if isinstance(shard, str) else shard
+    return index if isinstance(index, int) and 0 <= index < num_pieces else None
+
+
+def _is_plain(slots: Slots, shape: Shape) -> bool:
+    a, b = slots.lora_a, slots.lora_b
+    if a.dim() != 4 or len(shape) != 2 or not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    num_slots, _, rank, _ = a.shape
+    return tuple(a.shape) == (num_slots, 1, rank, shape[1]) and tuple(b.shape) == (num_slots, 1, shape[0], rank)

@@ -1,0 +1,69 @@
+"""End a process of vLLM when the process that started it is gone.
+
+Symptom: after kill -9 of the API server, EngineCore and the workers live on for minutes and hold their GPU memory, so
+that no server can be started in their place. Cause: they notice only when they next use their connection to it. Safe:
+a process whose parent is gone can serve nobody. Nothing of vLLM is replaced.
+
+Not covered: the API server itself, which ends as whoever started it decides (`cli/children.py`).
+Source: pidfd_open(2): the descriptor becomes readable when that very process ends; vLLM 0.26 to 0.33.
+"""
+
+import errno
+import multiprocessing
+import multiprocessing.util
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from multiprocessing import connection
+
+GRACE_S = 5
+"""Whole seconds between SIGTERM, which vLLM's processes heed while they serve, and SIGKILL."""
+UNSUPPORTED = {errno.ENOSYS, errno.EPERM}
+"""What a kernel or a container without pidfd_open answers."""
+
+
+_seen: set[int] = set()
+"""Processes that were tied, or need not be; a fork inherits it, and is another process."""
+
+
+def tie() -> None:
+    """End this process, and those that are forked from it, when their parents end; a second call changes nothing."""
+    if not _seen:
+        multiprocessing.util.register_after_fork(tie, lambda _: tie())  # vLLM calls no plugin again after a fork
+    if os.getpid() in _seen:
+        return
+    _seen.add(os.getpid())
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent.pid, parent.sentinel), name="tether", daemon=True).start()
+
+
+def _end_after(pid: int | None, sentinel: int) -> None:
+    """Wait for the end of the parent without holding the GIL, then end this process."""
+    _wait_for(pid, sentinel)
+    sys.stderr.write(f"bridge: pid {pid}, which started this process, is gone: ending pid {os.getpid()}\n")
+    # The kernel's own alarm ends a process even while it hangs in its finalisation, where this thread runs no more.
+    signal.alarm(GRACE_S + 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for(pid: int | None, sentinel: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid or 0)
+    except ProcessLookupError:
+        return
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        connection.wait([sentinel])  # after a fork, siblings may hold its other end open: second best
+        return
+    if connection.wait([sentinel], timeout=0):  # it was gone before, and the descriptor is of a later process
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll()

@@ -1,0 +1,396 @@
+"""`bridge restore` on a server without vLLM: real routes, fence and shared memory, and an engine that only notes.
+
+Not covered: the real vLLM and a trainer that is really killed (`tests/cpu/test_restore.py`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from huggingface_hub import constants
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.process import ProcessIdentity
+from bridge.training import checkpoint
+from bridge.training.checkpoint import Progress
+from bridge.weights import manifest as manifests
+from bridge.weights import model_folder
+from bridge.weights.manifest import Manifest
+from cli.main import answer
+from patches import routes
+from patches.server_fence import ServerFence
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import Answer, Asked, HttpServer, serving
+from tests.unit.toy_server import ToyServer
+
+DEAD = ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+
+
+class FakeEngine:
+    """Stands still and goes on, and notes it."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+        self.paused = False
+        self.in_flight: list[str] = []
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        self.in_flight.append(mode)
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        return True
+
+    async def collective_rpc(self, method: str) -> list[list[str]]:
+        assert method == "bridge_settle"
+        return [[]]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server, and what a test may do to it."""
+
+    toy: ToyServer
+    engine: FakeEngine
+    fence: ServerFence
+    http: HttpServer
+
+    def tear(self, last_checkpoint: Path | None = None) -> None:
+        """Leave it as a trainer does that dies after half of its write."""
+        for tensor in list(self.toy.tensors.values())[::2]:
+            tensor.fill_(9.0)
+        self.engine.paused = True
+        self.fence.holder = DEAD
+        self.fence.last_checkpoint = None if last_checkpoint is None else str(last_checkpoint)
+
+    def routes(self) -> list[str]:
+        return [asked.path.removeprefix("/bridge/") for asked in self.http.asked]
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The command line beside that server's manifest."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def restores(self, *arguments: str | Path) -> tuple[dict[str, Any], str]:
+        """Run a restore that works; return what it tells a program, and the last line that it tells a person."""
+        found = answer(["restore", "--json", *map(str, arguments)])
+        out, err = self.capsys.readouterr()
+        assert found == 0, err
+        (line,) = out.splitlines()
+        document: dict[str, Any] = json.loads(line)
+        return document, err.splitlines()[-1]
+
+    def refused(self, code: int, *arguments: str | Path) -> tuple[str, str]:
+        """Run a restore that is refused, and return its error and its hint."""
+        found = answer(["restore", *map(str, arguments)])
+        out, err = self.capsys.readouterr()
+        assert (found, out) == (code, ""), err
+        *_, error, gap, hint = err.splitlines()
+        assert (error[:7], gap, hint[:6]) == ("error: ", "", "hint: "), err
+        return error.removeprefix("error: "), hint.removeprefix("hint: ")
+
+
+def over_http(app: FastAPI) -> Callable[[Asked], Answer]:
+    client = TestClient(app)
+
+    def ask(asked: Asked) -> Answer:
+        headers = {"authorization": asked.headers.get("authorization", "")}
+        response = client.request(asked.method, asked.path, headers=headers, json=asked.body)
+        return Answer(response.text, response.status_code)
+
+    return ask
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    toy = toy_server.serve(tiny.llama(), tmp_path / "model")
+    app, engine = FastAPI(), FakeEngine()
+    routes.BridgeRoutes().attach_router(app)
+    app.state.bridge_manifest, app.state.bridge_engine = toy.manifest, engine
+    app.state.bridge_fence = ServerFence(engine, toy.manifest)
+    with serving(over_http(app)) as http:
+        manifests.write(toy.edited(url=http.url), tmp_path / manifests.MANIFEST_NAME)
+        yield Server(toy, engine, app.state.bridge_fence, http)
+
+
+@pytest.fixture
+def bridge(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Bridge:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("LOGDIR", raising=False)
+    return Bridge(tmp_path, capsys)
+
+
+def other_weights(server: Server, folder: Path) -> PreTrainedModel:
+    """Write a folder with other weights of the served model, as anybody would, and return them."""
+    tiny.write(tiny.llama(), folder, seed=1)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def saved(server: Server, folder: Path, *, step: int, version: int) -> PreTrainedModel:
+    """Write a checkpoint of ours with other weights, and return them."""
+    model = other_weights(server, folder.with_name(f"{folder.name}_source"))
+    progress = Progress(step=step, weight_version=version, problems_drawn=0, run_dir=folder.parent)
+    checkpoint.save(folder, lambda scratch: model_folder.save(model, server.toy.manifest.model, scratch), progress)
+    return model
+
+
+def served(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return every parameter of the model as it lies in the server."""
+    return {
+        name: tensors[view.parameter].flatten()[view.offset :][: torch.Size(view.shape).numel()].view(view.shape)
+        for name, view in manifest.param_mappings.items()
+    }
+
+
+def serves(server: Server, model: PreTrainedModel) -> bool:
+    found = served(server.toy.manifest, server.toy.tensors)
+    same = [torch.equal(parameter, found[name]) for name, parameter in model.named_parameters()]
+    assert len(same) == len(found)
+    return all(same)
+
+
+def test_any_folder_of_the_model_is_loaded_in_place_as_the_next_version(bridge: Bridge, server: Server) -> None:
+    server.fence.version = 4
+    model = other_weights(server, bridge.folder / "other")
+    told, line = bridge.restores("other")
+    assert serves(server, model)
+    assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 5, False)
+    assert server.routes() == ["pause", "publish"]
+    assert server.engine.in_flight == ["keep"]
+    assert told.pop("seconds") > 0
+    assert told == {"checkpoint": str(bridge.folder / "other"), "step": None, "version": 5}
+    assert line.startswith(f"restored {bridge.folder / 'other'} into {server.toy.manifest.model}: version 5, ")
+
+
+def test_rows_that_no_token_owns_are_left_alone(bridge: Bridge, server: Server) -> None:
+    other_weights(server, bridge.folder / "other")
+    bridge.restores("other")
+    assert server.toy.padding_rows()
+    assert all((rows == toy_server.FILLER).all() for rows in server.toy.padding_rows())
+
+
+@pytest.mark.parametrize(("own", "published"), [(0, 7), (6, 7), (9, 10)])
+def test_a_checkpoint_of_ours_brings_its_version_unless_the_servers_is_later(
+    bridge: Bridge, server: Server, own: int, published: int
+) -> None:
+    server.fence.version = own
+    model = saved(server, bridge.folder / "step_3", step=3, version=7)
+    told, line = bridge.restores("step_3")
+    assert serves(server, model)
+    assert (told["step"], told["version"], server.fence.version) == (3, published, published)
+    assert f"{bridge.folder / 'step_3'} (step 3) into" in line
+
+
+def test_a_torn_server_is_mended_and_serves_again(bridge: Bridge, server: Server) -> None:
+    model = saved(server, bridge.folder / "step_3", step=3, version=3)
+    server.fence.version = 3
+    server.tear(bridge.folder / "step_2")
+    bridge.restores("step_3")
+    assert serves(server, model)
+    assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 4, False)
+    assert server.fence.status().last_checkpoint == str(bridge.folder / "step_3")
+
+
+def test_the_model_that_the_server_began_with_mends_too(bridge: Bridge, server: Server) -> None:
+    server.tear()
+    command, restore, model = server.fence.status().mending().removesuffix(")").rpartition("bridge restore ")
+    assert restore
+    assert command.startswith("bridge restore CHECKPOINT")
+    bridge.restores(model)
+    assert serves(server, server.toy.reference)
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(
+    bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = bridge.folder / "hub" / "models--some--model"
+    model = other_weights(server, cache / "snapshots" / "0a1b")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0a1b")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bridge.folder / "hub"))
+    bridge.restores("some/model")
+    assert serves(server, model)
+
+
+def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server) -> None:
+    other_weights(server, bridge.folder / "other")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        server.fence.holder = ProcessIdentity.of(child.pid)
+        error, hint = bridge.refused(4, "other")
+    finally:
+        child.kill()
+        child.communicate()
+    assert f"process {child.pid} holds the fence" in error
+    assert hint.endswith(f"kill {child.pid}")
+    assert serves(server, server.toy.reference)
+    assert server.engine.in_flight == []
+
+
+def cut_short(folder: Path) -> None:
+    (weights,) = folder.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size - 10)
+
+
+def changed(folder: Path) -> None:
+    (weights,) = folder.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut_short, changed])
+def test_a_damaged_checkpoint_is_refused_and_a_torn_server_stays_torn(
+    bridge: Bridge, server: Server, damage: Callable[[Path], None]
+) -> None:
+    saved(server, bridge.folder / "step_3", step=3, version=3)
+    server.tear()
+    damage(bridge.folder / "step_3")
+    assert str(bridge.folder / "step_3") in bridge.refused(2, "step_3")[0]
+    assert (server.fence.state, server.engine.paused, server.routes()) == ("torn", True, [])
+
+
+def test_a_plain_folder_that_was_cut_short_is_refused_before_the_pause(bridge: Bridge, server: Server) -> None:
+    other_weights(server, bridge.folder / "other")
+    cut_short(bridge.folder / "other")
+    bridge.refused(2, "other")
+    assert server.routes() == []
+    assert serves(server, server.toy.reference)
+
+
+def test_weights_of_another_model_are_refused_by_both_names(bridge: Bridge, server: Server) -> None:
+    tiny.write(tiny.qwen2(), bridge.folder / "other")
+    error, hint = bridge.refused(2, "other")
+    assert error.startswith(
+        f"{bridge.folder / 'other'} is of another model than {server.toy.manifest.model}, which the server serves: "
+        "model_type qwen2, expected llama"
+    )
+    assert hint.endswith(f"bridge serve-vllm --model {bridge.folder / 'other'}")
+    assert server.routes() == []
+
+
+def test_weights_of_the_same_shapes_that_another_model_computes_with_are_refused(
+    bridge: Bridge, server: Server
+) -> None:
+    config = tiny.llama()
+    config.rope_parameters["rope_theta"] = 500_000.0
+    tiny.write(config, bridge.folder / "other")
+    assert "rope_parameters" in bridge.refused(2, "other")[0]
+    assert server.routes() == []
+
+
+def test_a_folder_without_one_of_the_weights_is_refused_by_name(bridge: Bridge, server: Server) -> None:
+    model = other_weights(server, bridge.folder / "other")
+    state = model.state_dict()
+    del state["model.norm.weight"]
+    model.save_pretrained(bridge.folder / "other", state_dict=state)
+    assert "model.norm.weight" in bridge.refused(2, "other")[0]
+    assert server.routes() == []
+
+
+def test_an_adapter_is_refused(bridge: Bridge, server: Server) -> None:
+    (bridge.folder / "adapter_3").mkdir()
+    (bridge.folder / "adapter_3" / "adapter_config.json").write_text("{}")
+    assert "holds an adapter" in bridge.refused(2, "adapter_3")[0]
+    assert server.routes() == []
+
+
+@pytest.mark.parametrize("name", ["nowhere", "some/model", "/no/such/folder", "file", ""])
+def test_what_is_no_folder_is_refused(
+    bridge: Bridge, server: Server, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bridge.folder / "hub"))
+    (bridge.folder / "file").write_text("")
+    bridge.refused(2, name)
+    assert server.routes() == []
+
+
+def test_an_empty_folder_is_refused(bridge: Bridge, server: Server) -> None:
+    (bridge.folder / "empty").mkdir()
+    assert str(bridge.folder / "empty") in bridge.refused(2, "empty")[0]
+    assert server.routes() == []
+
+
+def test_without_a_server_nothing_is_looked_at(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "DEFAULT_FOLDER", bridge.folder / "default")
+    (bridge.folder / manifests.MANIFEST_NAME).unlink()
+    assert bridge.refused(4, "nowhere")[0].startswith("no manifest")
+
+
+def failing_halfway(error: BaseException) -> Callable[[PreTrainedModel, Path], None]:
+    def load_into(model: PreTrainedModel, _: Path) -> None:
+        with torch.no_grad():
+            next(model.parameters()).fill_(9.0)
+        raise error
+
+    return load_into
+
+
+def test_a_write_that_fails_is_never_served(
+    bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other_weights(server, bridge.folder / "other")
+    monkeypatch.setattr(model_folder, "load_into", failing_halfway(OSError("read error")))
+    with pytest.raises(OSError, match="read error"):
+        answer(["restore", "other"])
+    assert "half written" in capsys.readouterr().err
+    assert server.routes() == ["pause"]
+    assert server.engine.paused
+    assert server.fence.status().last_checkpoint == str(bridge.folder / "other")
+    server.fence.holder = DEAD  # as the server finds it once this process is gone
+    assert server.fence.state == "torn"
+    assert server.fence.status().mending() == f"bridge restore {bridge.folder / 'other'}"
+
+
+def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(
+    bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = other_weights(server, bridge.folder / "other")
+    whole = model_folder.load_into
+
+    def interrupted(attached: PreTrainedModel, folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        whole(attached, folder)
+
+    monkeypatch.setattr(model_folder, "load_into", interrupted)
+    with suppress(KeyboardInterrupt):
+        assert answer(["restore", "other"]) == 130
+    assert "version 1" in capsys.readouterr().err
+    assert serves(server, model)
+    assert (server.fence.state, server.routes()) == ("serving", ["pause", "publish"])
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_cuts_nothing_off(columns: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from cli.main import main; main()", "restore", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
+        check=True,
+    )
+    assert "…" not in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= columns
+    assert "CHECKPOINT" in done.stdout

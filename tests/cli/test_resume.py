@@ -1,0 +1,191 @@
+"""`--resume`: which checkpoint and directory a run goes on with, what it is told, and what it never overwrites."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.run_directory import RunDirectory
+from bridge.training import checkpoint
+from bridge.training.checkpoint import Found, Progress
+from cli import train
+from tests.cli.test_run_directory import metrics, steps
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What `open_run` gave and told."""
+
+    run: RunDirectory
+    found: Found | None
+    told: list[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with `runs/mine`, and the checkpoints of it in `saved`."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def saved(self) -> Path:
+        return self.folder / "saved"
+
+    @property
+    def mine(self) -> Path:
+        return self.folder / "runs" / "mine"
+
+    def save(self, step: int) -> Path:
+        progress = Progress(step=step, weight_version=step, problems_drawn=step, run_dir=self.mine)
+        return checkpoint.save(self.saved / f"step_{step}", lambda folder: self.write(folder, step), progress)
+
+    def write(self, folder: Path, step: int) -> None:
+        (folder / "model.safetensors").write_bytes(bytes([step]) * 100)
+
+    def open(self, **choices: Any) -> Opened:
+        config = TrainConfig.model_validate({"model_name": "m", "save_path": self.saved, **choices})
+        run, found = train.open_run(config)
+        out, err = self.capsys.readouterr()
+        assert out == ""
+        return Opened(run, found, err.splitlines())
+
+    def content(self) -> dict[str, bytes | None]:
+        paths = sorted(self.folder.rglob("*"))
+        return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+    def refused(self, match: str, **choices: Any) -> str:
+        """Open a run that is refused, and return the remedy; nothing may have changed."""
+        before = self.content()
+        with pytest.raises(UsageError, match=match) as caught:
+            self.open(**choices)
+        assert self.content() == before
+        return caught.value.remedy
+
+
+@pytest.fixture
+def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    made = Place(tmp_path, capsys)
+    run = RunDirectory.create(made.mine, environment="arithmetic")
+    for step in range(1, 6):
+        run.append(metrics(step))
+    return made
+
+
+def cut(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_in_its_own_directory(place: Place) -> None:
+    place.save(2)
+    newest = place.save(4)
+    opened = place.open(resume=True)
+    assert opened.found is not None
+    assert (opened.found.folder, opened.found.progress.step) == (newest, 4)
+    assert opened.run.path == place.mine
+    assert opened.told == [f"going on after step 4, from {newest}"]
+    assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([1, 2, 3, 4], [5])
+    opened.run.remove_if_unused()
+    assert place.mine.exists()
+
+
+def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(place: Place) -> None:
+    older = place.save(2)
+    for step in (3, 4):
+        cut(place.save(step))
+    opened = place.open(resume=True)
+    assert [line.partition(":")[0] for line in opened.told[:2]] == ["passed over"] * 2
+    for line, name in zip(opened.told, ("step_4", "step_3"), strict=False):
+        assert f"{place.saved}/{name} is not whole: model.safetensors was cut short" in line
+    assert opened.told[2:] == [f"going on after step 2, from {older}"]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_without_a_whole_checkpoint_it_begins_and_says_so(place: Place, damaged: bool) -> None:
+    if damaged:
+        cut(place.save(3))
+    opened = place.open(resume=True, run_dir=place.folder / "new")
+    assert opened.found is None
+    assert opened.run.path == place.folder / "new"
+    assert opened.told[-1] == f"no checkpoint to go on from in {place.saved}: beginning at step 1"
+    assert len(opened.told) == 1 + damaged
+    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+
+
+def test_its_own_directory_may_be_named(place: Place) -> None:
+    place.save(4)
+    assert place.open(resume=True, run_dir=Path("runs/mine")).run.path == place.mine
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_another_directory_that_is_empty_is_a_new_one(place: Place, exists: bool) -> None:
+    place.save(4)
+    other = place.folder / "other"
+    if exists:
+        other.mkdir()
+    opened = place.open(resume=True, run_dir=other)
+    assert opened.found is not None
+    assert opened.run.path == other
+    assert not opened.run.metrics.exists()
+    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+
+
+def test_another_directory_that_holds_a_run_is_refused(place: Place) -> None:
+    place.save(4)
+    RunDirectory.create(place.folder / "other", environment="arithmetic").append(metrics(1))
+    place.refused("other holds another run", resume=True, run_dir=place.folder / "other")
+
+
+def test_a_directory_that_is_gone_is_made_anew_under_a_name_of_its_own(place: Place) -> None:
+    place.save(4)
+    place.mine.rename(place.folder / "elsewhere")
+    opened = place.open(resume=True)
+    assert opened.found is not None
+    assert opened.run.path.parent == Path("runs")
+    assert opened.run.path.name.endswith("-arithmetic")
+
+
+def test_checkpoints_of_another_run_are_never_overwritten(place: Place) -> None:
+    for step in (2, 4, 6, 100):
+        place.save(step)
+    remedy = place.refused("saved holds checkpoints of another run: step_4, step_6, step_100\n")
+    assert "--resume" in remedy
+    assert "--save-path" in remedy
+    place.refused("holds checkpoints of another run", training_steps=1)
+    assert place.open(save_path=place.folder / "fresh").found is None
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_in_the_way_that_is_not_ours_is_refused_before_anything_starts(place: Place, resume: bool) -> None:
+    (place.saved / "step_7").mkdir(parents=True)
+    (place.saved / "step_7" / "thesis.txt").write_text("precious")
+    if resume:
+        place.save(4)
+    remedy = place.refused(r"saved/step_7 is no checkpoint of ours", resume=resume, training_steps=10)
+    assert "--resume" not in remedy
+    (place.saved / "step_7" / "thesis.txt").unlink()
+    assert place.open(resume=resume, training_steps=10).told is not None
+
+
+def test_what_bears_another_name_is_in_nobodys_way(place: Place) -> None:
+    for name in ("step_7.bak", "adapter_3", "best"):
+        (place.saved / name).mkdir(parents=True)
+        (place.saved / name / "notes.txt").touch()
+    assert place.open(run_dir=place.folder / "new").told == []
+
+
+def test_an_event_in_the_run_is_told_to_people(place: Place) -> None:
+    place.save(4)
+    opened: list[Callable[[], Opened]] = [
+        lambda: place.open(resume=True),
+        lambda: place.open(save_path=place.folder / "fresh"),
+    ]
+    for each in opened:
+        each().run.note("the server died")
+        assert place.capsys.readouterr().err == "the server died\n"

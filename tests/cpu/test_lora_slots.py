@@ -1,0 +1,266 @@
+"""LoRA's slots with the real vLLM on the CPU: exported, filled by vLLM, written by another process, and served.
+
+Not covered: training an adapter (`bridge/modes/lora_only.py`), tensor parallelism, which exports no slots.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bridge.client import BridgeClient
+from bridge.errors import AttachError
+from bridge.rollouts import Endpoint, Sampler
+from bridge.types import Group
+from bridge.verify import NEW_TOKENS, NUM_SAMPLES, logprob_diffs, sample, verify
+from bridge.weights import fence, shared_memory
+from bridge.weights.shard import AnyHandle, SharedMemoryHandle
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+RANK, LARGEST_RANK, ALPHA, LAYERS = 8, 16, 16, 2
+PROJECTIONS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+MODULES = {
+    f"model.layers.{layer}.{block}.{projection}"
+    for layer in range(LAYERS)
+    for block, projections in PROJECTIONS.items()
+    for projection in projections
+}
+LORA = ("--enable-lora", "--max-loras", "1")  # the largest rank is vLLM's default: 16
+PARITY_LIMIT = 0.06
+"""Nats: above that of a model alone, as PEFT rounds each product of A and of B to bf16, and vLLM their sum alone."""
+BLOCK_TOKENS = 128
+"""vLLM's cache block on the CPU: a prefix is cached from this length on."""
+PROMPT = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Serve a Llama with tied embeddings and a padded vocabulary, with LoRA."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = tiny.write(tiny.llama(), folder / "model", std=0.06)
+    with scenarios.served(model, folder / "server", *LORA) as server:
+        yield server
+
+
+def adapted(server: LiveServer, seed: int) -> Any:
+    """Return the model in plain PEFT, with an adapter of random A and B on every linear layer."""
+    base = AutoModelForCausalLM.from_pretrained(server.manifest.model, dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+    fill(model, seed)
+    return model
+
+
+def fill(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def sides(model: Any, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A, and B with the scaling in it, of one module."""
+    layer = model.get_submodule(f"base_model.model.{module}")
+    return layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach() * ALPHA / RANK
+
+
+def opened(handle: AnyHandle) -> torch.Tensor:
+    assert isinstance(handle, SharedMemoryHandle)
+    storage = shared_memory.open_storage(handle.path, handle.storage_size)
+    dtype = getattr(torch, handle.dtype)
+    return torch.empty(0, dtype=dtype).set_(storage, handle.tensor_offset, handle.shape, handle.stride)
+
+
+def slots(server: LiveServer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {name: (opened(slot.lora_a), opened(slot.lora_b)) for name, slot in server.manifest.lora_slots.items()}
+
+
+def assert_slot_holds(server: LiveServer, slot: int, model: Any) -> None:
+    for module, (lora_a, lora_b) in slots(server).items():
+        a, b = sides(model, module)
+        assert torch.equal(lora_a[slot, 0, :RANK], a), module
+        assert torch.equal(lora_b[slot, 0, :, :RANK], b), module
+        assert not lora_a[slot, 0, RANK:].any()
+        assert not lora_b[slot, 0, :, RANK:].any()
+
+
+def write(server: LiveServer, slot: int, model: Any) -> None:
+    for module, (lora_a, lora_b) in slots(server).items():
+        a, b = sides(model, module)
+        lora_a[slot, 0, :RANK].copy_(a)
+        lora_b[slot, 0, :, :RANK].copy_(b)
+
+
+def sampled(server: LiveServer, name: str | None) -> list[Group]:
+    endpoint = Endpoint(url=server.manifest.url, model=name)
+    return sample(Sampler(endpoint, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120), tiny.VOCABULARY)
+
+
+def sampled_long(server: LiveServer, name: str) -> list[Group]:
+    """Sample completions of one prompt that is long enough to be cached."""
+    prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
+    endpoint = Endpoint(url=server.manifest.url, model=name)
+    sampler = Sampler(endpoint, max_new_tokens=8, temperature=1.0, timeout_s=60)
+    completions = sampler.sample([prompt], num_samples=NUM_SAMPLES, seed=1)[0]
+    rewards = (0.0,) * NUM_SAMPLES
+    return [Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=rewards)]
+
+
+def tokens(groups: list[Group]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for group in groups for completion in group.completions]
+
+
+def largest_difference(model: Any, groups: list[Group]) -> float:
+    return logprob_diffs(model.get_base_model(), groups).max().item()
+
+
+def assert_verified(server: LiveServer) -> None:
+    checks = list(verify(server.path, timeout_s=120))
+    assert len(checks) >= 7
+    assert [check.status for check in checks] == ["PASS"] * len(checks), checks
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_every_linear_layer_has_its_slots_and_nothing_else_has(llama: LiveServer) -> None:
+    found = llama.manifest.lora_slots
+    assert found.keys() == MODULES
+    assert found["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, LARGEST_RANK, 128)
+    assert found["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, LARGEST_RANK)
+    assert {slot.lora_a.dtype for slot in found.values()} == {"bfloat16"}
+
+
+def test_verify_passes_on_a_server_with_lora(llama: LiveServer) -> None:
+    assert_verified(llama)
+
+
+def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
+    llama: LiveServer, tmp_path: Path
+) -> None:
+    model, base = adapted(llama, seed=1), sampled(llama, None)
+    with BridgeClient(llama.manifest, timeout_s=120) as client:
+        slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
+        assert_slot_holds(llama, slot, model)
+        first = sampled(llama, "trained")
+        assert largest_difference(model, first) < PARITY_LIMIT
+        for seed in (2, 3):
+            fill(model, seed)
+            fence.update(client, lambda: write(llama, slot, model), in_flight="keep")
+            assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+            assert largest_difference(model, first) > 5 * PARITY_LIMIT
+            assert_slot_holds(llama, slot, model)  # vLLM has not written its own copy over it
+        after = sampled(llama, None)
+    assert tokens(after) == tokens(base)
+
+
+def test_requests_for_both_names_at_once_leave_the_slot_alone(llama: LiveServer, tmp_path: Path) -> None:
+    model = adapted(llama, seed=4)
+    with BridgeClient(llama.manifest, timeout_s=120) as client:
+        slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
+        fill(model, 5)
+        fence.update(client, lambda: write(llama, slot, model), in_flight="keep")
+    for _ in range(3):
+        with ThreadPoolExecutor() as background:
+            base, trained = background.map(lambda name: sampled(llama, name), (None, "trained"))
+        assert largest_difference(model, trained) < PARITY_LIMIT
+        assert largest_difference(model, base) > 5 * PARITY_LIMIT
+        with model.disable_adapter():
+            assert largest_difference(model, base) < PARITY_LIMIT
+    assert_slot_holds(llama, slot, model)
+
+
+def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
+    llama: LiveServer, tmp_path: Path
+) -> None:
+    with BridgeClient(llama.manifest, timeout_s=120) as client:
+        for seed in (6, 7):
+            model = adapted(llama, seed)
+            assert client.adapter("trained", saved(model, tmp_path / "adapter")) == 0
+            assert_slot_holds(llama, 0, model)
+            assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+        client.adapter("other", tmp_path / "adapter")
+    listed = httpx.get(f"{llama.manifest.url}/v1/models").json()["data"]
+    assert [entry["id"] for entry in listed] == [llama.manifest.model, "other"]
+    assert listed[1]["parent"] == llama.manifest.model
+    gone = httpx.post(f"{llama.manifest.url}/v1/completions", json={**PROMPT, "model": "trained"})
+    assert gone.status_code == 404
+
+
+def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_adapter(
+    llama: LiveServer, tmp_path: Path
+) -> None:
+    model = adapted(llama, seed=10)
+    with BridgeClient(llama.manifest, timeout_s=120) as client:
+        slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
+        assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
+        fill(model, 11)
+        write(llama, slot, model)  # without the fence: the keys and values of the prompt are the old ones still
+        assert largest_difference(model, sampled_long(llama, "trained")) > PARITY_LIMIT
+        fence.update(client, lambda: None, in_flight="keep")
+        assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
+        fill(model, 12)
+        client.adapter("trained", saved(model, tmp_path / "adapter"))  # the same name, the same path
+        assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
+
+
+def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_lives(
+    llama: LiveServer, tmp_path: Path
+) -> None:
+    model = adapted(llama, seed=8)
+    body = {**PROMPT, "model": "trained", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    http = httpx.Client(base_url=llama.manifest.url, timeout=120)
+    with http, BridgeClient(llama.manifest, timeout_s=120) as client:
+        client.adapter("trained", saved(model, tmp_path / "adapter"))
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")  # it is under way
+            client.adapter("trained", tmp_path / "adapter")
+            num_chunks = sum(line.startswith("data: ") for line in lines)
+    assert num_chunks < 2000
+    assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+
+
+def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(llama: LiveServer, tmp_path: Path) -> None:
+    model = adapted(llama, seed=9)
+    with BridgeClient(llama.manifest, timeout_s=120) as client:
+        client.adapter("trained", saved(model, tmp_path / "adapter"))
+        with pytest.raises(AttachError, match=r"no adapter_config\.json"):
+            client.adapter("trained", tmp_path)
+        assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+        with pytest.raises(AttachError, match="conflicts with a served base model"):
+            client.adapter(llama.manifest.model, tmp_path / "adapter")
+
+
+def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(tmp_path: Path) -> None:
+    model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
+    with scenarios.served(model, tmp_path / "server") as server, BridgeClient(server.manifest, timeout_s=60) as client:
+        assert server.manifest.lora_slots == {}
+        with pytest.raises(AttachError, match="started without LoRA") as caught:
+            client.adapter("trained", tmp_path)
+    assert "bridge serve-vllm --max-lora-rank 16" in caught.value.remedy
+
+
+def test_a_qwen2_with_biases_and_a_head_of_its_own_is_exported_whole_with_lora(tmp_path: Path) -> None:
+    model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
+    with scenarios.served(model, tmp_path / "server", *LORA) as server:
+        assert server.manifest.lora_slots.keys() == MODULES
+        assert_verified(server)
+        adapter = adapted(server, seed=1)
+        with BridgeClient(server.manifest, timeout_s=120) as client:
+            slot = client.adapter("trained", saved(adapter, tmp_path / "adapter"))
+        assert_slot_holds(server, slot, adapter)
+        assert largest_difference(adapter, sampled(server, "trained")) < PARITY_LIMIT

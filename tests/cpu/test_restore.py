@@ -1,0 +1,222 @@
+"""A trainer killed with -9 in the middle of its write, on the real vLLM: the server is named torn, mended, trained on.
+
+Not covered: a living writer, failing writes and other models, which need no vLLM (`tests/cli/test_restore.py`).
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.client import BridgeClient
+from bridge.protocol import Status
+from bridge.types import Group
+from bridge.verify import logprob_diffs
+from bridge.weights.attach import attach
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+KILLED_IN_STEP = 3
+LIMIT_S = 240
+STILL_S = 3
+"""Far longer than the server takes for the request that is asked of it meanwhile."""
+ENVIRONMENT = """
+class Uneven:
+    def __iter__(self):
+        yield from ({"prompt": f"say {number}:"} for number in range(40))
+
+    def score(self, problem, completion):
+        return sum(map(ord, completion)) % 10 / 10
+"""
+"""Its groups always have a gradient: without one there is nothing to write."""
+KILLED_WHILE_IT_WRITES = """
+import os, signal
+from bridge.training import optimizer
+from cli.main import main
+
+whole, written = optimizer._step, 0
+
+def step(parameter, state, group):
+    global written
+    yield from whole(parameter, state, group)
+    written += 1
+    if written == {last}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+optimizer._step = step
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A server whose trainer was killed after it had written half of the parameters."""
+
+    server: LiveServer
+    folder: Path
+    trainer_pid: int
+    version: int
+    """What it served last."""
+
+    @property
+    def last(self) -> Path:
+        """The last whole checkpoint."""
+        return self.folder / "saved" / f"step_{KILLED_IN_STEP - 1}"
+
+    def bridge(self, command: str, *arguments: str | Path, expect: int) -> subprocess.CompletedProcess[str]:
+        manifest = ("--vllm-config-path", self.server.path)
+        return scenarios.bridge(command, *arguments, *manifest, folder=self.folder, expect=expect)
+
+    def train(self, *flags: str, steps: int, expect: int) -> subprocess.CompletedProcess[str]:
+        return self.bridge("train", *training(self.server, self.folder, steps), *flags, expect=expect)
+
+    def restore(self, checkpoint: Path, *, expect: int) -> subprocess.CompletedProcess[str]:
+        return self.bridge("restore", checkpoint, "--json", expect=expect)
+
+    def status(self) -> Status:
+        return status(self.server)
+
+
+def status(server: LiveServer) -> Status:
+    with BridgeClient(server.manifest, timeout_s=60) as client:
+        return client.status()
+
+
+def training(server: LiveServer, folder: Path, steps: int) -> list[str]:
+    """Return the flags of a training that saves every step."""
+    return [
+        *("--model-name", server.manifest.model, "--save-path", str(folder / "saved"), "--save-interval", "1"),
+        *("--environment", "uneven.py:Uneven", "--batch-size", "8", "--group-size", "4"),
+        *("--lr", "3e-3", "--max-new-tokens", "16", "--training-steps", str(steps)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("restore")
+    with scenarios.served(tiny.write(tiny.llama(), folder / "model"), folder / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def torn(server: LiveServer, tmp_path: Path) -> Torn:
+    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    version = status(server).version + KILLED_IN_STEP - 1
+    num_parameters = sum(1 for _ in whole_model(Path(server.manifest.model)).parameters())
+    last = (KILLED_IN_STEP - 1) * num_parameters + num_parameters // 2
+    argv = [sys.executable, "-c", KILLED_WHILE_IT_WRITES.format(last=last), "train", *training(server, tmp_path, 5)]
+    argv += ["--vllm-config-path", str(server.path), "--run-dir", str(tmp_path / "run")]
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as trainer:
+        try:
+            said = trainer.communicate(timeout=LIMIT_S)[1]
+        finally:
+            trainer.kill()
+    assert trainer.returncode == -signal.SIGKILL, said.decode()
+    return Torn(server, tmp_path, trainer.pid, version)
+
+
+def whole_model(folder: Path) -> PreTrainedModel:
+    """Load a checkpoint as anybody would."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def different(server: LiveServer, model: PreTrainedModel) -> list[str]:
+    """Return the parameters that the server serves with other bytes than `model` has."""
+    served = attach(server.manifest).model
+    return [name for name, held in model.named_parameters() if not torch.equal(held, served.get_parameter(name))]
+
+
+def check_served(torn: Torn, checkpoint: Path, version: int) -> None:
+    """Check that the server serves `checkpoint` as `version`, in its bytes and in what it answers."""
+    assert (torn.status().state, torn.status().version) == ("serving", version)
+    assert different(torn.server, whole_model(checkpoint)) == []
+    assert mean_difference(checkpoint, torn.server.sample()) < scenarios.PARITY_LIMIT
+
+
+def mean_difference(checkpoint: Path, answers: list[Group]) -> float:
+    """Return by how much the checkpoint in plain transformers differs from what the server answered, in nats."""
+    return logprob_diffs(whole_model(checkpoint), answers).mean().item()
+
+
+def check_named(torn: Torn) -> None:
+    """Check that doctor and an ordinary trainer both name who died and what mends it."""
+    done = torn.bridge("doctor", "--json", expect=3)
+    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert (rows["Fence"]["status"], rows["Fence"]["remedy"]) == ("FAIL", f"bridge restore {torn.last}")
+    assert f"process {torn.trainer_pid} died inside the fence" in rows["Fence"]["found"]
+    assert "generation stands still" in rows["Fence"]["found"]
+    refused = torn.train("--save-path", "elsewhere", steps=1, expect=4)
+    error, gap, hint = refused.stderr.splitlines()[-3:]
+    assert error.startswith(f"error: the weights are torn after version {torn.version}: process {torn.trainer_pid}")
+    assert (gap, hint) == ("", f"hint: bridge restore {torn.last}")
+
+
+def check_damaged_is_refused(torn: Torn) -> None:
+    """Check that a checkpoint that was cut short changes nothing."""
+    before = torn.status()
+    short = torn.folder / "short"
+    shutil.copytree(torn.last, short)
+    os.truncate(short / "model.safetensors", 1000)
+    error, gap, hint = torn.restore(short, expect=2).stderr.splitlines()[-3:]
+    assert error.startswith(f"error: the checkpoint {short} is not whole: model.safetensors was cut short")
+    assert (gap, hint[:6]) == ("", "hint: ")
+    assert torn.status() == before
+
+
+@contextmanager
+def held(torn: Torn) -> Iterator[Future[list[Group]]]:
+    """Ask the torn server for completions, see that none comes, and expect them by the end of the block."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(torn.server.sample)
+        try:
+            with pytest.raises(StillWaiting):
+                answer.result(timeout=STILL_S)
+            yield answer
+        except BaseException:
+            torn.server.child.process.kill()  # or the request would be waited for
+            raise
+        answer.result(timeout=LIMIT_S)
+
+
+def test_a_server_left_torn_is_named_and_mended_and_trained_on(torn: Torn) -> None:
+    assert (torn.status().state, torn.status().last_checkpoint) == ("torn", str(torn.last))
+    num_parameters = sum(1 for _ in whole_model(torn.last).parameters())
+    assert 0 < len(different(torn.server, whole_model(torn.last))) <= num_parameters // 2
+    check_named(torn)
+    check_damaged_is_refused(torn)
+    with held(torn) as answer:
+        told = json.loads(torn.restore(torn.last, expect=0).stdout)
+    assert (told["checkpoint"], told["step"]) == (str(torn.last), KILLED_IN_STEP - 1)
+    assert told["version"] == torn.version + 1
+    check_served(torn, torn.last, torn.version + 1)
+    assert mean_difference(torn.last, answer.result()) < scenarios.PARITY_LIMIT
+    torn.train("--resume", steps=5, expect=0)
+    assert torn.status().version > torn.version + 1
+    check_served(torn, torn.folder / "saved" / "step_5", torn.status().version)
+
+
+def test_resume_mends_a_torn_server_by_itself(torn: Torn) -> None:
+    torn.train("--resume", steps=4, expect=0)
+    check_served(torn, torn.folder / "saved" / "step_4", torn.status().version)
+
+
+def test_a_server_goes_back_to_older_checkpoints_and_to_the_weights_that_it_began_with(torn: Torn) -> None:
+    checkpoints = torn.last, torn.folder / "saved" / "step_1", Path(torn.server.manifest.model)
+    for number, checkpoint in enumerate(checkpoints, start=1):
+        torn.restore(checkpoint, expect=0)
+        check_served(torn, checkpoint, torn.version + number)
+    assert mean_difference(torn.last, torn.server.sample()) > scenarios.PARITY_LIMIT

@@ -1,0 +1,240 @@
+"""`bridge run` outlives its server on the real vLLM, loses no step by it, and leaves no process behind at any end.
+
+Not covered: servers that `bridge run` did not start (`test_accidents.py`), small servers (`tests/cli/test_engine.py`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cli.leash import GRACE_S
+from cli.serve import free_port
+from tests import scenarios
+from tests.models import tiny
+
+STEPS = 5
+BATCH_SIZE = 8
+RUN_LIMIT_S = 420.0
+"""After it a run that hangs is killed, so that its test fails."""
+LEFT_LIMIT_S = GRACE_S + 7
+ORPHANS_LIMIT_S = 10.0
+HANG_LIMIT_S = 8.0
+MARK = "SUPERVISION_TEST_RUN"
+"""Environment variable that every process of one run inherits."""
+COMMAND = "from cli.main import main; main()"
+LOW_LIMIT = f"""
+import functools
+from cli import main, run
+run.ServedEngine = functools.partial(run.ServedEngine, hang_limit_s={HANG_LIMIT_S})
+main.main()
+"""
+"""The same command, with less patience."""
+ENVIRONMENT = """
+import os, signal, psutil
+
+def end(name, number):
+    mine = psutil.Process().children(recursive=True)
+    (victim,) = [process for process in mine if name in " ".join([process.name(), *process.cmdline()])]
+    os.kill(victim.pid, number)
+
+class Accident:
+    scored = 0
+
+    def __iter__(self):
+        yield from ({{"prompt": f"say {{number}}:"}} for number in range(40))
+
+    def score(self, problem, completion):
+        self.scored += 1
+        if self.scored == {first_of_step_3}:
+            {accident}
+        return sum(character in "aeiou" for character in completion) / max(1, len(completion))
+"""
+ENGINE, SERVER = "VLLM::EngineCor", "vllm.entrypoints"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A `bridge run` that runs."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    port: int
+    mark: str
+
+    def wait_for(self, step: int) -> None:
+        """Wait until it has told of `step`."""
+        metrics = self.folder / "run" / "metrics.jsonl"
+        self.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition`, as long as it runs."""
+        while not condition():
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.01)
+
+    def is_generating(self) -> bool:
+        """Tell whether the server works on requests at this moment."""
+        try:
+            told = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=5, trust_env=False).text
+        except httpx.TransportError:
+            return False
+        lines = [line for line in told.splitlines() if line.startswith("vllm:num_requests_running")]
+        return any(float(line.split()[-1]) > 0 for line in lines)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return every process of it that lives."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def server(self) -> psutil.Process:
+        """Return the API server's process."""
+        (server,) = (process for process in psutil.Process(self.process.pid).children() if _is_server(process))
+        return server
+
+    def said(self) -> str:
+        """Return all that it has said to people."""
+        return (self.folder / "said").read_text()
+
+    def finishes(self) -> None:
+        """Wait for its good end; every step is there once, the checkpoint loads, and nothing is left."""
+        code = self.process.wait(timeout=RUN_LIMIT_S)
+        assert code == 0, self.said()
+        assert "Traceback" not in self.said(), self.said()
+        text = (self.folder / "run" / "metrics.jsonl").read_text()
+        steps = [json.loads(line) for line in text.splitlines()]
+        assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), text
+        assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), text
+        versions = [step["weight_version"] for step in steps]
+        assert versions == sorted(set(versions)), text
+        saved = AutoModelForCausalLM.from_pretrained(self.folder / "saved" / f"step_{STEPS}", dtype=torch.bfloat16)
+        assert all(parameter.isfinite().all() for parameter in saved.parameters())
+        assert self.left_after(LEFT_LIMIT_S) == []
+
+    def left_after(self, limit_s: float) -> list[psutil.Process]:
+        """Return what of it still lives after `limit_s` seconds."""
+        deadline = time.monotonic() + limit_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def _is_server(process: psutil.Process) -> bool:
+    return any(SERVER in part for part in process.cmdline())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tiny.llama(), tmp_path_factory.mktemp("supervised") / "model")
+
+
+@contextmanager
+def running(model: Path, folder: Path, *, accident: str = "pass", program: str = COMMAND) -> Iterator[Run]:
+    """Run `bridge run` in `folder`; in front of its first score of step 3, `accident` is run."""
+    text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
+    (folder / "accident.py").write_text(text)
+    port, mark = free_port("127.0.0.1"), uuid.uuid4().hex
+    flags = ["--model", str(model), "--port", str(port), "--max-model-len", "2048", "--training-steps", str(STEPS)]
+    flags += ["--environment", "accident.py:Accident", "--batch-size", str(BATCH_SIZE), "--group-size", "4"]
+    flags += ["--lr", "1e-3", "--max-new-tokens", "800", "--run-dir", "run", "--save-path", "saved"]
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "run", *flags, "--vllm-config-path", "run"],
+            cwd=folder,
+            env={**os.environ, "NO_COLOR": "1", MARK: mark},
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            text=True,
+        )
+    limit = threading.Timer(RUN_LIMIT_S, process.kill)
+    limit.start()
+    run = Run(process, folder, port, mark)
+    try:
+        yield run
+    finally:
+        limit.cancel()
+        process.kill()
+        process.wait()
+        for other in run.left_after(LEFT_LIMIT_S):
+            other.kill()
+
+
+def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as run:
+        run.wait_for(2)
+        server = run.server()
+        run.until(run.is_generating)
+        server.kill()
+        run.finishes()
+    assert "vLLM again" in run.said()
+
+
+def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
+        run.finishes()
+    assert "vLLM again" in run.said()
+
+
+def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
+    accident = f"end({SERVER!r}, signal.SIGSTOP)"
+    with running(model, tmp_path, accident=accident, program=LOW_LIMIT) as run:
+        run.finishes()
+    assert f"gave no answer for {HANG_LIMIT_S:g} s: it was ended" in run.said()
+    assert "vLLM again" in run.said()
+
+
+def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as run:
+        run.wait_for(2)
+        assert len(run.processes()) > 2
+        run.process.kill()
+        run.process.wait()
+        assert run.left_after(LEFT_LIMIT_S) == []
+
+
+def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path) as run:
+        run.until(lambda: any(process.name().startswith(ENGINE) for process in run.processes()))
+        run.process.kill()
+        run.process.wait()
+        assert run.left_after(LEFT_LIMIT_S) == []
+
+
+def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
+        run.until(lambda: "vLLM again" in run.said())
+        run.process.send_signal(signal.SIGINT)
+        interrupted = time.monotonic()
+        assert run.process.wait(timeout=RUN_LIMIT_S) == 130, run.said()
+        assert time.monotonic() - interrupted < LEFT_LIMIT_S
+        assert run.left_after(1) == []
+    assert "Traceback" not in run.said()
+    assert [folder.name for folder in (tmp_path / "saved").iterdir()] == ["step_2"]
+
+
+def test_the_engine_of_a_killed_server_ends_by_itself(model: Path, tmp_path: Path) -> None:
+    with scenarios.served(model, tmp_path / "server") as server:
+        family = psutil.Process(server.child.process.pid).children(recursive=True)
+        assert [process.name() for process in family if process.name().startswith(ENGINE)]
+        os.kill(server.child.process.pid, signal.SIGKILL)
+        left = psutil.wait_procs(family, timeout=ORPHANS_LIMIT_S)[1]
+        assert left == []

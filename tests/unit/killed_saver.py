@@ -1,0 +1,93 @@
+"""A process that saves checkpoints until it is killed, over and over; started by `test_checkpoint.py`.
+
+It imports no torch and has one thread, so that its children are forked in no time.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from bridge.errors import CheckpointError
+from bridge.training import checkpoint
+from bridge.training.checkpoint import Progress
+
+KILLS = 20
+FILES = {"model.safetensors": 500_000, "config.json": 200, "optimizer/optimizer-00001-of-00001.safetensors": 1_000_000}
+LONGEST_S = 0.15
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, weight_version=step, problems_drawn=step, run_dir=Path("/run"))
+
+
+def content(step: int) -> bytes:
+    return bytes([step % 256])
+
+
+def save(folder: Path, step: int) -> None:
+    def write(scratch: Path) -> None:
+        for name, num_bytes in FILES.items():
+            (scratch / name).parent.mkdir(exist_ok=True)
+            (scratch / name).write_bytes(content(step) * num_bytes)
+
+    checkpoint.save(folder / f"step_{step}", write, progress(step))
+
+
+def save_for_ever(folder: Path, first: int) -> None:
+    """Save one step after the other, each twice, and keep the last two."""
+    kept = [path for _, path in sorted(checkpoint.numbered(folder, "step_").items())]
+    for step in range(first, 10_000):
+        save(folder, step)
+        save(folder, step)
+        kept = checkpoint.keep_last([*kept, folder / f"step_{step}"], 2)
+
+
+def killed(folder: Path, first: int, after_s: float) -> None:
+    """Save in a child and kill it."""
+    child = os.fork()
+    if child == 0:
+        save_for_ever(folder, first)
+        os._exit(1)
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def fault(folder: Path) -> str | None:
+    try:
+        checkpoint.read(folder)
+    except CheckpointError as error:
+        return error.message
+    return None
+
+
+def seen(folder: Path) -> dict[str, object]:
+    """Return what is to be seen after a kill."""
+    found, passed_over = checkpoint.newest(folder, "step_")
+    faults = [*passed_over, *(fault(path) for path in folder.glob("step_*"))]
+    names = sorted(path.name for path in folder.iterdir())
+    step = found.progress.step if found else 0
+    whole = found is None or all((found.folder / name).read_bytes() == content(step) * n for name, n in FILES.items())
+    visible = [name for name in names if not name.startswith(".")]
+    hidden = [name for name in names if name.startswith(".")]
+    return {"step": step, "whole": whole, "faults": [*filter(None, faults)], "visible": visible, "hidden": hidden}
+
+
+def main() -> None:
+    folder, chance = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+    first = 1
+    for _ in range(KILLS):
+        killed(folder, first, chance.uniform(0, LONGEST_S))
+        report = seen(folder)
+        first = int(str(report["step"])) + 1
+        print(json.dumps(report), flush=True)  # noqa: T201  its report
+    save(folder, first)
+    print(json.dumps(seen(folder)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Training runs against a fake server and a fake mode, for the tests of the loop."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bridge.config import TrainConfig
+from bridge.errors import ServerUnreachableError
+from bridge.modes.mode import Engine, OpenedModel
+from bridge.rollouts import Endpoint
+from bridge.run_directory import RunDirectory
+from bridge.training import checkpoint, loop
+from bridge.training.metrics import StepMetrics, Summary
+from bridge.types import Problem
+from bridge.weights import model_folder
+from bridge.weights.attach import attach
+from bridge.weights.fence import FenceTimes
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import Asked, serving
+from tests.unit.openai_server import Bend, openai, unbent
+from tests.unit.toy_server import ToyServer
+
+STEPS = 3
+
+
+class Letters:
+    """Rewards that differ within every group: the last letter's place in the alphabet."""
+
+    def __init__(self, score: Callable[[str], float] = lambda text: float(ord(text[0]) % 7)) -> None:
+        self._score = score
+
+    def __iter__(self) -> Iterator[Problem]:
+        for number in range(6):
+            yield {"prompt": f"say {number}"}
+
+    def held_out(self) -> list[Problem]:
+        return [{"prompt": "say more"}]
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return self._score(completion)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing more is written."""
+
+
+@dataclass
+class FakeMode:
+    """Publishes by writing, and nothing else."""
+
+    server: ToyServer
+    url: str
+    version: int = 3
+    calls: list[str] = field(default_factory=list)
+    before_publish: Callable[[int], None] = lambda _: None
+    dropout: float = 0.0
+    killed: bool = False
+    last_checkpoints: list[Path | None] = field(default_factory=list)
+    checkpoint_prefix = "step_"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(url=self.url)
+
+    def open(self) -> OpenedModel:
+        self.calls.append("open")
+        attached = attach(self.server.manifest)
+        self.model = attached.model
+        if self.dropout:
+            self.model.train()
+            for layer in self.model.model.layers:
+                layer.self_attn.attention_dropout = self.dropout
+        return OpenedModel(
+            model=self.model,
+            device=attached.device,
+            lr_factors={name: 1.0 for name, _ in self.model.named_parameters()},
+            open_s=attached.attach_s,
+            weight_bytes=attached.weight_bytes(),
+        )
+
+    def publish(self, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
+        self.last_checkpoints.append(last_checkpoint)
+        write()
+        self.before_publish(self.version)
+        self.version += 1
+        self.calls.append("publish")
+        return FenceTimes(version=self.version, pause_s=0.25, write_s=0.5, publish_s=1.0)
+
+    def catch_up(self) -> None:
+        self.calls.append("catch up")
+
+    def save(self, folder: Path) -> None:
+        if self.killed:
+            raise Killed
+        model_folder.save(self.model, self.server.manifest.model, folder)
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        self.calls.append("restore")
+        model_folder.load_into(self.model, checkpoint)
+        self.version = version
+
+    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+        self.calls.append("revive")
+        engine.restart(checkpoint or self.server.manifest.model)
+        spoil(self.model)  # what the dead server's memory holds is lost
+        model_folder.load_into(self.model, checkpoint or Path(self.server.manifest.model))
+        self.version += 1
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@torch.no_grad()
+def spoil(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(0.5)
+
+
+@dataclass
+class Run:
+    folder: Path
+    mode: FakeMode
+    asked: list[Asked]
+    reported: list[StepMetrics] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    report: Callable[[StepMetrics], None] = lambda _: None
+
+    def train(self, environment: Letters | None = None, engine: Engine | None = None, **choices: Any) -> Summary:
+        run = RunDirectory.create(self.folder / "run", environment="letters", tell=self.told.append)
+        return loop.train(self.config(**choices), environment or Letters(), run, self._report, engine=engine)
+
+    def go_on(self, **choices: Any) -> Summary:
+        """Resume from the newest checkpoint."""
+        found, _ = checkpoint.newest(self.folder / "saved", "step_")
+        assert found is not None
+        run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
+        return loop.train(self.config(**choices), Letters(), run, self._report, resume=found)
+
+    def config(self, **choices: Any) -> TrainConfig:
+        fixed = {"training_steps": STEPS, "batch_size": 8, "group_size": 4, "lr": 1e-3, "max_new_tokens": 8}
+        folders = {"model_name": self.mode.server.manifest.model, "save_path": self.folder / "saved"}
+        return TrainConfig.model_validate(folders | fixed | choices)
+
+    def _report(self, metrics: StepMetrics) -> None:
+        self.reported.append(metrics)
+        self.report(metrics)
+
+    def stopped(self, kind: type[BaseException], environment: Letters | None = None, **choices: Any) -> BaseException:
+        with pytest.raises(kind) as caught:
+            self.train(environment, **choices)
+        assert self.mode.calls[-1] == "close"
+        return caught.value
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        text = (self.folder / "run" / "metrics.jsonl").read_text()
+        return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """What was asked for, in the order of arrival."""
+        return [asked.body for asked in self.asked if asked.method == "POST"]
+
+    def saved(self) -> dict[str, dict[str, Any]]:
+        """Checkpoint -> its step and version; each is checked to be whole."""
+        steps = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
+        found = [checkpoint.read(folder) for _, folder in steps]
+        return {each.folder.name: each.progress.model_dump(include={"step", "weight_version"}) for each in found}
+
+    def weights(self) -> dict[str, Tensor]:
+        """What lies in the server's memory now."""
+        model = attach(self.mode.server.manifest).model
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def check_saved(self, name: str) -> None:
+        """Check that a checkpoint holds what lies in the server's memory."""
+        saved = load_file(self.folder / "saved" / name / "model.safetensors")
+        for parameter, tensor in self.weights().items():
+            assert torch.equal(saved[parameter], tensor), parameter
+
+
+Running = Callable[..., AbstractContextManager[Run]]
+
+
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """Return what starts a fake server below `tmp_path`, and puts the fake mode in the place of `shared_vllm`."""
+
+    @contextmanager
+    def start(bend: Bend = unbent, folder: str = ".", **choices: Any) -> Iterator[Run]:
+        toy = toy_server.serve(tiny.llama(), tmp_path / folder / "model")
+        with serving(openai(bend)) as server:
+            mode = FakeMode(toy, server.url, **choices)
+            monkeypatch.setattr(loop, "MODES", {"shared_vllm": lambda *_: mode})
+            if mode.dropout:  # two passes then differ
+                monkeypatch.setattr(loop, "check_head", lambda _: None)
+            yield Run(tmp_path / folder, mode, server.asked)
+
+    return start
+
+
+@dataclass
+class FakeEngine:
+    """A server that can be started again, at least `num_lives` times."""
+
+    num_lives: int = 99
+    alive: bool = True
+    started_with: list[str] = field(default_factory=list)
+
+    def restart(self, model: str | Path) -> None:
+        self.started_with.append(str(model))
+        if len(self.started_with) > self.num_lives:
+            raise ServerUnreachableError("it does not come up", remedy="read its log")
+        self.alive = True
+
+    def bend(self, dies: Callable[[int], bool]) -> Bend:
+        """Answer until `dies` says so of a step, and again after a restart."""
+
+        def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any] | None:
+            if self.alive and dies(asked.body["seed"] // 1_000_003):
+                self.alive = False
+            return document if self.alive else None
+
+        return bend
+
+
+def once(step: int) -> Callable[[int], bool]:
+    left = [step]
+    return lambda asked: bool(left) and asked == left[0] and bool(left.pop())

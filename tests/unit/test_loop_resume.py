@@ -1,0 +1,184 @@
+"""A training run that is killed and goes on, and one whose server dies, against the same run undisturbed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
+from bridge.training import loop, trainer_state
+from bridge.training.metrics import StepMetrics
+from bridge.training.optimizer import SplitMasterAdamW
+from bridge.weights.attach import attach
+from tests.unit.loop_runs import STEPS, FakeEngine, Killed, Run, Running, once, runner, spoil
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    return runner(tmp_path, monkeypatch)
+
+
+TIMES = {"rollout_s", "train_s", "peak_memory_gib"}
+
+
+def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in TIMES | {*left_out}} for row in rows]
+
+
+def seed(request: dict[str, Any]) -> int:
+    """Order requests that were sent at once: by their seed, which grows with the step."""
+    return int(request["seed"])
+
+
+def kill(run: Run, step: int) -> None:
+    """Let the trainer's process be gone once `step` was reported."""
+
+    def gone(metrics: StepMetrics) -> None:
+        if metrics.step == step:
+            run.mode.killed = True
+            raise Killed
+
+    run.report = gone
+
+
+@pytest.mark.parametrize("killed_at", [3, 5])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_run_that_was_killed_and_goes_on_is_the_run_that_was_not(
+    running: Running, dropout: float, killed_at: int
+) -> None:
+    choices: dict[str, Any] = {"training_steps": 6, "save_interval": 2, "weight_decay": 0.01}
+    with running(folder="straight", dropout=dropout) as straight:
+        torch.manual_seed(1)
+        straight.train(**choices)
+        weights, requests = straight.weights(), straight.requests
+    with running(folder="killed", dropout=dropout) as run:
+        torch.manual_seed(1)
+        kill(run, killed_at)
+        run.stopped(Killed, **choices)
+        assert list(run.saved()) == [f"step_{step}" for step in (2, 4) if step < killed_at]
+    with running(folder="killed", dropout=dropout) as again:
+        spoil(attach(again.mode.server.manifest).model)
+        torch.manual_seed(2)
+        summary = again.go_on(**choices)
+        assert again.mode.calls[:2] == ["open", "restore"]
+        assert comparable(again.metrics) == comparable(straight.metrics)
+        assert [metrics.step for metrics in again.reported] == list(range(killed_at, 7))
+        assert sorted(again.requests, key=seed) == sorted(requests, key=seed)[2 * (killed_at - 1) :]
+        for name, tensor in again.weights().items():
+            assert torch.equal(tensor, weights[name]), name
+    assert summary.steps == 6
+    same = [run.folder / "saved" / "step_6" for run in (straight, again)]
+    for name in ("model.safetensors", "optimizer/optimizer-00001-of-00001.safetensors", "optimizer/state.json"):
+        assert (same[0] / name).read_bytes() == (same[1] / name).read_bytes(), name
+    lost = run.folder / "run" / "metrics_lost.jsonl"
+    assert [json.loads(line)["step"] for line in lost.read_text().splitlines()] == [killed_at]
+
+
+def test_without_the_random_state_dropout_would_make_another_run(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices: dict[str, Any] = {"training_steps": 4, "save_interval": 2}
+    with running(folder="straight", dropout=0.2) as straight:
+        straight.train(**choices)
+    with running(folder="killed", dropout=0.2) as run:
+        kill(run, 3)
+        run.stopped(Killed, **choices)
+    with running(folder="killed", dropout=0.2) as again:
+        monkeypatch.setattr(trainer_state, "_set_random", lambda _: torch.manual_seed(2))
+        again.go_on(**choices)
+    assert comparable(again.metrics)[2:] != comparable(straight.metrics)[2:]
+
+
+def test_a_run_without_steps_left_or_without_optimizer_state_does_not_go_on(running: Running) -> None:
+    with running() as run:
+        run.train()
+        before = run.weights()
+        with pytest.raises(UsageError, match=r"step_3 is of step 3, and --training-steps is 3: no step is left"):
+            run.go_on()
+        assert run.mode.calls[-2:] == ["open", "close"]
+        (run.folder / "run" / "metrics.jsonl").unlink()
+        run.train(save_optimizer=False)
+        assert not (run.folder / "saved" / "step_3" / "optimizer").exists()
+        after = run.weights()
+        with pytest.raises(CheckpointError, match="saved with --no-save-optimizer"):
+            run.go_on(training_steps=5)
+        assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
+        assert all(torch.equal(after[name], tensor) for name, tensor in run.weights().items())
+        assert run.mode.calls[-2:] == ["open", "close"]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weights(
+    running: Running, step: int
+) -> None:
+    with running(folder="straight") as straight:
+        straight.train()
+    engine = FakeEngine()
+    with running(engine.bend(once(step)), folder="disturbed") as run:
+        summary = run.train(engine=engine)
+        newest = run.mode.server.manifest.model if step == 1 else str(run.folder / "saved" / "step_2")
+        assert engine.started_with == [newest]
+        assert comparable(run.metrics, "weight_version") == comparable(straight.metrics, "weight_version")
+        assert summary.steps == STEPS
+        for name, tensor in straight.weights().items():
+            assert torch.equal(run.weights()[name], tensor), name
+        assert [line.partition(":")[0] for line in run.told] == [
+            "the server died",
+            f"the server was started again with the weights of step {step - 1}",
+        ]
+        events = (run.folder / "run" / "events.log").read_text().splitlines()
+        assert [event.partition(" ")[2] for event in events] == run.told
+
+
+def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(running: Running) -> None:
+    with running(folder="straight") as straight:
+        straight.train()
+    engine, dying = FakeEngine(), [4]
+
+    def die(version: int) -> None:
+        if version in dying:
+            dying.remove(version)
+            raise ServerUnreachableError("gone", remedy="restart")
+
+    with running(folder="disturbed", before_publish=die) as run:
+        run.train(engine=engine)
+        assert run.mode.calls == ["open", "publish", "revive", "publish", "publish", "catch up", "close"]
+        assert engine.started_with == [str(run.folder / "saved" / "step_2")]
+        assert comparable(run.metrics, "weight_version") == comparable(straight.metrics, "weight_version")
+        for name, tensor in straight.weights().items():
+            assert torch.equal(run.weights()[name], tensor), name
+
+
+def test_a_server_that_dies_again_and_again_in_one_step_is_given_up(running: Running) -> None:
+    engine = FakeEngine()
+    with running(engine.bend(lambda step: step == 3)) as run:
+        run.stopped(ServerUnreachableError, engine=engine)
+        assert engine.started_with == [str(run.folder / "saved" / "step_2")] * loop.RESTARTS_PER_STEP
+        assert [row["step"] for row in run.metrics] == [1, 2]
+        assert list(run.saved()) == ["step_2"]
+
+
+def test_a_server_that_does_not_come_up_again_costs_no_published_step(running: Running) -> None:
+    engine = FakeEngine(num_lives=0)
+    with running(engine.bend(once(3))) as run:
+        error = run.stopped(ServerUnreachableError, engine=engine)
+        assert isinstance(error, BridgeError)
+        assert error.message == "it does not come up"
+        assert list(run.saved()) == ["step_2"]
+        assert len(run.told) == 1
+
+
+def test_weights_that_are_half_written_are_given_to_no_server(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(*_: Any, **__: Any) -> None:
+        raise ServerUnreachableError("torn", remedy="")
+
+    engine = FakeEngine()
+    with running() as run:
+        monkeypatch.setattr(SplitMasterAdamW, "step", torn)
+        run.stopped(ServerUnreachableError, engine=engine)
+        assert engine.started_with == []
+        assert run.saved() == {}

@@ -1,0 +1,195 @@
+"""LoRA's slots in layers made by hand: whose they are, moved into shared memory, watched and exported; CPU kernels."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bridge.weights import shared_memory
+from bridge.weights.shard import Shard
+from patches import cpu_lora, lora_slots, model_runner
+
+# The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
+from tests.unit.test_layers import HIDDEN, SHAPES, layers, with_lora, worker  # noqa: F401
+
+SLOTS, RANK = 2, 3
+HEAD_ROWS, VOCABULARY = 4, 11
+PLACES = {
+    "attn.q_proj.weight": ("attn.qkv_proj.weight", "q"),
+    "attn.k_proj.weight": ("attn.qkv_proj.weight", 1),
+    "attn.v_proj.weight": ("attn.qkv_proj.weight", "v"),
+    "attn.q_proj.bias": ("attn.qkv_proj.bias", "q"),
+    "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", 0),
+    "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", 1),
+    "mlp.down_proj.weight": ("mlp.down_proj.weight", None),
+    "embed.weight": ("embed.weight", None),
+    "norm.weight": ("norm.weight", None),
+}
+
+
+def slots(outputs: int, inputs: int, *, rank: int = RANK) -> tuple[Tensor, Tensor]:
+    return torch.randn(SLOTS, 1, rank, inputs).bfloat16(), torch.randn(SLOTS, 1, outputs, rank).bfloat16()
+
+
+def stack(layer: Any, *pairs: tuple[Tensor, Tensor]) -> Any:
+    layer.lora_a_stacked, layer.lora_b_stacked = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+    return layer
+
+
+def model_with_slots() -> Any:
+    """A model as vLLM leaves it: wrapped layers, their slots, and the manager that knows them by their plain names."""
+    model = with_lora()
+    qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
+    embed = model.embed
+    embed.lora_a_stacked = torch.zeros(SLOTS, VOCABULARY, RANK)
+    embed.lora_a_stacked_2d = embed.lora_a_stacked.view(SLOTS * VOCABULARY, RANK)
+    embed.lora_b_stacked = torch.zeros(SLOTS, 1, HIDDEN, RANK)
+    model.lora_manager = SimpleNamespace(
+        modules={
+            "attn.qkv_proj": stack(qkv, slots(16, HIDDEN), slots(4, HIDDEN), slots(4, HIDDEN)),
+            "mlp.gate_up_proj": stack(gate_up, slots(12, HIDDEN), slots(12, HIDDEN)),
+            "mlp.down_proj": stack(model.mlp["down_proj"], slots(HIDDEN, 12)),
+            "embed": embed,
+        }
+    )
+    return model
+
+
+def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
+    model = model_with_slots()
+    found = lora_slots.find(model, SHAPES, PLACES)
+    qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
+    assert {name: (id(pair.lora_a), id(pair.lora_b)) for name, pair in found.items()} == {
+        f"{block}.{name}": (id(layer.lora_a_stacked[index]), id(layer.lora_b_stacked[index]))
+        for block, name, layer, index in (
+            ("attn", "q_proj", qkv, 0),
+            ("attn", "k_proj", qkv, 1),
+            ("attn", "v_proj", qkv, 2),
+            ("mlp", "gate_proj", gate_up, 0),
+            ("mlp", "up_proj", gate_up, 1),
+            ("mlp", "down_proj", model.mlp["down_proj"], 0),
+        )
+    }
+
+
+def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
+    model: Any = nn.Module()
+    processor = SimpleNamespace()
+    processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
+    model.lora_manager = SimpleNamespace(modules={"lm_head": processor})
+    found = lora_slots.find(
+        model, {"lm_head.weight": (VOCABULARY, HIDDEN)}, {"lm_head.weight": ("lm_head.weight", None)}
+    )
+    assert found["lm_head"].lora_a is processor.lora_a_stacked
+    assert found["lm_head"].lora_b is processor.lora_b_stacked
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(slots(16, HIDDEN)[0], slots(16, HIDDEN, rank=2 * RANK)[1])],  # fully sharded: A has a part of the rank
+        [slots(8, HIDDEN)],  # B cut by tensor parallelism
+        [slots(16, HIDDEN // 2)],  # A cut by tensor parallelism
+        [slots(16, HIDDEN), slots(16, HIDDEN)],  # two slices for what is one weight of the model
+        [(torch.zeros(SLOTS, 8, RANK, HIDDEN), torch.zeros(SLOTS, 8, 16, RANK))],  # experts
+        [(torch.zeros(SLOTS, 1, HIDDEN, RANK).transpose(2, 3), slots(16, HIDDEN)[1])],
+        [],
+    ],
+)
+def test_slots_of_another_layout_are_left_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    model: Any = nn.Module()
+    model.lora_manager = SimpleNamespace(modules={"proj": stack(SimpleNamespace(), *pairs)})
+    assert lora_slots.find(model, {"proj.weight": (16, HIDDEN)}, {"proj.weight": ("proj.weight", None)}) == {}
+
+
+def test_a_shard_that_the_layer_has_no_slice_for_is_left_out() -> None:
+    model = model_with_slots()
+    for shard in ("x", 3, -1, (0, 1)):
+        assert lora_slots.find(model, {"q.weight": (16, HIDDEN)}, {"q.weight": ("attn.qkv_proj.weight", shard)}) == {}
+
+
+def test_a_model_without_lora_has_no_slots() -> None:
+    assert lora_slots.tensors(nn.Linear(2, 2)) == {}
+    assert lora_slots.find(nn.Linear(2, 2), SHAPES, PLACES) == {}
+
+
+def test_slots_are_moved_with_the_weights_and_stay_the_objects_that_they_are() -> None:
+    model = model_with_slots()
+    before = {name: (tensor, tensor.clone()) for name, tensor in lora_slots.tensors(model).items()}
+    table, tuples = model.embed.lora_a_stacked, model.attn["qkv_proj"].lora_b_stacked
+    model_runner._move_to_shared_memory(model)
+    block = model_runner.shared_block(model)
+    assert block is not None
+    start, end = block.storage.data_ptr(), block.storage.data_ptr() + block.storage.nbytes()
+    after = lora_slots.tensors(model)
+    assert len(after) == 2 * 6 + 1
+    for name, (tensor, values) in before.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, values)
+        assert start <= tensor.data_ptr() < end
+        assert (tensor.data_ptr() - start) % shared_memory.ALIGNMENT_BYTES == 0
+    assert model.attn["qkv_proj"].lora_b_stacked is tuples
+    assert table.data_ptr() == model.embed.lora_a_stacked_2d.data_ptr()  # vLLM's second view still sees it
+
+
+def test_a_slot_that_moves_or_goes_is_noticed() -> None:
+    model = model_with_slots()
+    places = model_runner.Places(model)
+    model.mlp["down_proj"].lora_a_stacked[0][1] = 5
+    assert places.moved() == []
+    model.mlp["down_proj"].lora_a_stacked = (model.mlp["down_proj"].lora_a_stacked[0].clone(),)
+    assert places.moved() == ["mlp.down_proj.lora_a_stacked.0"]
+    del model.lora_manager.modules["mlp.gate_up_proj"]
+    assert len(places.moved()) == 1 + 4
+
+
+def test_a_worker_exports_slots_that_another_process_can_open(
+    layers: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_with_slots()
+    model_runner._move_to_shared_memory(model)
+    shard = Shard.model_validate_json(worker(model, monkeypatch).bridge_export())
+    assert shard.lora_slots.keys() == {name.removesuffix(".weight") for name in SHAPES if "_proj.weight" in name}
+    handle: Any = shard.lora_slots["attn.v_proj"].lora_b
+    storage = shared_memory.open_storage(handle.path, handle.storage_size)
+    theirs = torch.empty(0, dtype=torch.bfloat16).set_(storage, handle.tensor_offset, handle.shape, handle.stride)
+    assert torch.equal(theirs, model.attn["qkv_proj"].lora_b_stacked[2])
+    theirs[1, 0, 2] = 7
+    assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
+
+
+def test_under_tensor_parallelism_no_slots_are_exported(
+    layers: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_with_slots()
+    model_runner._move_to_shared_memory(model)
+    made = worker(model, monkeypatch)
+    made.vllm_config.parallel_config.tensor_parallel_size = 2
+    assert json.loads(made.bridge_export())["lora_slots"] == {}
+
+
+def test_a_worker_tells_which_slot_an_adapter_has(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    made = worker(model_with_slots(), monkeypatch)
+    manager = SimpleNamespace(lora_index_to_id=[None, 7])
+    made.model_runner.lora_manager = SimpleNamespace(_adapter_manager=manager)
+    assert made.bridge_adapter_slot(7) == 1
+    assert made.bridge_adapter_slot(8) is None
+
+
+def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
+    def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
+        """As vLLM 0.26 to 0.32: -1 is the last slot."""
+        assert add
+        output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
+
+    inputs, weights, output = torch.ones(3, RANK), torch.ones(SLOTS, 1, 4, RANK), torch.zeros(3, 4)
+    patched = cpu_lora.without_base_rows(kernel)
+    patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
+    assert output.tolist() == [[0] * 4, [RANK] * 4, [0] * 4]
+    assert inputs.all()
+    assert cpu_lora.without_base_rows(patched) is patched

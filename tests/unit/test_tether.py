@@ -1,0 +1,141 @@
+"""The tether over real trees of processes, three generations deep, whose eldest is killed."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIMIT_S = 20.0
+FAMILY = """
+import multiprocessing, signal, sys, time
+from pathlib import Path
+from patches import tether
+
+def note(name):
+    import os
+    place = Path(sys.argv[1]) / name
+    place.with_suffix(".new").write_text(str(os.getpid()))
+    place.with_suffix(".new").rename(place)
+
+def worker(stubborn):
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tether.GRACE_S = 1
+    tether.tie()
+    tether.tie()
+    note("worker")
+    time.sleep(60)
+
+def engine(context, stubborn):
+    tether.tie()
+    context.Process(target=worker, args=(stubborn,)).start()
+    note("engine")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    method, stubborn = sys.argv[2], sys.argv[3] == "stubborn"
+    tether.tie()  # does nothing in the eldest, whom multiprocessing did not start
+    context = multiprocessing.get_context(method)
+    context.Process(target=engine, args=(context, stubborn)).start()
+    note("eldest")
+    time.sleep(60)
+"""
+FORGETFUL = """
+import multiprocessing, sys, time
+from pathlib import Path
+from patches import tether
+
+def child():
+    import os
+    place = Path(sys.argv[1]) / "child"
+    place.with_suffix(".new").write_text(str(os.getpid()))
+    place.with_suffix(".new").rename(place)
+    time.sleep(60)
+
+tether.tie()
+multiprocessing.get_context("fork").Process(target=child).start()
+time.sleep(60)
+"""
+
+
+def start(code: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    program = folder / "family.py"
+    program.write_text(code)
+    return subprocess.Popen([sys.executable, str(program), str(folder), *arguments], stderr=subprocess.DEVNULL)
+
+
+def find(folder: Path, name: str) -> psutil.Process:
+    """Wait until a member of the family has noted its pid."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, f"no {name}"
+        time.sleep(0.02)
+    return psutil.Process(int((folder / name).read_text()))
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return who still lives after a while."""
+    alive = psutil.wait_procs(processes, timeout=LIMIT_S)[1]
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("temper", ["meek", "stubborn"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_nobody_outlives_a_parent_that_is_killed(tmp_path: Path, method: str, temper: str) -> None:
+    eldest = start(FAMILY, tmp_path, method, temper)
+    family = [find(tmp_path, name) for name in ("engine", "worker")]
+    assert all(process.is_running() for process in family)
+    eldest.kill()
+    eldest.wait()
+    assert left(family) == []
+
+
+def test_a_child_that_was_forked_after_the_tie_is_tied_without_a_call_of_its_own(tmp_path: Path) -> None:
+    eldest = start(FORGETFUL, tmp_path)
+    child = find(tmp_path, "child")
+    eldest.kill()
+    eldest.wait()
+    assert left([child]) == []
+
+
+def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, sys, time; from patches import tether\n"
+        "def child(): tether.tie(); time.sleep(0.5); sys.exit(7)\n"
+        "if __name__ == '__main__':\n"
+        "    one = multiprocessing.get_context('spawn').Process(target=child)\n"
+        "    one.start(); one.join(); sys.exit(one.exitcode)"
+    )
+    assert start(code, tmp_path).wait(LIMIT_S) == 7
+
+
+def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, sys, threading; from patches import tether\n"
+        "def child():\n"
+        "    tether.tie(); tether.tie()\n"
+        "    sys.exit(sum(thread.name == 'tether' for thread in threading.enumerate()))\n"
+        "if __name__ == '__main__':\n"
+        "    tether.tie()\n"
+        "    one = multiprocessing.get_context(sys.argv[2]).Process(target=child)\n"
+        "    one.start(); one.join()\n"
+        "    own = sum(thread.name == 'tether' for thread in threading.enumerate())\n"
+        "    sys.exit(10 * own + one.exitcode)"
+    )
+    assert [start(code, tmp_path, method).wait(LIMIT_S) for method in ("spawn", "fork")] == [1, 1]
+
+
+def test_the_process_that_was_told_to_end_can_end_by_itself(tmp_path: Path) -> None:
+    code = FAMILY.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "signal.signal(signal.SIGTERM, last_words)")
+    code = code.replace("def worker", "def last_words(number, frame):\n    note('told')\n    sys.exit(0)\n\ndef worker")
+    eldest = start(code, tmp_path, "spawn", "stubborn")
+    worker = find(tmp_path, "worker")
+    engine = find(tmp_path, "engine")
+    eldest.send_signal(signal.SIGKILL)
+    eldest.wait()
+    assert left([engine, worker]) == []
+    assert int((tmp_path / "told").read_text()) == worker.pid
