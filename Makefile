@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-.PHONY: help setup lint type test test-unit test-cpu test-gpu contract demo bench clean
+.PHONY: help setup lint type test test-unit test-cpu test-gpu contract demo compare bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ contract: $(INSTALLED) ## Check the pinned symbols in the source of every suppor
 
 demo: $(INSTALLED) ## Two processes, one copy of the weights: serve, train in place, prove it
 	@$(BIN)/bridge demo
+
+compare: $(INSTALLED) ## The demo's task by every mode: sync time, memory and reward in one table
+	@$(BIN)/bridge compare
 
 bench: $(INSTALLED) ## Run the benchmarks of benchmarks/
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)"; done

@@ -8,14 +8,16 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from bridge import claim
 from bridge.errors import UsageError
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.weights.manifest import MANIFEST_NAME
@@ -41,30 +43,29 @@ class RunDirectory:
         """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
 
         Raises:
-            UsageError: `given` holds another run, is a file, or cannot be made.
+            UsageError: `given` holds another run, is in use, is a file, or cannot be made.
         """
         path = _unused(environment) if given is None else given
-        missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"the run directory {path} cannot be made: {error.strerror}", remedy="name another with --run-dir"
-            ) from error
-        run = cls(path, missing, tell)
+        run = cls(path, _claimed(path), tell)
         if run.metrics.exists():
             raise UsageError(f"{path} holds another run: {run.metrics.name}", remedy="name another with --run-dir")
         return run
 
     @classmethod
     def reopen(cls, path: Path, step: int, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
-        """Return the directory of a run that goes on after `step`; metrics of later steps are moved aside."""
-        run = cls(path, tell=tell)
+        """Return the directory of a run that goes on after `step`; metrics of later steps are moved aside.
+
+        Raises:
+            UsageError: another process is at it.
+        """
+        run = cls(path, _claimed(path), tell)
         lines = run.metrics.read_bytes().splitlines() if run.metrics.exists() else []
-        lost = [line for line in lines if not _is_up_to(step, line)]
-        if lost:
-            _append_once(run.lost_metrics, lost)
-            _replace(run.metrics, _joined(line for line in lines if _is_up_to(step, line)))
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            _append_once(run.lost_metrics, [line for line in lines if _step_of(line) > step])
+            _replace(run.metrics, _joined(kept))
+        if step not in map(_step_of, kept):
+            run.note(f"{run.metrics.name} lacks step {step}: the run was killed when it had saved it, but not noted it")
         return run
 
     @property
@@ -114,9 +115,7 @@ class RunDirectory:
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, where nothing was put into them."""
-        with contextlib.suppress(OSError):  # the first that is not empty keeps those around it
-            for folder in self.made:
-                folder.rmdir()
+        claim.remove_unused(self.made)
 
     def write_config(self, config: BaseModel) -> None:
         """Write the run's resolved choices."""
@@ -130,15 +129,21 @@ class RunDirectory:
 
     def note(self, line: str) -> None:
         """Append what happened to the events, with the time, and tell it if somebody is to be told."""
-        with self.events.open("a") as file:
+        with _one_line_errors(self.events), self.events.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
         if self.tell is not None:
             self.tell(line)
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""
-        with self.metrics.open("a") as file:
+        with _one_line_errors(self.metrics), self.metrics.open("a") as file:
             file.write(to_json(metrics) + "\n")
+
+    def settle(self) -> None:
+        """Wait until the metrics are on the disk: no checkpoint shall survive a power cut that a line did not."""
+        if self.metrics.exists():
+            with _one_line_errors(self.metrics), self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def to_json(metrics: StepMetrics) -> str:
@@ -154,8 +159,29 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with _one_line_errors(path):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        raise UsageError(
+            f"cannot write {path}: {error.strerror} (with {shutil.disk_usage(nearest).free} bytes free)",
+            remedy="make room there, and go on with --resume",
+        ) from error
+
+
+def _claimed(path: Path) -> tuple[Path, ...]:
+    """Make the run directory `path`, keep other processes out of it, and return the folders that were made."""
+    return claim.make(path, what="run directory", flag="--run-dir")
 
 
 def _joined(lines: Iterable[bytes]) -> bytes:
@@ -169,12 +195,12 @@ def _append_once(path: Path, lines: Sequence[bytes]) -> None:
         _replace(path, before + _joined(lines))
 
 
-def _is_up_to(step: int, line: bytes) -> bool:
-    """Tell whether a line of metrics, which a killed process may have cut short, is of `step` or an earlier one."""
+def _step_of(line: bytes) -> float:
+    """Return the step of a line of metrics; infinity where a killed process has cut it short."""
     try:
-        return int(json.loads(line)["step"]) <= step
+        return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return False
+        return math.inf
 
 
 def _finite(value: Any) -> Any:

@@ -38,7 +38,9 @@ TASK = ("--environment", "arithmetic", "--batch-size", "128", "--max-new-tokens"
 LEAST_GAIN = 0.1
 """Held-out reward that a run of full length has to gain."""
 
-Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the runs go; an earlier comparison there goes.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Where the runs go; an earlier comparison there goes.")
+]
 Steps = Annotated[int, typer.Option("--steps", metavar="INTEGER", min=2, help="Optimizer steps of each mode.")]
 Restarts = Annotated[
     int, typer.Option("--restarts", metavar="INTEGER", min=1, help="Steps of mode none, which restarts vLLM at each.")
@@ -168,10 +170,14 @@ def _run(run: RunDirectory, model: Path, flags: Sequence[str]) -> None:
     share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
     code = subprocess.run([*command, *TASK, *places, *flags, *share], check=False, stdout=subprocess.DEVNULL).returncode
     if code:
-        raise _Failed(f"bridge run ended with exit code {code}: see above", remedy=f"its files are in {run.path}")
+        raise RunFailedError(
+            f"bridge run ended with exit code {code}: see above", remedy=f"its files are in {run.path}"
+        )
 
 
-class _Failed(BridgeError):
+class RunFailedError(BridgeError):
+    """One of the runs ended in an error, which it has told itself."""
+
     exit_code = FAILED_EXIT_CODE
 
 

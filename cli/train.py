@@ -3,10 +3,12 @@
 Not covered: the training itself (`bridge/training/loop.py`).
 """
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge import claim
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.run_directory import RunDirectory, to_json
@@ -49,6 +51,16 @@ def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
     Raises:
         UsageError: checkpoints of another run are in the way, or the run directory cannot be used.
     """
+    made = claim.make(config.save_path, what="folder of the checkpoints", flag="--save-path")
+    try:
+        run, found = _open_run(config)
+    except BaseException:
+        claim.remove_unused(made)
+        raise
+    return dataclasses.replace(run, made=(*run.made, *made)), found
+
+
+def _open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
     from bridge.modes import MODES
     from bridge.training import checkpoint
 

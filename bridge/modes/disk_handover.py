@@ -15,7 +15,8 @@ import httpx
 
 from bridge.client import CONTROL_LIMIT_S, BridgeClient
 from bridge.config import TrainConfig
-from bridge.modes.handover import ADAPTER, post, saved, unload, unload_earlier
+from bridge.errors import UsageError
+from bridge.modes.handover import ADAPTER, discard, post, saved, unload, unload_earlier
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
 from bridge.weights import fence
@@ -40,11 +41,18 @@ class DiskHandover:
         return Endpoint(url=self._url, model=_versioned(self.version), version=self.version)
 
     def take(self, adapter: Adapter) -> None:
-        """Hand over the adapter as it is."""
-        unload_earlier(self._http)
-        if self._manifest is not None and self._manifest.lora_slots:  # an earlier run may have trained in memory
+        """Hand over the adapter as it is, in the place of whatever an earlier run handed over.
+
+        Raises:
+            AttachError: the server stands still: something is torn.
+        """
+        if self._manifest is not None:
             with BridgeClient(self._manifest, timeout_s=CONTROL_LIMIT_S, url=self._url) as client:
-                client.release_adapter()
+                client.status().refuse_torn()  # resuming cannot mend it either: nothing is written in place
+                if self._manifest.lora_slots:  # an earlier run may have trained in memory
+                    client.release_adapter()
+        unload_earlier(self._http)
+        shutil.rmtree(self._run.served, ignore_errors=True)  # what a server that died was given
         self._hand_over(adapter, self.version + 1)
 
     def beside_bytes(self, adapter: Adapter) -> int:
@@ -73,11 +81,15 @@ class DiskHandover:
 
     def _hand_over(self, adapter: Adapter, version: int) -> None:
         folder = saved(adapter, self._run.served / _versioned(version))
-        post(self._http, "load_lora_adapter", {"lora_name": _versioned(version), "lora_path": str(folder)})
+        try:
+            post(self._http, "load_lora_adapter", {"lora_name": _versioned(version), "lora_path": str(folder)})
+        except UsageError:  # it is not served, and a run that is refused leaves no trace
+            discard(folder)
+            raise
         old, self.version = self.version, version
         if old >= 0:  # only now: vLLM may read an adapter again as long as it serves it
             unload(self._http, _versioned(old))
-            shutil.rmtree(self._run.served / _versioned(old), ignore_errors=True)
+            discard(self._run.served / _versioned(old))
 
 
 def _versioned(version: int) -> str:

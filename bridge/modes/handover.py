@@ -3,6 +3,8 @@
 Not covered: the two ways, `memory_handover.py` and `disk_handover.py`; the adapter (`bridge/weights/adapter.py`).
 """
 
+import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -101,3 +103,10 @@ def saved(adapter: Adapter, folder: Path) -> Path:
     with written_whole(folder, replaceable=lambda _: True, durable=False) as scratch:
         adapter.save(scratch)
     return folder
+
+
+def discard(folder: Path) -> None:
+    """Remove a saved adapter, and the folder around it if nothing else is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not empty
+        folder.parent.rmdir()

@@ -59,7 +59,7 @@ class LoraOnly:
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, put the adapter in, and hand it over for the first time."""
         base = self._open_base()
-        self._attached, self._model = base.attached, base.model
+        self._attached = base.attached
         base.model.requires_grad_(False)  # before the adapter is there, which is trained
         self._adapter = Adapter(base.model, self._config)
         self._handover = self._open_handover()
@@ -105,9 +105,10 @@ class LoraOnly:
         version = self.version
         self._handover.close()
         engine.restart(self._config.model_name)
-        if self._attached is not None:
+        if self._manifest is not None:  # the new server has a token of its own
             self._manifest = manifest.load(self._config.vllm_config_path)
-            self._attached = attach_again(self._attached, self._manifest)
+            if self._attached is not None:
+                self._attached = attach_again(self._attached, self._manifest)
         self._handover = self._open_handover()
         self._handover.take(self._adapter)
         self._handover.restore(self._adapter, lambda: None, version=version + 1)
@@ -153,7 +154,9 @@ def _find_manifest(config: TrainConfig) -> tuple[Manifest | None, str]:
     """
     if config.vllm_config_path is None:
         try:
-            manifest.load()
+            found = manifest.load()
         except ManifestError as error:
             return None, error.message
+        if config.lora_handover == "disk" and config.server_url(found.url) != found.url:
+            return None, f"the manifest found here is of the server at {found.url}, not {config.server_url(found.url)}"
     return served.find(config), ""

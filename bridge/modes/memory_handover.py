@@ -3,7 +3,6 @@
 Not covered: the fence (`bridge/weights/fence.py`), how the server keeps the slot (`patches/lora_slots.py`).
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import nn
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import AttachError
-from bridge.modes.handover import ADAPTER, saved, unload_earlier
+from bridge.modes.handover import ADAPTER, discard, saved, unload_earlier
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
 from bridge.weights import fence
@@ -28,13 +27,15 @@ class MemoryHandover:
     """The adapter in a slot of one live server."""
 
     def __init__(self, config: TrainConfig, run: RunDirectory, manifest: Manifest) -> None:
-        self._config, self._run, self._manifest = config, run, manifest
+        self._config, self._manifest = config, manifest
         url = config.server_url(manifest.url)
         self._client = BridgeClient(manifest, timeout_s=config.request_timeout_s, url=url)
         status = self._client.status()
         if not config.resume:
             status.refuse_torn()
         self.version = status.version
+        self._given = run.served / ADAPTER
+        """The adapter as the server got it: what mends one that is left torn before the first checkpoint."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -50,9 +51,7 @@ class MemoryHandover:
         self._refuse_missing_slots(adapter)
         with httpx.Client(base_url=self._client.url, trust_env=False) as http:
             unload_earlier(http)  # or there may be no slot
-        folder = saved(adapter, self._run.served / ADAPTER)
-        slot = self._client.adapter(ADAPTER, folder)
-        shutil.rmtree(folder)
+        slot = self._seat(adapter)
         slots = {name: self._open_slot(name, slot, adapter) for name in adapter.modules}
         if not all(_hold(there, adapter.modules[name]) for name, there in slots.items()):
             raise AttachError(
@@ -73,7 +72,7 @@ class MemoryHandover:
                 self._client,
                 write,
                 in_flight=self._config.in_flight,
-                last_checkpoint=last_checkpoint,
+                last_checkpoint=last_checkpoint or self._given,
                 writes="adapter",
             )
             self.version = times.version
@@ -83,7 +82,10 @@ class MemoryHandover:
         """Run `write` inside a fence that a torn server grants too."""
         del adapter
         with fence.deferred_interrupt():
-            self.version = fence.restore(self._client, write, version=version, writes="adapter").version
+            times = fence.restore(
+                self._client, write, version=version, last_checkpoint=self._given, writes="adapter"
+            )
+            self.version = times.version
 
     def close(self) -> None:
         """Close the connection."""
@@ -92,10 +94,24 @@ class MemoryHandover:
     def _pass_fence(self, write: Callable[[], None]) -> None:
         """Run `write`, which sets the whole adapter; going on from a checkpoint, a torn server grants it too."""
         if self._config.resume:
-            times = fence.restore(self._client, write, version=0, writes="adapter")
+            times = fence.restore(self._client, write, version=0, last_checkpoint=self._given, writes="adapter")
         else:
-            times = fence.update(self._client, write, in_flight=self._config.in_flight, writes="adapter")
+            times = fence.update(
+                self._client,
+                write,
+                in_flight=self._config.in_flight,
+                last_checkpoint=self._given,
+                writes="adapter",
+            )
         self.version = times.version
+
+    def _seat(self, adapter: Adapter) -> int:
+        """Let the server load the adapter, and return its slot; one that it refuses leaves no trace."""
+        try:
+            return self._client.adapter(ADAPTER, saved(adapter, self._given))
+        except AttachError:
+            discard(self._given)
+            raise
 
     def _refuse_missing_slots(self, adapter: Adapter) -> None:
         slots = self._manifest.lora_slots

@@ -66,6 +66,7 @@ class Series:
                 run_dir=self._run.path.absolute(),
             )
             folder = self._config.save_path / f"{self._mode.checkpoint_prefix}{step}"
+            self._run.settle()
             self._saved[step] = checkpoint.save(folder, self._fill, progress)
             kept = checkpoint.keep_last(list(self._saved.values()), self._config.keep_last)
             self._saved = {number: path for number, path in self._saved.items() if path in kept}

@@ -27,6 +27,8 @@ from bridge.errors import UsageError
 NAME = "default"
 """PEFT's name of the one adapter."""
 WEIGHTS_NAME = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer but the head."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,12 @@ class Adapter:
         """Put a new adapter into `model`: A random by the seed, B zero, both in the model's dtype.
 
         Raises:
-            UsageError: no module of the model has one of the names.
+            UsageError: no module of the model has one of the names, or one that has is no linear layer.
         """
-        wanted = config.lora_target_modules
-        chosen: Any = wanted if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+        names = [name.strip() for name in config.lora_target_modules.split(",")]
+        chosen: Any = ALL_LINEAR if names == [ALL_LINEAR] else names
+        if chosen != ALL_LINEAR:
+            _refuse_unmatched(model, names)
         settings = LoraConfig(
             r=config.lora_r,
             lora_alpha=config.lora_alpha,
@@ -95,7 +99,7 @@ class Adapter:
         with torch.no_grad():
             for name, parameter in self._state().items():
                 value = saved[name].to(parameter.device)
-                parameter.copy_(value.float() * self.scaling if "lora_B" in name else value)
+                parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> None:
         """Check that `load` would take it.
@@ -130,27 +134,36 @@ class Adapter:
         return state
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is saved; B in float32 where its own dtype could not be multiplied back to the very same bits."""
+        """Yield what is saved; B in a wider type where its own could not be multiplied back to the very same bits."""
         exact = math.frexp(self.scaling)[0] == 0.5  # a power of two
         for name, tensor in self._state().items():
-            divided = tensor.detach().float() / self.scaling if "lora_B" in name else tensor.detach()
-            yield name, divided.to(tensor.dtype) if exact else divided
+            if "lora_B" not in name:
+                yield name, tensor.detach()
+            else:
+                yield name, (tensor.detach().double() / self.scaling).to(tensor.dtype if exact else _wider(tensor))
 
 
 def _injected(model: PreTrainedModel, settings: LoraConfig, config: TrainConfig) -> PeftModel:
-    try:
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(config.seed)
-            injected: PeftModel = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    except ValueError as error:
-        names = sorted(
-            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        )
-        raise UsageError(
-            f"--lora-target-modules {config.lora_target_modules}: the model has no such modules",
-            remedy=f"choose among {', '.join(names)}, or all-linear",
-        ) from error
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        injected: PeftModel = get_peft_model(model, settings, autocast_adapter_dtype=False)
     return injected
+
+
+def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:
+    """Refuse what PEFT would take: one name of several that no module has, and modules that are no linear layers."""
+    linear = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    missing = [name for name in wanted if not any(module.endswith(f".{name}") for module in linear)]
+    if missing:
+        names = sorted({module.rpartition(".")[2] for module in linear})
+        raise UsageError(
+            f"--lora-target-modules {','.join(missing)}: the model has no such linear layers",
+            remedy=f"choose among {', '.join(names)}, or all-linear",
+        )
+
+
+def _wider(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float32 else torch.float32
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -277,7 +277,7 @@ from pathlib import Path
 from cli import main
 from cli.server_command import ServerCommand
 
-def toy(config, flags):
+def toy(config, flags, **given):
     argv = (sys.executable, os.environ["TOY"], str(config.port), config.model, str(config.vllm_config_path))
     return ServerCommand(argv=argv, environment=dict(os.environ), manifest=config.vllm_config_path, notes=())
 

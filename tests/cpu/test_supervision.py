@@ -5,12 +5,12 @@ Not covered: servers that `bridge run` did not start (`test_accidents.py`), smal
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +34,6 @@ RUN_LIMIT_S = 420.0
 LEFT_LIMIT_S = GRACE_S + 7
 ORPHANS_LIMIT_S = 10.0
 HANG_LIMIT_S = 8.0
-MARK = "SUPERVISION_TEST_RUN"
-"""Environment variable that every process of one run inherits."""
 COMMAND = "from cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
@@ -74,7 +72,6 @@ class Run:
     process: subprocess.Popen[str]
     folder: Path
     port: int
-    mark: str
 
     def wait_for(self, step: int) -> None:
         """Wait until it has told of `step`."""
@@ -97,8 +94,10 @@ class Run:
         return any(float(line.split()[-1]) > 0 for line in lines)
 
     def processes(self) -> list[psutil.Process]:
-        """Return every process of it that lives."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+        """Return every process that lives of it or of its servers, each of which leads a session."""
+        sessions = {int(pid) for pid in re.findall(r"vLLM (?:again )?\(pid (\d+), log", self.said())}
+        found = [process for process in psutil.process_iter() if _session(process) in sessions]
+        return [process for process in found if _is_alive(process)]
 
     def server(self) -> psutil.Process:
         """Return the API server's process."""
@@ -131,15 +130,28 @@ class Run:
             time.sleep(0.1)
         return left
 
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_server(process: psutil.Process) -> bool:
     return any(SERVER in part for part in process.cmdline())
+
+
+def _engines(run: Run) -> bool:
+    """Tell whether the engine's process lives."""
+    return any(process.name().startswith(ENGINE) for process in run.processes())
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +164,7 @@ def running(model: Path, folder: Path, *, accident: str = "pass", program: str =
     """Run `bridge run` in `folder`; in front of its first score of step 3, `accident` is run."""
     text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(text)
-    port, mark = free_port("127.0.0.1"), uuid.uuid4().hex
+    port = free_port("127.0.0.1")
     flags = ["--model", str(model), "--port", str(port), "--max-model-len", "2048", "--training-steps", str(STEPS)]
     flags += ["--environment", "accident.py:Accident", "--batch-size", str(BATCH_SIZE), "--group-size", "4"]
     flags += ["--lr", "1e-3", "--max-new-tokens", "800", "--run-dir", "run", "--save-path", "saved"]
@@ -160,14 +172,14 @@ def running(model: Path, folder: Path, *, accident: str = "pass", program: str =
         process = subprocess.Popen(
             [sys.executable, "-c", program, "run", *flags, "--vllm-config-path", "run"],
             cwd=folder,
-            env={**os.environ, "NO_COLOR": "1", MARK: mark},
+            env={**os.environ, "NO_COLOR": "1"},
             stdout=subprocess.DEVNULL,
             stderr=said,
             text=True,
         )
     limit = threading.Timer(RUN_LIMIT_S, process.kill)
     limit.start()
-    run = Run(process, folder, port, mark)
+    run = Run(process, folder, port)
     try:
         yield run
     finally:
@@ -205,7 +217,7 @@ def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
 def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.wait_for(2)
-        assert len(run.processes()) > 2
+        assert _engines(run)
         run.process.kill()
         run.process.wait()
         assert run.left_after(LEFT_LIMIT_S) == []
@@ -213,7 +225,7 @@ def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> N
 
 def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
-        run.until(lambda: any(process.name().startswith(ENGINE) for process in run.processes()))
+        run.until(lambda: _engines(run))
         run.process.kill()
         run.process.wait()
         assert run.left_after(LEFT_LIMIT_S) == []

@@ -1,0 +1,83 @@
+"""`bridge compare`: what its table says and when it is not content, from made-up runs.
+
+Not covered: the runs themselves (`tests/cpu/test_compare.py`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.errors import UsageError
+from bridge.run_directory import RunDirectory, write_json
+from cli import compare
+from cli.compare import Agreement, Row
+
+
+def steps(*rewards: float, rollouts: str = "") -> list[dict[str, Any]]:
+    names = rollouts or "abcdefgh"[: len(rewards)]
+    return [
+        {
+            "reward_mean": reward,
+            "rollouts": name,
+            "fence_pause_s": 0.002 * number,
+            "fence_publish_s": 0.001,
+            "peak_memory_gib": 0.5 * number,
+        }
+        for number, (reward, name) in enumerate(zip(rewards, names, strict=True), start=1)
+    ]
+
+
+def made(mode: str, *, count: int = 10, before: float = 0.4, after: float = 0.8) -> Row:
+    return Row(
+        mode=mode, steps=count, sync_ms=1.0, weight_bytes=0, trainer_peak_gib=0.5, reward_before=before,
+        reward_after=after,
+    )  # fmt: skip
+
+
+def test_a_row_is_the_median_sync_the_last_peak_and_the_summarys_rewards() -> None:
+    summary = {"weight_bytes": 7, "reward_before": 0.25, "reward_after": 0.75}
+    row = compare.row("none", steps(0.1, 0.2, 0.3), summary)
+    assert row.sync_ms == pytest.approx(5.0)
+    assert (row.steps, row.weight_bytes, row.trainer_peak_gib) == (3, 7, 1.5)
+    assert (row.reward_before, row.reward_after) == (0.25, 0.75)
+
+
+def test_runs_agree_as_far_as_the_shorter_one_goes() -> None:
+    agreement = compare.agree(steps(0.5, 0.6, 0.7, 0.8), steps(0.5, 0.6, 0.5, rollouts="abx"))
+    assert agreement == Agreement(steps=3, same_rollouts=2, same_rewards=2, reward_diff_max=pytest.approx(0.2))
+
+
+def test_modes_that_agree_and_learn_have_no_fault() -> None:
+    rows = [made("shared_vllm"), made("none", count=3, after=0.4), made("lora_only, disk")]
+    agreement = Agreement(steps=3, same_rollouts=3, same_rewards=3, reward_diff_max=0.0)
+    assert list(compare.judge(rows, agreement, 10)) == []
+
+
+def test_other_rollouts_and_a_mode_that_does_not_learn_are_faults() -> None:
+    rows = [made("shared_vllm"), made("lora_only, disk", after=0.45)]
+    agreement = Agreement(steps=3, same_rollouts=2, same_rewards=3, reward_diff_max=0.0)
+    first, second = compare.judge(rows, agreement, 10)
+    assert "same rollouts in 2 of 3 steps" in first
+    assert second == "lora_only, disk gained 0.050, expected at least 0.1"
+
+
+def test_only_an_earlier_comparison_is_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("all of it")
+    with pytest.raises(UsageError, match="holds no comparison"):
+        compare._fresh(mine)
+    assert (mine / "thesis.txt").exists()
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    write_json(earlier / "compare.json", {})
+    assert compare._fresh(earlier) == earlier
+    assert list(earlier.iterdir()) == []
+    assert compare._fresh(tmp_path / "new").is_dir()
+
+
+def test_a_run_that_fails_ends_the_comparison_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(compare.RunFailedError, match="exit code 2") as failed:
+        compare._run(RunDirectory(tmp_path / "run"), tmp_path / "no-model", ["--mode", "shared_vllm"])
+    assert str(tmp_path / "run") in failed.value.remedy
