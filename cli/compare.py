@@ -202,8 +202,8 @@ def _print(rows: Sequence[Row], agreement: Agreement, faults: Sequence[str]) -> 
     console.people.print()
     console.people.print(table)
     console.note(
-        f"shared_vllm and none, step by step: {agreement.same_rollouts} of {agreement.steps} steps with the same rollouts,"
-        f" {agreement.same_rewards} with the same reward, largest difference {agreement.reward_diff_max:.3f}"
+        f"shared_vllm and none, step by step: the same rollouts in {agreement.same_rollouts} of {agreement.steps} steps,"
+        f" the same reward in {agreement.same_rewards}, largest difference {agreement.reward_diff_max:.3f}"
     )
     for fault in faults:
         console.verdict("FAIL", fault)

@@ -8,6 +8,7 @@ Not covered: reading and writing the weights (`bridge/weights/model_folder.py`),
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from bridge.weights.manifest import Manifest
 
 TIMEOUT_S = 600.0
-ADAPTER_CONFIG = "adapter_config.json"
 COMPUTED_WITH = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
@@ -88,13 +88,14 @@ def prepared(exported: "Manifest", folder: Path) -> "Callable[[int], FenceTimes]
     """Check that `folder` fits the server, and return what loads it as a version or a later one.
 
     Raises:
-        UsageError: it is of another model.
+        UsageError: it is of another model, or an adapter that has no place in the server's slots.
         AttachError: the server cannot be attached to, or takes no adapters.
     """
-    from bridge.weights import attach
+    from bridge.weights import adapter_folder, attach
 
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / adapter_folder.CONFIG_NAME).is_file():
         refuse_without_slots(exported, folder)
+        adapter_folder.check(folder, exported.lora_slots)
         return lambda version: load_adapter(exported, folder, version)
     attached = attach.attach(exported)
     refuse_other_model(attached.model, folder, exported.model)
@@ -122,11 +123,16 @@ def load_adapter(exported: "Manifest", folder: Path, version: int) -> "FenceTime
         ServerUnreachableError: the server is gone.
     """
     from bridge.client import BridgeClient
-    from bridge.modes.handover import ADAPTER
+    from bridge.modes import handover
     from bridge.weights import fence
 
     def write() -> None:
-        client.adapter(ADAPTER, folder)
+        try:
+            handover.seat(client, folder)
+        except AttachError:  # vLLM loads an adapter whole or not at all
+            with suppress(AttachError):  # one that was torn before stays torn
+                client.resume()
+            raise
 
     with BridgeClient(exported, timeout_s=TIMEOUT_S) as client, console.waiting(f"Loading {folder}"):
         return fence.restore(client, write, version=version, last_checkpoint=folder, writes="adapter")

@@ -81,7 +81,9 @@ def served(model: Path, folder: Path, *flags: str, max_lora_rank: int | None = N
         children.stop(child)
 
 
-def bridge(*arguments: str | Path, folder: Path, expect: int = 0, limit_s: float = 600) -> subprocess.CompletedProcess[str]:
+def bridge(
+    *arguments: str | Path, folder: Path, expect: int = 0, limit_s: float = 600
+) -> subprocess.CompletedProcess[str]:
     """Run the `bridge` command in `folder` and check its exit code."""
     done = subprocess.run(
         [sys.executable, "-c", "from cli.main import main; main()", *map(str, arguments)],
@@ -123,13 +125,12 @@ def trained(server: LiveServer, folder: Path, *flags: str, steps: int = 3) -> su
 
 
 def check_metrics(run: Path, *, steps: int = 3) -> None:
-    """Check that each step is there once, moved weights, became a version, and was learnt from by its own weights."""
+    """Check that each step moved weights, became the next version, and learnt from its own samples."""
     found = metrics(run)
     assert [step["step"] for step in found] == [*range(1, steps + 1)]
     assert all(step["changed_weight_share"] > 0.01 for step in found), found
     assert all(step["logprob_diff_mean"] < PARITY_LIMIT for step in found), found
-    versions = [step["weight_version"] for step in found]
-    assert sorted({*versions}) == versions, versions
+    assert [step["weight_version"] - found[0]["weight_version"] for step in found] == [*range(steps)]
 
 
 def device_of(server: LiveServer) -> str:

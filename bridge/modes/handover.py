@@ -11,7 +11,7 @@ from typing import Protocol
 
 import httpx
 
-from bridge.client import unreachable
+from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
 from bridge.errors import UsageError
 from bridge.rollouts import Endpoint
 from bridge.weights.adapter import Adapter
@@ -51,6 +51,18 @@ class Handover(Protocol):
     def close(self) -> None:
         """Close the connection."""
         ...
+
+
+def seat(client: BridgeClient, folder: Path) -> int:
+    """Let the server load the adapter in `folder` into a slot of its own, and return the slot.
+
+    Raises:
+        AttachError: it refuses.
+        ServerUnreachableError: it does not answer, or not as vLLM does.
+    """
+    with httpx.Client(base_url=client.url, timeout=CONTROL_LIMIT_S, trust_env=False) as http:
+        unload_earlier(http)  # or there may be no slot
+    return client.adapter(ADAPTER, folder)
 
 
 def unload(http: httpx.Client, name: str) -> None:

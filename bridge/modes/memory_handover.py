@@ -6,14 +6,13 @@ Not covered: the fence (`bridge/weights/fence.py`), how the server keeps the slo
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import torch
 from torch import nn
 
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import AttachError
-from bridge.modes.handover import ADAPTER, discard, saved, unload_earlier
+from bridge.modes.handover import ADAPTER, discard, saved, seat
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
 from bridge.weights import fence
@@ -49,8 +48,6 @@ class MemoryHandover:
             AttachError: the server has no slots, none for one of the modules, or of another rank.
         """
         self._refuse_missing_slots(adapter)
-        with httpx.Client(base_url=self._client.url, trust_env=False) as http:
-            unload_earlier(http)  # or there may be no slot
         slot = self._seat(adapter)
         slots = {name: self._open_slot(name, slot, adapter) for name in adapter.modules}
         if not all(_hold(there, adapter.modules[name]) for name, there in slots.items()):
@@ -82,9 +79,7 @@ class MemoryHandover:
         """Run `write` inside a fence that a torn server grants too."""
         del adapter
         with fence.deferred_interrupt():
-            times = fence.restore(
-                self._client, write, version=version, last_checkpoint=self._given, writes="adapter"
-            )
+            times = fence.restore(self._client, write, version=version, last_checkpoint=self._given, writes="adapter")
             self.version = times.version
 
     def close(self) -> None:
@@ -108,7 +103,7 @@ class MemoryHandover:
     def _seat(self, adapter: Adapter) -> int:
         """Let the server load the adapter, and return its slot; one that it refuses leaves no trace."""
         try:
-            return self._client.adapter(ADAPTER, saved(adapter, self._given))
+            return seat(self._client, saved(adapter, self._given))
         except AttachError:
             discard(self._given)
             raise

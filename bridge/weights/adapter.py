@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.weights.adapter_folder import WEIGHTS_NAME
 
 NAME = "default"
 """PEFT's name of the one adapter."""
-WEIGHTS_NAME = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
 
