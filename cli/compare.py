@@ -202,7 +202,7 @@ def _print(rows: Sequence[Row], agreement: Agreement, faults: Sequence[str]) -> 
     console.people.print()
     console.people.print(table)
     console.note(
-        f"shared_vllm and none, step by step: the same rollouts in {agreement.same_rollouts} of {agreement.steps} steps,"
+        f"shared_vllm and none: the same rollouts in {agreement.same_rollouts} of {agreement.steps} steps,"
         f" the same reward in {agreement.same_rewards}, largest difference {agreement.reward_diff_max:.3f}"
     )
     for fault in faults:
