@@ -40,7 +40,7 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
         raise UsageError(
             f"the {what} {folder} is in use by {f'process {holder}' if holder else 'another process'}: "
             "two runs would overwrite each other",
-            remedy=f"wait for its end{f', or end it with: kill {holder}' if holder else ''}; "
+            remedy=f"wait for its end{f', or end it with: kill -INT {holder}' if holder else ''}; "
             f"a run of its own needs another {flag}",
         )
     return missing

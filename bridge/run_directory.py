@@ -3,21 +3,20 @@
 Not covered: checkpoints, whose folder the user chooses (`--save-path`).
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from bridge import claim
+from bridge import atomic_file, claim
+from bridge.atomic_file import one_line_errors
 from bridge.errors import UsageError
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.weights.manifest import MANIFEST_NAME
@@ -48,7 +47,11 @@ class RunDirectory:
         path = _unused(environment) if given is None else given
         run = cls(path, _claimed(path), tell)
         if run.metrics.exists():
-            raise UsageError(f"{path} holds another run: {run.metrics.name}", remedy="name another with --run-dir")
+            raise UsageError(
+                f"{path} holds another run: {run.metrics.name}",
+                remedy="name another with --run-dir"
+                + (f", or go on with that run: --resume --save-path {run.save_path}" if run.save_path else ""),
+            )
         return run
 
     @classmethod
@@ -63,9 +66,9 @@ class RunDirectory:
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             _append_once(run.lost_metrics, [line for line in lines if _step_of(line) > step])
-            _replace(run.metrics, _joined(kept))
-        if step not in map(_step_of, kept):
-            run.note(f"{run.metrics.name} lacks step {step}: the run was killed when it had saved it, but not noted it")
+            atomic_file.replace(run.metrics, _joined(kept))
+        if step and step not in map(_step_of, kept):
+            run.note(f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere")
         return run
 
     @property
@@ -113,6 +116,14 @@ class RunDirectory:
         """Return where the server's manifest goes, where the run started the server and no place was given."""
         return self.path / MANIFEST_NAME
 
+    @property
+    def save_path(self) -> Path | None:
+        """Return the folder of the run's checkpoints; None where there is no telling."""
+        try:
+            return Path(json.loads(self.config.read_bytes())["save_path"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, where nothing was put into them."""
         claim.remove_unused(self.made)
@@ -129,20 +140,20 @@ class RunDirectory:
 
     def note(self, line: str) -> None:
         """Append what happened to the events, with the time, and tell it if somebody is to be told."""
-        with _one_line_errors(self.events), self.events.open("a") as file:
+        with one_line_errors(self.events), self.events.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
         if self.tell is not None:
             self.tell(line)
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""
-        with _one_line_errors(self.metrics), self.metrics.open("a") as file:
+        with one_line_errors(self.metrics), self.metrics.open("a") as file:
             file.write(to_json(metrics) + "\n")
 
     def settle(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint shall survive a power cut that a line did not."""
         if self.metrics.exists():
-            with _one_line_errors(self.metrics), self.metrics.open("rb") as file:
+            with one_line_errors(self.metrics), self.metrics.open("rb") as file:
                 os.fsync(file.fileno())
 
 
@@ -154,29 +165,7 @@ def to_json(metrics: StepMetrics) -> str:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write `document` to `path` atomically."""
-    _replace(path, (json.dumps(document, indent=1) + "\n").encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with _one_line_errors(path):
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        nearest = next(folder for folder in path.absolute().parents if folder.exists())
-        raise UsageError(
-            f"cannot write {path}: {error.strerror} (with {shutil.disk_usage(nearest).free} bytes free)",
-            remedy="make room there, and go on with --resume",
-        ) from error
+    atomic_file.replace(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def _claimed(path: Path) -> tuple[Path, ...]:
@@ -192,7 +181,7 @@ def _append_once(path: Path, lines: Sequence[bytes]) -> None:
     """Append `lines`, unless a process that was killed right afterwards has done so."""
     before = path.read_bytes() if path.exists() else b""
     if not before.endswith(_joined(lines)):
-        _replace(path, before + _joined(lines))
+        atomic_file.replace(path, before + _joined(lines))
 
 
 def _step_of(line: bytes) -> float:

@@ -6,14 +6,13 @@ more (`watchdog.py`).
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
 from bridge.weights import manifest
-from cli import children, console, server_log
+from cli import children, console, interrupt, server_log
 from cli.children import Child
 from cli.health import Address
 from cli.serve import check_port
@@ -76,7 +75,7 @@ class ServedEngine:
         Raises:
             ServerUnreachableError: it does not come up; the message says why, and names its log.
         """
-        with _interruptible():
+        with interrupt.acting():  # nothing is half written while a server starts
             self._stop()
             self._restarts += 1
             self._start(model)
@@ -84,7 +83,8 @@ class ServedEngine:
     def _start(self, model: str | Path | None) -> None:
         check_port(self._command.host, self._command.port)
         server_log.begin(self._log, "started" if model is None else f"started again with {model}")
-        self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
+        with interrupt.held_back():  # a process that was started has to be known, or nobody would stop it
+            self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
         address = self._wait(self._server)
         self._watchdog = Watchdog(self._server, address, self._hang_limit_s)
         self._watch.enter_context(self._watchdog.watching())
@@ -174,16 +174,3 @@ def reachable(host: str) -> str:
 def _in_words(exit_code: int | None) -> str:
     assert exit_code is not None, "it has ended"
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C act at once, even in a block that holds it back: nothing is half written while a server starts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, held)

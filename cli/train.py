@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 @from_config(TrainConfig)
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
     """Train a served model in place, on the server's own weights."""
+    from cli.start_command import StartCommand, started
+
     environment = load_environment(config)
+    command = StartCommand.of(config) if config.start_command else None
     run, found = open_run(config)
     try:
-        train_in(run, config, environment, as_json=as_json, resume=found)
+        with started(command, run.server_log) as engine:
+            train_in(run, config, environment, as_json=as_json, engine=engine, resume=found)
     finally:
         run.remove_if_unused()
 
@@ -78,12 +82,25 @@ def _open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
 
 
 def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
-    given = config.run_dir
+    """Return the directory of the run that goes on, or a new one."""
+    step, own = (found.progress.step, found.progress.run_dir) if found else (0, None)
+    path = config.run_dir or own
+    if config.resume and path is not None and (_is_same(path, own) or _saves_to(path, config.save_path)):
+        return RunDirectory.reopen(path, step, tell=console.note)
+    run = RunDirectory.create(config.run_dir, environment=config.environment, tell=console.note)
     if found is not None:
-        own = found.progress.run_dir
-        if own.is_dir() and (given is None or (given.is_dir() and given.samefile(own))):
-            return RunDirectory.reopen(own, found.progress.step, tell=console.note)
-    return RunDirectory.create(given, environment=config.environment, tell=console.note)
+        console.note(f"{run.path} begins at step {step + 1}: what came before is in {own}")
+    return run
+
+
+def _saves_to(path: Path, save_path: Path) -> bool:
+    """Tell whether `path` is the directory of a run whose checkpoints are in `save_path`."""
+    saved = RunDirectory(path).save_path
+    return saved is not None and saved.resolve() == save_path.resolve()
+
+
+def _is_same(path: Path, other: Path | None) -> bool:
+    return other is not None and other.is_dir() and path.is_dir() and path.samefile(other)
 
 
 def _refuse_overwriting(config: TrainConfig, steps: dict[int, Path], found: "Found | None") -> None:

@@ -30,7 +30,7 @@ class MemoryHandover:
         url = config.server_url(manifest.url)
         self._client = BridgeClient(manifest, timeout_s=config.request_timeout_s, url=url)
         status = self._client.status()
-        if not config.resume:
+        if not config.resume or status.writes != "adapter":  # going on writes the adapter anew, and nothing else
             status.refuse_torn()
         self.version = status.version
         self._given = run.served / ADAPTER

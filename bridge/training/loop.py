@@ -153,7 +153,12 @@ class _Trainer:
         if self._half_written:
             raise error
         self._run.note(f"the server died: {error.message}")
-        self._mode.revive(self._engine, self._save() if self._written else None)
+        newest = self._save() if self._written else None
+        if newest is not None:
+            self._checkpoints.pin(newest)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
+        self._mode.revive(self._engine, newest)
         self._run.note(f"the server was started again with the weights of step {self._written}")
 
     def _publish(

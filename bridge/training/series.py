@@ -29,6 +29,7 @@ class Series:
     ) -> None:
         self._config, self._run, self._mode, self._trained, self._optimizer = config, run, mode, trained, optimizer
         self._saved: dict[int, Path] = {}
+        self._pinned: set[Path] = set()
 
     @property
     def last(self) -> Path | None:
@@ -68,9 +69,14 @@ class Series:
             folder = self._config.save_path / f"{self._mode.checkpoint_prefix}{step}"
             self._run.settle()
             self._saved[step] = checkpoint.save(folder, self._fill, progress)
-            kept = checkpoint.keep_last(list(self._saved.values()), self._config.keep_last)
+            free = [path for path in self._saved.values() if path not in self._pinned]
+            kept = {*checkpoint.keep_last(free, self._config.keep_last), *self._pinned}
             self._saved = {number: path for number, path in self._saved.items() if path in kept}
         return self._saved[step]
+
+    def pin(self, folder: Path) -> None:
+        """Keep one for as long as the run lasts, because a server was started with it."""
+        self._pinned.add(folder)
 
     def _fill(self, folder: Path) -> None:
         self._mode.save(folder)

@@ -67,9 +67,10 @@ class Adapter:
         self.modules = {
             name: Matrices(module.lora_A[NAME].weight, module.lora_B[NAME].weight) for name, module in _layers(model)
         }
+        model.eval()  # what PEFT put in came in training mode; of all the model its dropout alone shall be active
         for _, module in _layers(model):
             module.scaling[NAME] = 1.0
-            module.lora_dropout.train()  # the rest of the model stays in evaluation mode
+            module.lora_dropout.train()
 
     def lr_factors(self) -> dict[str, float]:
         """Return every trained parameter by its name in the model, with the factor that it is held multiplied by."""
@@ -87,7 +88,7 @@ class Adapter:
         save_file(
             {name: tensor.contiguous() for name, tensor in self._unscaled()}, folder / WEIGHTS_NAME, {"format": "pt"}
         )
-        self._peft.peft_config[NAME].save_pretrained(folder, inference_mode=True)
+        self._peft.peft_config[NAME].save_pretrained(str(folder))
 
     def load(self, folder: Path) -> None:
         """Copy a saved adapter into the matrices, in place.
@@ -130,7 +131,8 @@ class Adapter:
         return saved
 
     def _state(self) -> Mapping[str, Tensor]:
-        state: Mapping[str, Tensor] = get_peft_model_state_dict(self._peft)
+        # "auto", the default, asks the hub for the model's configuration, and that at every step
+        state: Mapping[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return state
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:

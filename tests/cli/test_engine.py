@@ -282,6 +282,24 @@ def test_an_interrupt_ends_a_restart_at_once_even_where_it_is_held_back(tmp_path
     assert not [process for process in psutil.Process().children(recursive=True) if not is_dead(process.pid)]
 
 
+def test_an_interrupt_just_as_the_server_starts_leaves_no_server(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[children.Child] = []
+
+    def start_and_press(*given: Any) -> children.Child:
+        begun.append(start(*given))
+        signal.raise_signal(signal.SIGINT)
+        return begun[0]
+
+    start = children.start
+    monkeypatch.setattr(children, "start", start_and_press)
+    with pytest.raises(KeyboardInterrupt), served(fake(tmp_path), log).running():
+        raise AssertionError("it was interrupted before")
+    assert len(begun) == 1
+    assert not begun[0].is_alive()
+
+
 def test_the_watchdog_ends_a_server_whose_engine_is_gone(
     tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

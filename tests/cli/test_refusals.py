@@ -272,14 +272,16 @@ manifest.write(toy.edited(url=f"http://127.0.0.1:{port}"), path)
 server.serve_forever()
 """
 RUN_ON_A_TOY = """
-import os, sys
+import dataclasses, os, sys
 from pathlib import Path
 from cli import main
 from cli.server_command import ServerCommand
 
+real = ServerCommand.of
+
 def toy(config, flags, **given):
     argv = (sys.executable, os.environ["TOY"], str(config.port), config.model, str(config.vllm_config_path))
-    return ServerCommand(argv=argv, environment=dict(os.environ), manifest=config.vllm_config_path, notes=())
+    return dataclasses.replace(real(config, flags, **given), argv=argv)
 
 ServerCommand.of = toy
 main.main()

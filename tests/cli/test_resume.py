@@ -14,6 +14,7 @@ from bridge.training import checkpoint
 from bridge.training.checkpoint import Found, Progress
 from cli import train
 from tests.cli.test_run_directory import metrics, steps
+from tests.unit.test_claim import held
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
     made = Place(tmp_path, capsys)
-    run = RunDirectory.create(made.mine, environment="arithmetic")
+    made.mine.mkdir(parents=True)
+    run = RunDirectory(made.mine)  # another process made it
     for step in range(1, 6):
         run.append(metrics(step))
     return made
@@ -120,7 +122,7 @@ def test_without_a_whole_checkpoint_it_begins_and_says_so(place: Place, damaged:
 
 def test_its_own_directory_may_be_named(place: Place) -> None:
     place.save(4)
-    assert place.open(resume=True, run_dir=Path("runs/mine")).run.path == place.mine
+    assert place.open(resume=True, run_dir=Path("runs/mine")).run.path.samefile(place.mine)
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -178,6 +180,66 @@ def test_what_bears_another_name_is_in_nobodys_way(place: Place) -> None:
         (place.saved / name).mkdir(parents=True)
         (place.saved / name / "notes.txt").touch()
     assert place.open(run_dir=place.folder / "new").told == []
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_directory(
+    place: Place, damaged: bool
+) -> None:
+    RunDirectory(place.mine).write_config(TrainConfig(model_name="m", save_path=Path("saved")))
+    if damaged:
+        cut(place.save(3))
+    opened = place.open(resume=True, run_dir=place.mine)
+    assert (opened.found, opened.run.path) == (None, place.mine)
+    assert opened.told[-1] == f"no checkpoint to go on from in {place.saved}: beginning at step 1"
+    assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([], [1, 2, 3, 4, 5])
+    opened.run.append(metrics(1))
+    remedy = place.refused("mine holds another run", resume=True, run_dir=place.mine, save_path=Path("fresh"))
+    assert remedy == "name another with --run-dir, or go on with that run: --resume --save-path saved"
+
+
+def test_a_run_that_went_on_elsewhere_and_was_killed_there_goes_on_there(place: Place) -> None:
+    place.save(4)
+    other = place.open(resume=True, run_dir=Path("other"))
+    assert other.told[0] == f"other begins at step 5: what came before is in {place.mine}"
+    other.run.write_config(TrainConfig(model_name="m", save_path=Path("saved")))
+    other.run.append(metrics(5))
+    again = place.open(resume=True, run_dir=Path("other"))
+    assert again.run.path == Path("other")
+    assert (steps(again.run.metrics), steps(again.run.lost_metrics)) == ([], [5])
+    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_never_write_to_one_folder_of_checkpoints(place: Place, resume: bool) -> None:
+    place.save(4)
+    with held(place.saved) as (first, _):
+        remedy = place.refused(f"saved is in use by process {first.pid}", resume=resume, run_dir=place.folder / "new")
+    assert f"kill -INT {first.pid}" in remedy
+    assert place.open(resume=True).run.path == place.mine
+
+
+def test_two_runs_never_write_to_one_run_directory(place: Place) -> None:
+    place.save(4)
+    with held(place.mine) as (first, _):
+        place.refused(f"runs/mine is in use by process {first.pid}", resume=True)
+    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+    with held(place.folder / "new") as (first, _):
+        place.refused(f"new is in use by process {first.pid}", run_dir=Path("new"), save_path=Path("fresh"))
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_anything_is_trained(place: Place) -> None:
+    (place.folder / "file").touch()
+    place.refused("folder of the checkpoints file cannot be made: File exists", save_path=Path("file"))
+
+
+def test_a_folder_for_checkpoints_that_stays_empty_is_removed_and_no_other(place: Place) -> None:
+    before = place.content()
+    place.open(save_path=Path("a/b"), run_dir=Path("a/run")).run.remove_if_unused()
+    assert place.content() == before
+    (place.folder / "empty").mkdir()
+    place.open(save_path=Path("empty"), run_dir=Path("a/run")).run.remove_if_unused()
+    assert set(place.content()) - set(before) == {"empty"}
 
 
 def test_an_event_in_the_run_is_told_to_people(place: Place) -> None:

@@ -1,6 +1,10 @@
 import json
 import math
+import re
+import resource
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -114,6 +118,48 @@ def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
     assert not run.lost_metrics.exists()
     run.metrics.unlink()
     assert not RunDirectory.reopen(tmp_path, 2).metrics.exists()
+
+
+def test_a_step_that_was_saved_but_has_no_line_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    run = with_steps(tmp_path, 1, 2)
+    RunDirectory.reopen(tmp_path, 2, tell=told.append)
+    assert told == []
+    RunDirectory.reopen(tmp_path, 3, tell=told.append)
+    assert told == [f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"]
+    assert told[0] in run.events.read_text()
+    assert steps(run.metrics) == [1, 2]
+
+
+def test_a_full_disk_is_told_in_one_line_with_the_file_and_its_room(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    writes: list[Callable[[], None]] = [
+        lambda: run.append(metrics(1)),
+        lambda: run.note("the server died"),
+        lambda: run.write_config(TrainConfig(model_name="m" * 100)),
+    ]
+    for write, path in zip(writes, (run.metrics, run.events, run.config), strict=True):
+        with no_file_over(20), pytest.raises(UsageError) as refused:
+            write()
+        pattern = rf"cannot write {re.escape(str(path))}: File too large \(with \d+ bytes free\)"
+        assert re.fullmatch(pattern, refused.value.message)
+        assert "--resume" in refused.value.remedy
+    assert not run.config.exists()
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
+    RunDirectory.reopen(tmp_path, 0)
+    run.append(metrics(1))
+    assert steps(run.metrics) == [1]
+
+
+@contextmanager
+def no_file_over(num_bytes: int) -> Iterator[None]:
+    """Refuse what would make a file of this process longer, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_line_that_was_cut_short_is_moved_aside_as_it_is(tmp_path: Path) -> None:

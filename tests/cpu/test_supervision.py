@@ -29,7 +29,7 @@ from tests.models import tiny
 
 STEPS = 5
 BATCH_SIZE = 8
-RUN_LIMIT_S = 420.0
+RUN_LIMIT_S = 800.0
 """After it a run that hangs is killed, so that its test fails."""
 LEFT_LIMIT_S = GRACE_S + 7
 ORPHANS_LIMIT_S = 10.0
@@ -160,7 +160,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(model: Path, folder: Path, *, accident: str = "pass", program: str = COMMAND) -> Iterator[Run]:
+def running(model: Path, folder: Path, *more: str, accident: str = "pass", program: str = COMMAND) -> Iterator[Run]:
     """Run `bridge run` in `folder`; in front of its first score of step 3, `accident` is run."""
     text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(text)
@@ -170,7 +170,7 @@ def running(model: Path, folder: Path, *, accident: str = "pass", program: str =
     flags += ["--lr", "1e-3", "--max-new-tokens", "800", "--run-dir", "run", "--save-path", "saved"]
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, "run", *flags, "--vllm-config-path", "run"],
+            [sys.executable, "-c", program, "run", *flags, *more, "--vllm-config-path", "run"],
             cwd=folder,
             env={**os.environ, "NO_COLOR": "1"},
             stdout=subprocess.DEVNULL,

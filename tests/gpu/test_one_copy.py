@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bridge.verify import bytes_allocated
 from bridge.weights import manifest
@@ -30,6 +31,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.trains_in_place(llama, tmp_path)
+
+
+def test_a_checkpoint_is_restored_into_the_live_weights(llama: LiveServer, tmp_path: Path) -> None:
+    first = llama.sample()
+    scenarios.trained(llama, tmp_path)
+    assert llama.sample() != first
+    bridge("restore", llama.manifest.model, "--vllm-config-path", llama.path, folder=tmp_path)
+    first_model = Path(llama.manifest.model)
+    restored = {name: tensor.cpu() for name, tensor in attach(llama.manifest).model.named_parameters()}
+    saved = load_file(first_model / "model.safetensors")
+    assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items() if name in restored)
+    bridge("restore", tmp_path / "saved" / "step_3", "--vllm-config-path", llama.path, folder=tmp_path)
+    assert not torch.equal(
+        attach(llama.manifest).model.get_parameter("model.norm.weight").cpu(), restored["model.norm.weight"]
+    )
+
+
+def test_a_trainer_with_a_copy_of_its_own_loads_each_version_in_place(llama: LiveServer, tmp_path: Path) -> None:
+    bridge("restore", llama.manifest.model, "--vllm-config-path", llama.path, folder=tmp_path)
+    scenarios.trains_in_place(llama, tmp_path, "--reload", "in-place", mode="none")
 
 
 def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:

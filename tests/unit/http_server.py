@@ -83,7 +83,7 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_POST = do_GET  # noqa: N815  http.server's name
+        do_POST = do_DELETE = do_GET  # noqa: N815  http.server's names
 
         def log_message(self, *args: Any) -> None:
             """Say nothing."""

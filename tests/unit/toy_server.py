@@ -1,7 +1,7 @@
 """A server's side of the one copy, made by hand in the calling process: fused and padded weights in a shared file."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.weights import shared_memory
 from bridge.weights.manifest import Manifest
-from bridge.weights.shard import SharedMemoryHandle, View
+from bridge.weights.shard import LoraSlot, SharedMemoryHandle, View
 from tests.models import tiny
 from tests.unit.checks_sample import manifest
 
@@ -30,6 +30,8 @@ class ToyServer:
     """The server's own tensors, by vLLM's names."""
     reference: PreTrainedModel
     """The same model, loaded by transformers into memory of its own."""
+    slots: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Hugging Face module -> the server's own A and B of all its LoRA slots."""
 
     def padding_rows(self) -> list[Tensor]:
         return [tensor[tiny.VOCABULARY :] for tensor in self.tensors.values() if len(tensor) == PADDED_ROWS]
@@ -61,6 +63,20 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
         num_params=sum(parameter.numel() for parameter in reference.parameters()), param_names=tuple(sorted(views)),
     )  # fmt: skip
     return ToyServer(exported, tensors, reference.eval())
+
+
+def with_slots(server: ToyServer, rank: int, *, num_slots: int = 2, without: str = "-") -> ToyServer:
+    """Add slots for adapters up to `rank`, filled with what they hold before; none for modules named `without`."""
+    whole = {}
+    for name, module in server.reference.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", without)):
+            whole[f"{name}.a"] = torch.full((num_slots, 1, rank, module.in_features), FILLER, dtype=torch.bfloat16)
+            whole[f"{name}.b"] = torch.full((num_slots, 1, module.out_features, rank), FILLER, dtype=torch.bfloat16)
+    tensors, handles = _allocate(whole)
+    names = [name.removesuffix(".a") for name in whole if name.endswith(".a")]
+    exported = {name: LoraSlot(lora_a=handles[f"{name}.a"], lora_b=handles[f"{name}.b"]) for name in names}
+    slots = {name: (tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}
+    return replace(server, manifest=server.edited(lora_slots=exported), slots=slots)
 
 
 def _layout(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -1,0 +1,274 @@
+"""A trainer killed with -9 between two checkpoints goes on, on the real vLLM, as if it had never been killed.
+
+Not covered: one killed inside the fence (`test_restore.py`), the same weights as without the kill, which takes a
+sampler that repeats itself (`tests/unit/test_loop_resume.py`), and checkpoints killed at random moments
+(`tests/unit/test_checkpoint.py`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.training import checkpoint
+from tests import scenarios
+from tests.cpu.test_restore import different, mean_difference, status, whole_model
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+LIMIT_S = 300
+STEPS, SAVE_INTERVAL, KILLED_IN_STEP = 8, 2, 6
+LAST = f"step_{KILLED_IN_STEP - SAVE_INTERVAL}"
+"""The last whole checkpoint when the trainer is killed."""
+BATCH_SIZE = 8
+NUM_PROBLEMS = 7
+"""Fewer than a run draws, and no multiple of a step's: the second pass over them begins inside a step."""
+ENVIRONMENT = f"""
+import os
+
+class Logged:
+    def __iter__(self):
+        yield from ({{"prompt": f"say {{number}}:"}} for number in range({NUM_PROBLEMS}))
+
+    def score(self, problem, completion):
+        with open(os.environ["SCORED"], "a") as file:
+            file.write(problem["prompt"] + "\\n")
+        return sum(map(ord, completion)) % 10 / 10
+"""
+UNDISTURBED = "from cli.main import main; main()"
+PRELUDE = f"""
+import os, re, resource, signal, threading, time, urllib.request
+from bridge.run_directory import RunDirectory
+from bridge.training import checkpoint, experience, trainer_state
+
+STEP = {KILLED_IN_STEP}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+WHILE_IT_SAMPLES = """
+sample = experience.Sampler.sample
+
+def watch(url):
+    while True:
+        told = urllib.request.urlopen(f"{url}/metrics").read().decode()
+        if any(map(float, re.findall(r"^vllm:num_requests_running{.*} (.*)$", told, re.MULTILINE))):
+            die()
+
+def sample_and_die(self, *prompts, seed, **choices):
+    if seed == STEP:
+        threading.Thread(target=watch, args=(self._url,), daemon=True).start()
+    answer = sample(self, *prompts, seed=seed, **choices)
+    if seed == STEP:  # the server was quicker than the watch
+        die()
+    return answer
+
+experience.Sampler.sample = sample_and_die
+"""
+BEFORE_ITS_LINE = """
+append = RunDirectory.append
+RunDirectory.append = lambda self, metrics: die() if metrics.step == STEP else append(self, metrics)
+"""
+BEFORE_ITS_CHECKPOINT = """
+save = checkpoint.save
+checkpoint.save = lambda folder, *rest: die() if folder.name == f"step_{STEP}" else save(folder, *rest)
+"""
+WHILE_IT_SAVES = """
+save_file = trainer_state.save_file
+
+def save_half_and_die(tensors, path):
+    save_file(tensors, path)
+    if f".step_{STEP}." in str(path):
+        os.truncate(path, path.stat().st_size // 2)
+        die()
+
+trainer_state.save_file = save_half_and_die
+"""
+FULL_AFTER_ITS_FIRST_CHECKPOINT = """
+save = checkpoint.save
+
+def save_and_fill(*given):
+    saved = save(*given)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return saved
+
+checkpoint.save = save_and_fill
+"""
+
+
+@dataclass
+class Run:
+    """One run, by as many trainers as it takes."""
+
+    server: LiveServer
+    folder: Path
+    begun_at: list[int] = field(default_factory=list)
+    """Where each trainer began: the step of its checkpoint."""
+
+    @property
+    def saved(self) -> Path:
+        return self.folder / "saved"
+
+    def train(self, *flags: str, begin: int, expect: int, disturbed: str = "") -> list[str]:
+        """Run one trainer to its end, and return what it told people, a line each."""
+        self.begun_at.append(begin)
+        (self.folder / "logged.py").write_text(ENVIRONMENT)
+        code = f"{PRELUDE}{disturbed}\n{UNDISTURBED}" if disturbed else UNDISTURBED
+        done = subprocess.run(
+            [
+                *(sys.executable, "-c", code, "train", "--model-name", self.server.manifest.model),
+                *("--vllm-config-path", str(self.server.path), "--environment", "logged.py:Logged"),
+                *("--training-steps", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--max-new-tokens", "48"),
+                *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--lr", "1e-3", "--save-path", "saved", *flags),
+            ],
+            cwd=self.folder,
+            env={**os.environ, "NO_COLOR": "1", "SCORED": str(self._log(len(self.begun_at)))},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == expect, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stderr.splitlines()
+
+    def killed(self, disturbed: str) -> None:
+        """Begin, and be killed in step 6; everything is as the last checkpoint and the server's fence want it."""
+        self.train("--run-dir", "run", begin=0, expect=-signal.SIGKILL, disturbed=disturbed)
+        assert [path.name for path in visible(self.saved)] == ["step_2", LAST]
+        assert status(self.server).state == "serving"
+        self.server.sample()  # raises where it does not answer
+
+    def lost(self) -> list[int]:
+        """Return the steps whose metrics were moved aside."""
+        lines = (self.folder / "run" / "metrics_lost.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def problems(self) -> dict[int, list[str]]:
+        """Return what each step of the weights that are there now was trained on: a later trainer did it over."""
+        trained: dict[int, list[str]] = {}
+        for number, begin in enumerate(self.begun_at, start=1):
+            scored = self._log(number).read_text().splitlines()
+            trained = {step: prompts for step, prompts in trained.items() if step <= begin}
+            trained |= {
+                begin + 1 + i // BATCH_SIZE: scored[i : i + BATCH_SIZE] for i in range(0, len(scored), BATCH_SIZE)
+            }
+        return trained
+
+    def check_whole(self) -> None:
+        """Check that nothing is missing, doubled or left behind, and that the server serves the last checkpoint."""
+        rows = scenarios.metrics(self.folder / "run")
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        steps = range(SAVE_INTERVAL, STEPS + 1, SAVE_INTERVAL)
+        assert sorted(path.name for path in self.saved.iterdir()) == [f"step_{step}" for step in steps]
+        assert [checkpoint.read(self.saved / f"step_{step}").progress.step for step in steps] == list(steps)
+        served = status(self.server)
+        assert (served.state, served.version) == ("serving", rows[-1]["weight_version"])
+        last = self.saved / f"step_{STEPS}"
+        assert different(self.server, whole_model(last)) == []
+        assert mean_difference(last, self.server.sample()) < scenarios.PARITY_LIMIT
+        assert running_in(self.folder) == []
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"scored-{number}"
+
+
+def visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def scratch(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".*.scratch"))
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose working directory is `folder`: a trainer, and whatever it started."""
+    found = psutil.process_iter(["cwd"])
+    return [process for process in found if process.info["cwd"] == str(folder)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("killed")
+    with scenarios.served(tiny.write(tiny.llama(), folder / "model"), folder / "server") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def problems(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """What each step of a run that nothing disturbs is trained on."""
+    run = Run(server, tmp_path_factory.mktemp("undisturbed"))
+    run.train("--run-dir", "run", begin=0, expect=0)
+    run.check_whole()
+    trained = run.problems()
+    assert list(trained) == list(range(1, STEPS + 1))
+    assert len({tuple(prompts) for prompts in trained.values()}) > STEPS // 2
+    return trained
+
+
+@pytest.fixture
+def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> Run:
+    return Run(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "lost", "num_scratch"),
+    [
+        (WHILE_IT_SAMPLES, [5], 0),
+        (BEFORE_ITS_LINE, [5], 0),
+        (BEFORE_ITS_CHECKPOINT, [5, 6], 0),
+        (WHILE_IT_SAVES, [5, 6], 1),
+    ],
+    ids=["while it samples", "when it published", "when it noted that", "while it saves"],
+)
+def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
+    run: Run, problems: dict[int, list[str]], disturbed: str, lost: list[int], num_scratch: int
+) -> None:
+    run.killed(disturbed)
+    assert [path.name.startswith(f".step_{KILLED_IN_STEP}.") for path in scratch(run.saved)] == [True] * num_scratch
+    told = run.train("--resume", begin=4, expect=0)
+    assert told[0] == f"going on after step 4, from {run.saved.relative_to(run.folder) / LAST}"
+    assert run.lost() == lost
+    assert run.problems() == problems
+    run.check_whole()
+
+
+def test_a_checkpoint_that_was_cut_short_since_is_told_and_the_older_one_is_gone_on_from(
+    run: Run, problems: dict[int, list[str]]
+) -> None:
+    run.killed(WHILE_IT_SAMPLES)
+    os.truncate(run.saved / LAST / "model.safetensors", 1000)
+    told = run.train("--resume", begin=2, expect=0)
+    assert [line.partition(":")[0] for line in told[:2]] == ["passed over", "going on after step 2, from saved/step_2"]
+    assert f"saved/{LAST} is not whole: model.safetensors was cut short" in told[0]
+    assert not [line for line in told[1:] if line.startswith("passed over")]
+    assert run.lost() == [3, 4, 5]
+    assert run.problems() == problems
+    run.check_whole()
+
+
+def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
+    run: Run, problems: dict[int, list[str]]
+) -> None:
+    before = status(run.server).version
+    told = run.train("--run-dir", "run", begin=0, expect=2, disturbed=FULL_AFTER_ITS_FIRST_CHECKPOINT)
+    *_, error, gap, hint = told
+    assert error.startswith(f"error: cannot write {run.saved / LAST}: ")
+    assert error.endswith(" bytes free)")
+    assert (gap, hint[:6]) == ("", "hint: ")
+    assert len([line for line in told if line.startswith(("error:", "hint:"))]) == 2
+    assert [path.name for path in run.saved.iterdir()] == ["step_2"]
+    assert checkpoint.read(run.saved / "step_2").progress.step == 2
+    assert (status(run.server).state, status(run.server).version) == ("serving", before + 4)
+    run.server.sample()
+    run.train("--resume", begin=2, expect=0)
+    assert run.lost() == [3, 4]
+    assert run.problems() == problems
+    run.check_whole()

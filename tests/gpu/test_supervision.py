@@ -1,0 +1,29 @@
+"""`bridge run` on a GPU outlives its server, and gives all of the GPU's memory back.
+
+Not covered: the other ways to die, which are the same on the CPU (`tests/cpu/test_supervision.py`).
+"""
+
+from pathlib import Path
+
+import torch
+
+from tests.cpu.test_supervision import running
+from tests.models import tiny
+
+SLACK_BYTES = 2**30
+"""What others on the GPU may take meanwhile, and the driver may keep."""
+
+
+def test_a_server_killed_while_it_generates_costs_no_step_and_no_memory(tmp_path: Path) -> None:
+    config = tiny.llama()
+    config.head_dim = 64
+    model = tiny.write(config, tmp_path / "model")
+    before = torch.cuda.mem_get_info()[0]
+    with running(model, tmp_path, *("--gpu-memory-utilization", "0.2")) as run:
+        run.wait_for(2)
+        server = run.server()
+        run.until(run.is_generating)
+        server.kill()
+        run.finishes()
+    assert "vLLM again" in run.said()
+    assert before - torch.cuda.mem_get_info()[0] < SLACK_BYTES

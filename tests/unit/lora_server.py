@@ -1,0 +1,91 @@
+"""A server that takes adapters: the routes of Bridge's fence and of vLLM's adapters, over a toy server's slots."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bridge.process import ProcessIdentity
+from bridge.protocol import FenceState, Refusal, Status, Written
+from tests.unit.checks_sample import dead_server
+from tests.unit.http_server import Answer, Asked, as_json
+from tests.unit.toy_server import ToyServer
+
+SLOT = 1
+"""The slot that it seats an adapter in: not the first, so that the number matters."""
+
+
+class LoraServer:
+    """Notes what it is asked in order, and holds adapters as vLLM does: in a slot, or by name."""
+
+    def __init__(self, toy: ToyServer) -> None:
+        self.toy, self.version = toy, 4
+        self.state: FenceState = "serving"
+        self.writes: Written = "adapter"
+        self.adapters: dict[str, dict[str, Tensor]] = {}
+        """What is served by a name, beside the seated one."""
+        self.calls: list[str] = []
+        self.bodies: dict[str, Any] = {}
+        """The last body of each call."""
+        self.refuses: dict[str, Answer | None] = {}
+        """Calls that it answers otherwise."""
+        self.seats: Callable[[float], float] = lambda value: value
+        """What it makes of a number that it puts into a slot."""
+
+    def __call__(self, asked: Asked) -> Answer | None:
+        call = f"{asked.method} {asked.path.removeprefix('/bridge/').removeprefix('/v1/')}"
+        self.calls.append(call)
+        self.bodies[call] = asked.body
+        if call in self.refuses:
+            return self.refuses[call]
+        return self._answer(call, asked.body)
+
+    def _answer(self, call: str, body: Any) -> Answer:
+        match call:
+            case "GET models":
+                return as_json({"data": [{"id": "tiny"}, *({"id": name} for name in self.adapters)]})
+            case "POST load_lora_adapter":
+                self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+                return Answer("Success")
+            case "POST unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
+                return Answer("Success")
+            case "POST adapter":
+                self._seat(Path(body["path"]))
+                return as_json({"name": body["name"], "slot": SLOT})
+            case "POST pause" if self.state == "torn" and not body["takeover"]:
+                status = self.status()
+                return refusal(status.torn(), status.mending())
+            case "POST publish":
+                self.version, self.state = max(self.version + 1, body["version"] or 0), "serving"
+        return as_json(self.status().model_dump(mode="json"))
+
+    def status(self) -> Status:
+        return Status(
+            model="tiny", version=self.version, state=self.state, server=self.toy.manifest.server, writes=self.writes,
+            holder=dead_server() if self.state == "torn" else None,
+        )  # fmt: skip
+
+    def _seat(self, folder: Path) -> None:
+        """Fill the slot as vLLM does: B multiplied by the scaling, zeros beside what is smaller than the slot."""
+        config = json.loads((folder / "adapter_config.json").read_text())
+        rank, scaling = config["r"], config["lora_alpha"] / config["r"]
+        stored = load_file(folder / "adapter_model.safetensors")
+        for name, (a, b) in self.toy.slots.items():
+            for whole in (a, b):
+                whole[SLOT].zero_()
+            if f"base_model.model.{name}.lora_A.weight" in stored:
+                a[SLOT, 0, :rank].copy_(stored[f"base_model.model.{name}.lora_A.weight"])
+                b[SLOT, 0, :, :rank].copy_(stored[f"base_model.model.{name}.lora_B.weight"].float() * scaling)
+            a[SLOT].copy_(a[SLOT] * self.seats(1.0))
+
+
+def refusal(error: str, remedy: str) -> Answer:
+    return as_json(Refusal(error=error, remedy=remedy).model_dump(), 409)
+
+
+def me() -> ProcessIdentity:
+    return ProcessIdentity.current()
