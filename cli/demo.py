@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from bridge import claim
 from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
@@ -95,6 +96,7 @@ def _fresh(out: Path) -> RunDirectory:
             raise UsageError(
                 f"{out} is not empty and holds no run of Bridge", remedy="choose another folder with --out"
             )
+        claim.make(out, what="run directory", flag="--out")  # a demo that runs there is not removed
         shutil.rmtree(out)
     return RunDirectory.create(out, environment="demo")
 

@@ -3,6 +3,7 @@
 Not covered: what the commands do (one file each).
 """
 
+import signal
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = _report_bug
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended saves as one that is interrupted
     sys.exit(answer(sys.argv[1:]))
 
 

@@ -55,12 +55,13 @@ def train(
     Raises:
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
     """
-    config = config.model_copy(update={"resume": resume is not None})  # without a checkpoint it is a run like any other
-    mode = MODES[config.mode](config, run, engine)
+    mode = MODES[config.mode](config.model_copy(update={"resume": resume is not None}), run, engine)
     try:
         trainer = _Trainer(config, environment, run, mode, engine)
         if resume is not None:
             trainer.resume(resume)
+        elif config.resume and mode.version:
+            run.note(f"the server has been trained before: step 1 begins with its weights of version {mode.version}")
         run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
         return trainer.run(report)
     finally:
@@ -106,7 +107,7 @@ class _Trainer:
         if step >= wanted:
             raise UsageError(
                 f"{found.folder} is of step {step}, and --training-steps is {wanted}: no step is left to take",
-                remedy=f"--training-steps {step + wanted}, or leave --resume out",
+                remedy=f"--training-steps {step + wanted}, or begin another run with --save-path",
             )
         self._checkpoints.load(found)
         self._experience.draw(found.progress.problems_drawn)

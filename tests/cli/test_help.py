@@ -112,3 +112,13 @@ def test_an_interrupt_is_one_line_and_130() -> None:
     )
     done = run_python(code)
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted() -> None:
+    code = (
+        "import os, signal, time; from cli import main;"
+        "main.answer = lambda _: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60));"
+        "main.main()"
+    )
+    done = run_python(code)
+    assert "KeyboardInterrupt" in done.stderr

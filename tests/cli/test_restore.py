@@ -22,11 +22,14 @@ from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bridge.config import TrainConfig
+from bridge.errors import AttachError
 from bridge.process import ProcessIdentity
 from bridge.training import checkpoint
 from bridge.training.checkpoint import Progress
 from bridge.weights import manifest as manifests
 from bridge.weights import model_folder
+from bridge.weights.adapter import Adapter
 from bridge.weights.manifest import Manifest
 from cli.main import answer
 from patches import routes
@@ -70,6 +73,7 @@ class Server:
     engine: FakeEngine
     fence: ServerFence
     http: HttpServer
+    app: FastAPI
 
     def tear(self, last_checkpoint: Path | None = None) -> None:
         """Leave it as a trainer does that dies after half of its write."""
@@ -129,7 +133,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     app.state.bridge_fence = ServerFence(engine, toy.manifest)
     with serving(over_http(app)) as http:
         manifests.write(toy.edited(url=http.url), tmp_path / manifests.MANIFEST_NAME)
-        yield Server(toy, engine, app.state.bridge_fence, http)
+        yield Server(toy, engine, app.state.bridge_fence, http, app)
 
 
 @pytest.fixture
@@ -310,10 +314,182 @@ def test_a_folder_without_one_of_the_weights_is_refused_by_name(bridge: Bridge, 
     assert server.routes() == []
 
 
-def test_an_adapter_is_refused(bridge: Bridge, server: Server) -> None:
-    (bridge.folder / "adapter_3").mkdir()
-    (bridge.folder / "adapter_3" / "adapter_config.json").write_text("{}")
-    assert "holds an adapter" in bridge.refused(2, "adapter_3")[0]
+class Slots:
+    """vLLM's side of the adapters: what is seated, what is served by name, and whether it takes another."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.names = ["tiny", "bridge-adapter-3", "mine"]
+        self.seated: list[tuple[str, str]] = []
+        self.refuses = False
+        server.app.state.bridge_adapter = self
+        server.app.get("/v1/models")(self.models)
+        server.app.post("/v1/unload_lora_adapter")(self.unload)
+
+    async def serve(self, name: str, path: str) -> int:
+        assert self._server.engine.paused
+        if self.refuses:
+            raise AttachError("vLLM does not load it", remedy="ask vLLM")
+        self.seated.append((name, path))
+        return 0
+
+    async def models(self) -> dict[str, Any]:
+        return {"data": [{"id": name} for name in self.names]}
+
+    async def unload(self, body: dict[str, str]) -> str:
+        self.names.remove(body["lora_name"])
+        return "Success"
+
+
+@pytest.fixture
+def slots(server: Server, bridge: Bridge) -> Slots:
+    """Let the server take adapters up to rank 4."""
+    toy = toy_server.with_slots(server.toy, 4, without="down_proj")
+    manifests.write(toy.edited(url=server.http.url), bridge.folder / manifests.MANIFEST_NAME)
+    return Slots(server)
+
+
+def adapter(server: Server, folder: Path, **choices: Any) -> Path:
+    """Write a new adapter of every module that has a slot."""
+    fixed = {"lora_r": 4, "lora_target_modules": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj"}
+    config = {"model_name": server.toy.manifest.model, "mode": "lora_only", **fixed, **choices}
+    model = AutoModelForCausalLM.from_pretrained(server.toy.manifest.model).requires_grad_(False)
+    folder.mkdir()
+    Adapter(model, TrainConfig.model_validate(config)).save(folder)
+    return folder
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Edit an adapter's settings."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("rank", [4, 2])
+def test_an_adapter_is_loaded_behind_the_fence_where_those_of_earlier_runs_made_room(
+    bridge: Bridge, server: Server, slots: Slots, rank: int
+) -> None:
+    folder = adapter(server, bridge.folder / "adapter_step_3", lora_r=rank)
+    told, line = bridge.restores("adapter_step_3")
+    assert server.routes() == ["pause", "/v1/models", "/v1/unload_lora_adapter", "adapter", "publish"]
+    assert slots.seated == [("bridge-adapter", str(folder))]
+    assert slots.names == ["tiny", "mine"]
+    assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 1, False)
+    assert (told["version"], told["checkpoint"]) == (1, str(folder))
+    assert "adapter_step_3 into" in line
+    assert serves(server, server.toy.reference)
+
+
+def test_a_torn_adapter_is_mended_and_the_weights_are_not_touched(bridge: Bridge, server: Server, slots: Slots) -> None:
+    folder = adapter(server, bridge.folder / "adapter_step_3")
+    server.engine.paused, server.fence.holder, server.fence.writes = True, DEAD, "adapter"
+    assert server.fence.state == "torn"
+    bridge.restores("adapter_step_3")
+    assert (server.fence.state, server.engine.paused) == ("serving", False)
+    assert server.fence.status().last_checkpoint == str(folder)
+    assert serves(server, server.toy.reference)
+
+
+def test_an_adapter_cannot_mend_torn_weights(bridge: Bridge, server: Server, slots: Slots) -> None:
+    adapter(server, bridge.folder / "adapter_step_3")
+    server.tear(bridge.folder / "step_2")
+    assert "the weights are torn" in bridge.refused(4, "adapter_step_3")[0]
+    assert (server.fence.state, server.engine.paused, slots.seated) == ("torn", True, [])
+
+
+def use_dora(folder: Path) -> None:
+    rewrite(folder, use_dora=True)
+
+
+def change_the_rank_of_one(folder: Path) -> None:
+    rewrite(folder, rank_pattern={"q_proj": 2})
+
+
+def forget_the_settings(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("[]")
+
+
+def bend_the_settings(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"r": ')
+
+
+def remove_the_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (use_dora, "use_dora True"),
+        (change_the_rank_of_one, "rank_pattern"),
+        (forget_the_settings, "adapter_config.json cannot be read"),
+        (bend_the_settings, "adapter_config.json cannot be read"),
+        (remove_the_weights, "adapter_model.safetensors cannot be read"),
+        (cut_short, "adapter_model.safetensors cannot be read"),
+    ],
+)
+def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused_before_the_pause(
+    bridge: Bridge, server: Server, slots: Slots, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(adapter(server, bridge.folder / "adapter_step_3"))
+    assert words in bridge.refused(2, "adapter_step_3")[0]
+    assert (server.routes(), slots.seated) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"lora_r": 8}, "model.layers.0.mlp.gate_proj.lora_A.weight is (8, 128), its slot (4, 128)"),
+        ({"lora_target_modules": "down_proj"}, "no slot for base_model.model.model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_an_adapter_that_has_no_place_in_the_slots_is_refused_before_the_pause(
+    bridge: Bridge, server: Server, slots: Slots, choices: dict[str, Any], words: str
+) -> None:
+    adapter(server, bridge.folder / "adapter_step_3", **choices)
+    error, hint = bridge.refused(2, "adapter_step_3")
+    assert words in error
+    assert "SAVE_PATH/adapter_step_N" in hint
+    assert (server.routes(), slots.seated) == ([], [])
+
+
+def test_an_adapter_of_a_larger_model_is_refused_before_the_pause(bridge: Bridge, server: Server, slots: Slots) -> None:
+    larger = tiny.llama()
+    larger.hidden_size = 256
+    model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
+    config = TrainConfig(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
+    (bridge.folder / "adapter_step_3").mkdir()
+    Adapter(model, config).save(bridge.folder / "adapter_step_3")
+    assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]
+    assert (server.routes(), slots.seated) == ([], [])
+
+
+def test_a_server_that_is_well_goes_on_when_vllm_refuses_the_adapter(
+    bridge: Bridge, server: Server, slots: Slots
+) -> None:
+    adapter(server, bridge.folder / "adapter_step_3")
+    slots.refuses = True
+    assert bridge.refused(4, "adapter_step_3") == ("vLLM does not load it", "ask vLLM")
+    assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 0, False)
+
+
+def test_a_server_that_is_torn_stays_so_when_vllm_refuses_the_adapter(
+    bridge: Bridge, server: Server, slots: Slots
+) -> None:
+    adapter(server, bridge.folder / "adapter_step_3")
+    slots.refuses = True
+    server.engine.paused, server.fence.holder, server.fence.writes = True, DEAD, "adapter"
+    assert bridge.refused(4, "adapter_step_3")[0] == "vLLM does not load it"
+    assert (server.fence.version, server.engine.paused) == (0, True)
+    server.fence.holder = DEAD  # as the server finds it once this process is gone
+    assert server.fence.state == "torn"
+
+
+def test_a_server_without_slots_takes_no_adapter(bridge: Bridge, server: Server) -> None:
+    adapter(server, bridge.folder / "adapter_step_3")
+    error, hint = bridge.refused(4, "adapter_step_3")
+    assert "holds an adapter, and the server takes none" in error
+    assert "bridge serve-vllm --max-lora-rank" in hint
     assert server.routes() == []
 
 

@@ -176,7 +176,7 @@ def test_in_memory_a_checkpoint_comes_back_as_its_version_through_a_fence_that_m
 ) -> None:
     running = start("memory")
     running.handover.take(running.adapter)
-    running.server.state = "torn"
+    tear(running.server)
     running.handover.restore(running.adapter, running.write, version=9)
     assert running.handover.version == 9
     assert running.server.calls[-3:] == ["POST pause", "write", "POST publish"]

@@ -68,7 +68,7 @@ class Running:
     def base_is_the_servers(self) -> bool:
         """Tell whether the server's memory is what the base computes with."""
         whole = self.server.toy.tensors["model.layers.0.mlp.down_proj.weight"]
-        base = self.opened.model.get_submodule("model.layers.0.mlp.down_proj").base_layer.weight  # type: ignore[union-attr]
+        base = self.opened.model.get_submodule("model.layers.0.mlp.down_proj").base_layer.weight
         return bool(base.data_ptr() != 0 and _sees(whole, base))
 
     def adapter_is_in_the_slot(self) -> bool:
