@@ -44,21 +44,23 @@ def test_a_row_is_the_median_sync_the_last_peak_and_the_summarys_rewards() -> No
 
 
 def test_runs_agree_as_far_as_the_shorter_one_goes() -> None:
-    agreement = compare.agree(steps(0.5, 0.6, 0.7, 0.8), steps(0.5, 0.6, 0.5, rollouts="abx"))
-    assert agreement == Agreement(steps=3, same_rollouts=2, same_rewards=2, reward_diff_max=abs(0.7 - 0.5))
+    agreement = compare.agree(("one", "two"), steps(0.5, 0.6, 0.7, 0.8), steps(0.5, 0.6, 0.5, rollouts="abx"))
+    assert agreement == Agreement(
+        runs=("one", "two"), steps=3, same_rollouts=2, same_rewards=2, reward_diff_max=abs(0.7 - 0.5)
+    )
 
 
 def test_modes_that_agree_and_learn_have_no_fault() -> None:
     rows = [made("shared_vllm"), made("none", count=3, after=0.4), made("lora_only, disk")]
-    agreement = Agreement(steps=3, same_rollouts=3, same_rewards=3, reward_diff_max=0.0)
-    assert list(compare.judge(rows, agreement, 10)) == []
+    agreement = Agreement(runs=("one", "two"), steps=3, same_rollouts=3, same_rewards=3, reward_diff_max=0.0)
+    assert list(compare.judge(rows, [agreement], 10)) == []
 
 
 def test_other_rollouts_and_a_mode_that_does_not_learn_are_faults() -> None:
     rows = [made("shared_vllm"), made("lora_only, disk", after=0.45)]
-    agreement = Agreement(steps=3, same_rollouts=2, same_rewards=3, reward_diff_max=0.0)
-    first, second = compare.judge(rows, agreement, 10)
-    assert "same rollouts in 2 of 3 steps" in first
+    agreement = Agreement(runs=("one", "two"), steps=3, same_rollouts=2, same_rewards=3, reward_diff_max=0.0)
+    first, second = compare.judge(rows, [agreement], 10)
+    assert "one | two: the same rollouts in 2 of 3 steps" in first
     assert second == "lora_only, disk gained 0.050, expected at least 0.1"
 
 

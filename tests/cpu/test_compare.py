@@ -23,7 +23,9 @@ def test_the_modes_go_the_same_way_and_every_one_learns(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     rows = {row["mode"]: row for row in document["rows"]}
     assert document["faults"] == []
-    assert document["agreement"]["same_rollouts"] == document["agreement"]["same_rewards"] == RESTARTS
+    shared_and_none, memory_and_disk = document["agreements"]
+    assert (shared_and_none["steps"], shared_and_none["same_rollouts"]) == (RESTARTS, RESTARTS)
+    assert (memory_and_disk["steps"], memory_and_disk["same_rollouts"]) == (STEPS, STEPS)
     assert {mode: row["steps"] for mode, row in rows.items()} == {
         "shared_vllm": STEPS,
         "none": RESTARTS,
