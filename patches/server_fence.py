@@ -78,7 +78,8 @@ class ServerFence:
             except BaseException:
                 await self._give_back(before)
                 raise
-            self.writes, self.last_checkpoint = writes, last_checkpoint or self.last_checkpoint
+            kept = self.last_checkpoint if writes == self.writes else None
+            self.writes, self.last_checkpoint = writes, last_checkpoint or kept
 
     async def publish(self, holder: ProcessIdentity, version: int | None = None) -> None:
         """Count one version more, or up to `version` if that is later, and resume.
@@ -145,7 +146,7 @@ class ServerFence:
                 f"process {self.holder.pid} holds the fence, and one process alone may write",
                 remedy=f"wait for its end, or end it: kill {self.holder.pid}",
             )
-        if not takeover or (self.writes, writes) == ("weights", "adapter"):
+        if not takeover or self.writes != writes:
             self.status().refuse_torn()
             self._refuse_while_mending()
 

@@ -57,11 +57,12 @@ def accumulate(model: PreTrainedModel, groups: Sequence[Group], config: TrainCon
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Turn gradient checkpointing on, which works in training mode alone, and keep dropout off."""
+    """Turn gradient checkpointing on, which works in training mode alone, and keep dropout off where it was."""
+    off = [module for module in model.modules() if isinstance(module, nn.Dropout) and not module.training]
     model.gradient_checkpointing_enable()
     model.train()
+    for dropout in off:  # an adapter's own stays on
+        dropout.p = 0.0
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0

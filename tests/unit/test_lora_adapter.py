@@ -312,3 +312,14 @@ def test_saving_overflows_nothing_and_rounds_no_small_number_away(tmp_path: Path
     before = values(adapter)
     adapter.load(saved(adapter, tmp_path / "adapter"))
     assert equal(values(adapter), before)
+
+
+def test_gradient_checkpointing_leaves_the_adapters_own_dropout_on() -> None:
+    model = base()
+    put_in(model, lora_dropout=0.25)
+    recompute_activations(model)
+    rates = {
+        module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout) and "lora" in name
+    }
+    assert rates == {0.25}
+    assert all(module.p == 0.0 for n, module in model.named_modules() if n.endswith("dropout") and hasattr(module, "p"))

@@ -401,7 +401,7 @@ def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
     run(passage())
 
 
-def test_who_writes_an_adapter_alone_cannot_mend_torn_weights_but_can_mend_an_adapter() -> None:
+def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> None:
     engine = FakeEngine()
     child = living()
     fence = ServerFence(engine, manifest())
@@ -415,9 +415,14 @@ def test_who_writes_an_adapter_alone_cannot_mend_torn_weights_but_can_mend_an_ad
         end(child)
         assert "the adapter is torn" in fence.status().torn()
         assert fence.status().mending().startswith("bridge restore ADAPTER (/gone is gone")
+        with pytest.raises(AttachError, match="the adapter is torn"):
+            await fence.pause(ME, "keep", takeover=True)
         await fence.pause(ME, "keep", writes="adapter", takeover=True)
         await fence.publish(ME)
-        assert (fence.state, fence.version) == ("serving", 1)
+        assert (fence.state, fence.version, fence.last_checkpoint) == ("serving", 1, "/gone")
+        await fence.pause(ME, "keep")
+        assert fence.last_checkpoint is None, "an adapter mends no weights"
+        await fence.release(ME)
 
     try:
         run(passage())
