@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-.PHONY: help setup lint type test test-unit test-cpu test-gpu contract demo compare bench clean
+.PHONY: help setup lint type test test-unit test-cpu test-slow test-gpu contract demo compare bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,14 +30,17 @@ lint: $(INSTALLED) ## ruff's rules and format, and the directions of imports
 type: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy
 
-test: $(INSTALLED) ## Every test that needs no GPU, those with the real vLLM on the CPU included
-	@$(BIN)/python -m pytest --ignore=tests/gpu
+test: $(INSTALLED) ## Every test that needs no GPU, those with the real vLLM on the CPU included, the slowest left out
+	@$(BIN)/python -m pytest --ignore=tests/gpu -m "not slow"
 
 test-unit: $(INSTALLED) ## The tests that finish in seconds
 	@$(BIN)/python -m pytest --ignore=tests/gpu --ignore=tests/cpu
 
 test-cpu: $(INSTALLED) ## The real vLLM on the CPU, end to end
 	@$(BIN)/python -m pytest tests/cpu
+
+test-slow: $(INSTALLED) ## Those left out: they start a real vLLM several times each
+	@$(BIN)/python -m pytest tests/cpu -m slow
 
 test-gpu: $(INSTALLED) ## The same and more on a GPU
 	@$(BIN)/python -m pytest tests/gpu

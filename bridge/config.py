@@ -89,7 +89,7 @@ class TrainConfig(Config):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds until one request to the server is given up."""
     save_path: Path = Path("saved_models")
-    """Folder of the checkpoints, `step_N/`."""
+    """Folder of the checkpoints, `step_N/` or `adapter_step_N/`."""
     save_interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; the last step is always saved; 0: the last one only."""
     eval_samples: int = Field(default=0, ge=0)

@@ -39,7 +39,7 @@ def run(
     as_json: Json = False,
     vllm_flags: VllmFlags = None,
 ) -> None:
-    """Serve a model, train it in place, and stop the server."""
+    """Serve a model, train it by any mode, and stop the server; one that dies or hangs is started again."""
     if train.start_command is not None:
         raise UsageError("bridge run starts vLLM itself: --start-command is of no use to it", remedy="bridge train")
     environment = load_environment(train)

@@ -13,6 +13,7 @@ from tests.scenarios import bridge
 STEPS, RESTARTS = 40, 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_modes_go_the_same_way_and_every_one_learns(tmp_path: Path) -> None:
     done = bridge(

@@ -97,6 +97,7 @@ def test_a_stock_server_is_another_process_after_each_step_and_serves_what_was_t
     assert summary.weight_bytes == sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
 
 
+@pytest.mark.slow
 def test_every_second_step_reaches_the_server_and_the_log_probabilities_say_so(model: Path, tmp_path: Path) -> None:
     done = scenarios.bridge(
         *("run", "--mode", "none", "--model", model, "--training-steps", "4", "--vllm-restart-interval", "2"),

@@ -200,12 +200,14 @@ def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path:
     assert "vLLM again" in run.said()
 
 
+@pytest.mark.slow
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
         run.finishes()
     assert "vLLM again" in run.said()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
     accident = f"end({SERVER!r}, signal.SIGSTOP)"
     with running(model, tmp_path, accident=accident, program=LOW_LIMIT) as run:
@@ -223,6 +225,7 @@ def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> N
         assert run.left_after(LEFT_LIMIT_S) == []
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.until(lambda: _engines(run))
@@ -231,6 +234,7 @@ def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Pa
         assert run.left_after(LEFT_LIMIT_S) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
         run.until(lambda: "vLLM again" in run.said())
