@@ -90,26 +90,15 @@ def _rename(unfinished: Path, target: Path) -> None:
 def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
     import torch
 
+    from bridge.weights.model_folder import no_progress_bar
+
     tokenizer = _tokenizer()
     with _reproducible(recipe.seed):
         model = _model(tokenizer)
         warm_up(model, tokenizer, Arithmetic(), recipe, progress)
-    with _no_progress_bar():
+    with no_progress_bar():
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 @contextmanager

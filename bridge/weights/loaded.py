@@ -4,19 +4,17 @@ Not covered: attaching (`attach.py`), models whose language model is a part of s
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
 from bridge.checks import memory
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights import skeleton
 from bridge.weights.attach import leave_a_core
+from bridge.weights.model_folder import no_progress_bar
 
 GIB = 2**30
 AGAIN = "download or copy the model again"
@@ -119,7 +117,7 @@ def _no_room(model: str, device: torch.device, needed: int, free: int) -> UsageE
 def _from_pretrained(model: str, dtype: torch.dtype) -> PreTrainedModel:
     loaded: PreTrainedModel
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             loaded, report = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
     except torch.OutOfMemoryError:
         raise
@@ -131,17 +129,6 @@ def _from_pretrained(model: str, dtype: torch.dtype) -> PreTrainedModel:
     if missing:  # transformers has filled them with random numbers
         raise UsageError(f"{model} lacks {len(missing)} of its parameters, the first: {missing[0]}", remedy=AGAIN)
     return loaded
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -71,7 +71,7 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> 
         OSError, SafetensorError: the disk is full or refuses.
     """
     copied = tokenizer_files(tokenizer_source)
-    with _no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(folder, state_dict=_state_of_own_storages(model), max_shard_size=MAX_SHARD_BYTES)
     for path in copied:
         copyfile(path, folder / path.name)
@@ -152,7 +152,8 @@ def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers' progress bars off stderr, which is for what people read."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
