@@ -201,6 +201,21 @@ def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--mode", "lora_only", "--lora-r", "8") as run:
+        run.wait_for(2)
+        server = run.server()
+        run.until(run.is_generating)
+        server.kill()
+        assert run.process.wait(timeout=RUN_LIMIT_S) == 0, run.said()
+        assert run.left_after(LEFT_LIMIT_S) == []
+    assert "vLLM again" in run.said()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
+
+
+@pytest.mark.slow
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
         run.finishes()
