@@ -68,7 +68,10 @@ class SharedVllm:
         model_folder.check(self._attached.model, checkpoint)  # before the server is paused
         with fence.deferred_interrupt():
             times = fence.restore(
-                self._client, lambda: model_folder.load_into(self._attached.model, checkpoint), version=version
+                self._client,
+                lambda: model_folder.load_into(self._attached.model, checkpoint),
+                version=version,
+                last_checkpoint=checkpoint,
             )
             self.version = times.version
 
