@@ -147,7 +147,7 @@ def stock(model: Path, log: Path) -> Iterator[int]:
     config = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), max_model_len=2048, max_lora_rank=scenarios.LORA_RANK
     )
-    command = ServerCommand.of(config, [], shares_weights=False)
+    command = ServerCommand.of(config, scenarios.EAGER, shares_weights=False)
     with ServedEngine(command, log, limit_s=scenarios.START_LIMIT_S).running():
         yield config.port
 

@@ -56,7 +56,7 @@ class Stock:
 @contextmanager
 def stock(model: Path, log: Path) -> Iterator[Stock]:
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), max_model_len=2048)
-    command = ServerCommand.of(config, [], shares_weights=False)
+    command = ServerCommand.of(config, scenarios.EAGER, shares_weights=False)
     with ServedEngine(command, log, limit_s=scenarios.START_LIMIT_S).running() as engine:
         yield Stock(engine, config.port)
 

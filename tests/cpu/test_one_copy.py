@@ -32,7 +32,8 @@ BLOCK_TOKENS = 128
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("llama")
-    with scenarios.served(tiny.write(tiny.llama(), folder / "model", std=0.06), folder / "server") as server:
+    model = tiny.write(tiny.llama(), folder / "model", std=0.06)
+    with scenarios.served(model, folder / "server", compiled=True) as server:
         yield server
 
 

@@ -168,9 +168,10 @@ def running(model: Path, folder: Path, *more: str, accident: str = "pass", progr
     flags = ["--model", str(model), "--port", str(port), "--max-model-len", "2048", "--training-steps", str(STEPS)]
     flags += ["--environment", "accident.py:Accident", "--batch-size", str(BATCH_SIZE), "--group-size", "4"]
     flags += ["--lr", "1e-3", "--max-new-tokens", "800", "--run-dir", "run", "--save-path", "saved"]
+    eager = () if torch.cuda.is_available() else ("--", *scenarios.EAGER)
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, "run", *flags, *more, "--vllm-config-path", "run"],
+            [sys.executable, "-c", program, "run", *flags, *more, "--vllm-config-path", "run", *eager],
             cwd=folder,
             env={**os.environ, "NO_COLOR": "1"},
             stdout=subprocess.DEVNULL,
