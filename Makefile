@@ -39,8 +39,8 @@ test-unit: $(INSTALLED) ## The tests that finish in seconds
 test-cpu: $(INSTALLED) ## The real vLLM on the CPU, end to end
 	@$(BIN)/python -m pytest tests/cpu
 
-test-slow: $(INSTALLED) ## Those left out: they start a real vLLM several times each
-	@$(BIN)/python -m pytest tests/cpu -m slow
+test-slow: $(INSTALLED) ## Those left out: each starts a real vLLM, or a compiler, several times
+	@$(BIN)/python -m pytest --ignore=tests/gpu -m slow
 
 test-gpu: $(INSTALLED) ## The same and more on a GPU
 	@$(BIN)/python -m pytest tests/gpu

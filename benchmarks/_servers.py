@@ -1,16 +1,13 @@
-"""What the benchmarks share: models with random weights, servers side by side, and where results go.
+"""Servers side by side, stock and patched, and how fast each generates.
 
-Not covered: what is measured (a file each).
+Not covered: the models (`_models.py`), and what else is measured (a file each).
 """
 
 import argparse
 import asyncio
-import json
-import math
-import platform
-import sys
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,30 +15,18 @@ from typing import Any
 
 import httpx
 import torch
-from transformers import Qwen2Config
 
-import bridge
+from benchmarks import _results
+from benchmarks._results import say
 from bridge.config import ServeConfig
 from bridge.types import Problem
-from bridge.weights.attach import AttachedModel
 from cli import children
 from cli.serve import free_port
 from cli.server_command import ServerCommand
-from patches.compatibility import installed_version
-from tests.models.tiny import write_tokenizer
 
-SIZES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-}  # fmt: skip
-"""Qwen2.5's own shapes, and one for a try on the CPU."""
 START_LIMIT_S = 420
+NUM_STEPS = 3
+"""Steps of training between two comparisons."""
 
 
 class Parity:
@@ -58,15 +43,13 @@ class Parity:
         return sum(ord(character) % 2 == 0 for character in completion) / max(1, len(completion))
 
 
-def make_model(size: str, folder: Path) -> Path:
-    """Write configuration and tokenizer; the weights are vLLM's dummies until `scatter` gives them a spread."""
-    config = Qwen2Config(
-        **SIZES[size], max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"
-    )
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(folder)
-    write_tokenizer(folder, 1024)
-    return folder
+def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser that knows how much two servers generate in turns."""
+    made = _results.parser(description)
+    made.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
+    made.add_argument("--tokens", type=int, default=256, help="tokens of each")
+    made.add_argument("--rounds", type=int, default=rounds, help="rounds of generation per server")
+    return made
 
 
 def serve_command(model: Path, folder: Path, *, max_lora_rank: int | None = None) -> ServerCommand:
@@ -125,6 +108,18 @@ def rates(
     return [column[1:] for column in columns]
 
 
+def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> dict[str, Any]:
+    """Return both servers' medians, and the median of their ratio round by round."""
+    return {
+        "stock_tokens_per_s": statistics.median(stock_rates),
+        "patched_tokens_per_s": statistics.median(patched_rates),
+        "patched_over_stock": statistics.median(
+            patched / plain for patched, plain in zip(patched_rates, stock_rates, strict=True)
+        ),
+        "rounds": {"stock": list(stock_rates), "patched": list(patched_rates)},
+    }
+
+
 async def one_round(url: str, options: argparse.Namespace, model: str | None = None) -> float:
     """Generate `requests` x `tokens` tokens at once by `model`, else the first that is served; return tokens/s."""
     limits = httpx.Limits(max_connections=options.requests)
@@ -138,34 +133,3 @@ async def one_round(url: str, options: argparse.Namespace, model: str | None = N
     for answer in answers:
         answer.raise_for_status()
     return float(options.requests * options.tokens / (time.perf_counter() - start))
-
-
-def scatter(attached: AttachedModel) -> None:
-    """Give the live weights a spread that says something: logits of about +-0.5, norms around one."""
-    generator = torch.Generator(device=attached.device).manual_seed(0)
-    with torch.no_grad():
-        for parameter in attached.model.parameters():
-            centre, spread = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
-            parameter.normal_(centre, spread, generator=generator)
-
-
-def write(benchmark: str, results: Mapping[str, Any], out: Path) -> None:
-    """Write the figures to a file named by hardware, vLLM and date."""
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    vllm = installed_version()
-    document = {
-        "command": f"python -m benchmarks.{benchmark} {' '.join(sys.argv[1:])}",
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware,
-        "versions": {"bridge": bridge.__version__, "vllm": vllm, "torch": str(torch.__version__)},
-        "results": results,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"{benchmark}-{hardware.replace(' ', '-').lower()}-vllm-{vllm}-{document['date']}.json"
-    (out / name).write_text(json.dumps(document, indent=1) + "\n")
-    say(f"written: {out / name}")
-
-
-def say(line: str) -> None:
-    """Tell a person how far it is."""
-    print(line, file=sys.stderr, flush=True)

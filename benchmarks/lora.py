@@ -27,18 +27,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks._servers import (
-    SIZES,
-    Parity,
-    make_model,
-    rates,
-    say,
-    scatter,
-    serve_command,
-    served,
-    stock,
-    write,
-)
+from benchmarks._models import SIZES, make_model, scatter
+from benchmarks._results import say, write
+from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.modes import handover
@@ -53,22 +44,17 @@ from bridge.weights.attach import attach
 
 ADAPTER = "compared"
 """The name of the adapter that both servers serve while their speeds are compared."""
-NUM_STEPS = 3
 
 
 def main() -> None:
     """Measure one size and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="1.5b")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of generation per server")
-    parser.add_argument("--handovers", type=int, default=50, help="hand-overs of each way")
-    parser.add_argument("--base", action="store_true", help="also generate by the base model, without an adapter")
-    options = parser.parse_args()
-    write("lora", {options.size: measure(options)}, options.out)
+    flags = parser(__doc__, rounds=8)
+    flags.add_argument("--size", choices=SIZES, default="1.5b")
+    flags.add_argument("--rank", type=int, default=16)
+    flags.add_argument("--handovers", type=int, default=50, help="hand-overs of each way")
+    flags.add_argument("--base", action="store_true", help="also generate by the base model, without an adapter")
+    options = flags.parse_args()
+    say(f"written: {write('lora', {options.size: measure(options)}, options.out)}")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -179,12 +165,7 @@ def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: P
     body = {"lora_name": ADAPTER, "lora_path": str(adapter)}
     httpx.post(f"{urls[0]}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
     stock_rates, patched_rates = rates(urls, options, (ADAPTER, handover.ADAPTER))
-    figures: dict[str, Any] = {
-        "stock_tokens_per_s": statistics.median(stock_rates),
-        "patched_tokens_per_s": statistics.median(patched_rates),
-        "patched_over_stock": statistics.median(p / s for p, s in zip(patched_rates, stock_rates, strict=True)),
-        "rounds": {"stock": stock_rates, "patched": patched_rates},
-    }
+    figures = compared(stock_rates, patched_rates)
     if options.base:
         figures["base_tokens_per_s"] = statistics.median(rates(urls, options)[1])
     return figures

@@ -22,18 +22,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks._servers import (
-    SIZES,
-    Parity,
-    make_model,
-    rates,
-    say,
-    scatter,
-    serve_command,
-    served,
-    stock,
-    write,
-)
+from benchmarks._models import SIZES, make_model, scatter
+from benchmarks._results import say, write
+from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.rollouts import Endpoint, Sampler
@@ -43,20 +34,14 @@ from bridge.verify import logprob_diffs, sample, verify
 from bridge.weights import fence, manifest
 from bridge.weights.attach import attach
 
-NUM_STEPS = 3
-
 
 def main() -> None:
     """Measure every size and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "7b"])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of generation per server")
-    options = parser.parse_args()
+    flags = parser(__doc__, rounds=10)
+    flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "7b"])
+    options = flags.parse_args()
     results = {size: measure(size, options) for size in options.sizes}
-    write("one_copy", results, options.out)
+    say(f"written: {write('one_copy', results, options.out)}")
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -69,15 +54,7 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
             with served(stock(serve_command(model, folder)), folder / "stock.log") as stock_url:
                 stock_rates, patched_rates = rates((stock_url, url), options)
             figures = in_place(manifest.load(command.manifest), model, folder)
-    result = {
-        "stock_tokens_per_s": statistics.median(stock_rates),
-        "patched_tokens_per_s": statistics.median(patched_rates),
-        "patched_over_stock": statistics.median(
-            patched / plain for patched, plain in zip(patched_rates, stock_rates, strict=True)
-        ),
-        "rounds": {"stock": stock_rates, "patched": patched_rates},
-        **figures,
-    }
+    result = {**compared(stock_rates, patched_rates), **figures}
     say(f"{size}: {json.dumps({k: v for k, v in result.items() if k != 'rounds'}, indent=1)}")
     return result
 

@@ -34,6 +34,9 @@ CONFLICT = 409
 CONTROL_LIMIT_S = 30.0
 """Longest wait for a call that a well server answers in milliseconds. vLLM's API server outlives an engine that was
 killed, and such a call would wait for ever: inside the fence, where Ctrl-C is held back."""
+KEEPALIVE_S = 2.0
+"""Idle time after which a connection is not used again. vLLM's API server closes one after 5 s, httpx's own limit too:
+the call that ends a fence of that length could meet the end of its connection, and would be lost."""
 
 
 class BridgeClient:
@@ -74,14 +77,21 @@ class BridgeClient:
         last_checkpoint: Path | None = None,
         writes: Written = "weights",
         takeover: bool = False,
+        sleep: bool = False,
     ) -> Status:
         """Stop generation and take the fence; `wait` may take as long as a request does.
 
-        `last_checkpoint` would mend the server if this process died; `takeover` is for who writes everything anew.
+        `last_checkpoint` would mend the server if this process died; `takeover` is for who writes everything anew;
+        with `sleep` the memory of the KV cache is free until the fence is left.
         """
         named = None if last_checkpoint is None else str(last_checkpoint.absolute())
         body = PauseRequest(
-            holder=self._holder, in_flight=in_flight, last_checkpoint=named, writes=writes, takeover=takeover
+            holder=self._holder,
+            in_flight=in_flight,
+            last_checkpoint=named,
+            writes=writes,
+            takeover=takeover,
+            sleep=sleep,
         )
         if in_flight == "wait":
             return self._call("POST", "pause", body, Status)
@@ -147,7 +157,8 @@ def _open(url: str, token: str, timeout_s: float) -> httpx.Client:
     """Open a connection past any proxy: the server is on this host."""
     headers = {"authorization": f"Bearer {token}"}
     try:
-        return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False, limits=limits)
     except httpx.InvalidURL as error:
         raise ManifestError(
             f"{url} is no address of a server: {error}", remedy="--vllm-port, or restart the server"

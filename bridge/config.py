@@ -64,18 +64,59 @@ class TrainConfig(Config):
     """Decoupled weight decay of AdamW."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio, as 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip of the probability ratio, as 1 + clip_high."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    beta2: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of AdamW's second moment; absent: 0.999, or 0.99 where the moments are bf16, which shrink no slower."""
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw"
+    """AdamW, named by its moments: float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and a float32 master, in host memory, and step there."""
+    gradient_release: bool = False
+    """Step each parameter as soon as its gradient is there, inside the fence, and drop the gradient."""
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo"] = "dapo"
+    """The policy loss, as its paper has it; the choices below overrule it part by part."""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """Lower clip of the probability ratio, as 1 - clip_low; absent: the loss's own."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """Upper clip of the probability ratio, as 1 + clip_high; absent: the loss's own."""
+    ratio_level: Literal["token", "sequence"] | None = None
+    """What has a probability ratio: each token, or each completion; absent: as the loss has it."""
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """Whose standard deviation advantages are divided by: the group's, the batch's, none; absent: the loss's own."""
+    mask_truncated: bool = False
+    """Train on no completion that was cut off by its length."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from a frozen reference in the loss."""
+    reference_model: str | None = None
+    """The frozen reference, held in memory beside the model; `lora_only` needs none: it switches its adapter off."""
+    mismatch: Literal["truncate", "mask", "none"] = "truncate"
+    """What is done where vLLM and the trainer differ in a token's probability: its importance weight is truncated
+    (TIS), the token is left out beyond bounds (IcePop), or nothing."""
+    mismatch_low: float = Field(default=0.5, ge=0, lt=1)
+    """Least probability ratio, trainer to vLLM, that `--mismatch mask` trains on."""
+    mismatch_high: float | None = Field(default=None, gt=1)
+    """Largest importance weight, and largest ratio that is trained on; absent: 2 for `truncate`, 5 for `mask`."""
+    mismatch_alarm: float = Field(default=0.1, gt=0)
+    """Mean |difference of log-probabilities| in nats from which on a step is reported as unhealthy."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps on each batch: its groups are cut into so many parts, one step each."""
+    passes_per_batch: int = Field(default=1, ge=1)
+    """How often each batch is gone through."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest completion in tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the rollouts; the loss uses the same."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Padded tokens of one forward and backward pass; gradients are accumulated over them."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one forward and backward pass; absent: as many as fit into the memory that is free."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, more time; absent: where too few tokens fit without."""
+    compile_layers: bool | None = None
+    """Compile the model's layers, which takes about a minute at the first step; absent: on a GPU."""
+    liger_kernel: bool = False
+    """Use liger-kernel's layers where it has them for the model, on a GPU."""
+    kv_sleep: Literal["auto", "always", "never"] = "auto"
+    """Free vLLM's KV cache while training: `auto` where training needs its memory and the server can."""
     seed: int = Field(default=0, ge=0)
     """Seed of the data's order and of the sampling."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
@@ -97,7 +138,7 @@ class TrainConfig(Config):
     keep_last: int = Field(default=0, ge=0)
     """Checkpoints of this run that are kept, the newest; 0: all of them."""
     save_optimizer: bool = True
-    """Keep in each checkpoint what a run needs to go on from it: 10 bytes per trained parameter, beside its weights."""
+    """Keep in each checkpoint what a run needs to go on from it: with `adamw`, 10 bytes per trained parameter."""
     resume: bool = False
     """Go on from the newest whole checkpoint below the save path, or begin where there is none."""
     run_dir: Path | None = None
@@ -140,11 +181,38 @@ class TrainConfig(Config):
     def _whole_groups(self) -> Self:
         if self.batch_size % self.group_size:
             raise ValueError(f"--batch-size {self.batch_size} is no multiple of --group-size {self.group_size}")
+        if self.batch_size // self.group_size % self.updates_per_batch:
+            raise ValueError(
+                f"--updates-per-batch {self.updates_per_batch} does not divide the "
+                f"{self.batch_size // self.group_size} groups of a batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_float32_states_in_host_memory(self) -> Self:
+        if self.offload_optimizer and self.optimizer != "adamw":
+            raise ValueError(
+                f"--offload-optimizer keeps float32 states in host memory; it goes with no --optimizer {self.optimizer}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_reference(self) -> Self:
+        if self.kl_coef == 0 and self.reference_model is not None:
+            raise ValueError("--reference-model would not be used: --kl-coef is 0")
+        if self.kl_coef > 0 and self.mode != "lora_only" and self.reference_model is None:
+            raise ValueError(
+                f"--kl-coef {self.kl_coef} needs a frozen reference, and --mode {self.mode} trains in place: the only"
+                " copy of the model is overwritten at the first step; name one with --reference-model, or take"
+                " --mode lora_only, whose base is the reference"
+            )
         return self
 
 
 FIELDS_OF_MODES: Mapping[str, tuple[str, ...]] = {
     "trainer_device": ("lora_only", "none"),
+    "reference_model": ("shared_vllm", "none"),
+    "kv_sleep": ("shared_vllm", "lora_only"),
     "lora_r": ("lora_only",),
     "lora_alpha": ("lora_only",),
     "lora_dropout": ("lora_only",),

@@ -50,6 +50,8 @@ class Status(Body):
     """What the holder writes, or may have left half written."""
     last_checkpoint: str | None = None
     """The folder of the last checkpoint that a writer named, absolute; None: none did since the server loaded."""
+    can_sleep: bool = False
+    """Whether a pause can free the KV cache."""
 
     def refuse_torn(self) -> None:
         """Raise AttachError, with the command that mends it, if the weights are torn."""
@@ -90,6 +92,8 @@ class PauseRequest(Body):
     """What is going to be written."""
     takeover: bool = False
     """Take the fence although something is torn, which only he may do who is going to write all of that."""
+    sleep: bool = False
+    """Free the memory of the KV cache until the fence is left; it is to be free again by then."""
 
 
 class ReleaseRequest(Body):

@@ -193,6 +193,8 @@ def _step_of(line: bytes) -> float:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -68,3 +68,8 @@ class Group:
     """The sampled completions."""
     rewards: tuple[float, ...]
     """One finite reward per completion, in the same order."""
+    advantages: tuple[tuple[float, ...], ...] | None = None
+    """Advantages from outside, taken as they are: per completion one for each sampled token, or one for all of them.
+
+    Absent: they come from the rewards.
+    """

@@ -13,8 +13,9 @@ from bridge.checks.result import Check, failed, passed
 from bridge.client import BridgeClient
 from bridge.protocol import Element
 from bridge.rollouts import Endpoint, Sampler
-from bridge.training import batch
+from bridge.training.batch import packs
 from bridge.training.logprobs import model_logprobs
+from bridge.training.samples import Sample
 from bridge.types import Group
 from bridge.weights import fence, manifest
 from bridge.weights.attach import AttachedModel, attach
@@ -121,13 +122,20 @@ def sample(sampler: Sampler, vocab_size: int) -> list[Group]:
 
 def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
     """Return |log-probability of the server, as it came with the token - of `model`| per sampled token, in nats."""
-    parts = batch.micro_batches(
-        groups, torch.ones(len(groups), NUM_SAMPLES), max_tokens=2**13, pad_token_id=0, device=model.device
-    )
-    with torch.no_grad():
-        return torch.cat(
-            [(model_logprobs(model, part, 1.0) - part.sampled_logprobs_BT)[part.mask_BT].abs() for part in parts]
+    samples = [
+        Sample(
+            prompt_token_ids=group.prompt_token_ids,
+            token_ids=completion.token_ids,
+            sampled_logprobs=completion.logprobs,
+            advantages=(0.0,) * len(completion.token_ids),
+            weight=0.0,
         )
+        for group in groups
+        for completion in group.completions
+    ]
+    alone = packs(samples, max_tokens=1, device=model.device)  # nothing that only packed sequences need is in play
+    with torch.no_grad():
+        return torch.cat([(model_logprobs(model, part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 
 
 def _fill(cells: list[torch.Tensor], values: tuple[float, ...]) -> None:

@@ -19,6 +19,7 @@ from cli import console
 from cli.compare import compare
 from cli.demo import demo
 from cli.doctor import doctor
+from cli.plan import plan
 from cli.restore import restore
 from cli.run import run
 from cli.serve import serve
@@ -57,6 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "verify": verify,
     "restore": restore,
+    "plan": plan,
     "doctor": doctor,
 }
 for name, function in COMMANDS.items():

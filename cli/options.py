@@ -21,7 +21,14 @@ from bridge.errors import UsageError
 PANELS: Mapping[str | None, tuple[str, ...]] = {
     None: ("model", "model_name", "mode", "environment", "training_steps", "save_path", "device"),
     "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
-    "Loss and optimizer": ("lr", "weight_decay", "max_grad_norm", "clip_low", "clip_high"),
+    "Loss": (
+        "loss", "clip_low", "clip_high", "ratio_level", "advantage_scale", "mask_truncated", "kl_coef",
+        "reference_model", "mismatch", "mismatch_low", "mismatch_high", "mismatch_alarm",
+    ),
+    "Optimizer": (
+        "lr", "weight_decay", "beta1", "beta2", "max_grad_norm", "updates_per_batch", "passes_per_batch",
+        "optimizer", "offload_optimizer", "gradient_release",
+    ),
     "Evaluation and what is kept": (
         "eval_samples", "save_interval", "keep_last", "save_optimizer", "resume", "run_dir",
     ),
@@ -31,7 +38,7 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     "Mode none": ("vllm_restart_interval", "reload", "start_command", "trainer_device"),
     "Memory": (
         "gpu_memory_utilization", "max_model_len", "dtype", "tensor_parallel_size",
-        "micro_batch_tokens", "gradient_checkpointing",
+        "micro_batch_tokens", "gradient_checkpointing", "compile_layers", "liger_kernel", "kv_sleep",
     ),
     "Server": ("port", "host", "vllm_port", "vllm_host", "vllm_config_path", "in_flight", "request_timeout_s"),
 }  # fmt: skip
@@ -147,7 +154,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 def _kind(annotation: Any) -> Any:
     """Return the type behind `type | None`."""
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # the latter for a Literal, on 3.11
         (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
     return annotation
 

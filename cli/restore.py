@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.errors import AttachError, UsageError
+from bridge.interrupt import deferred_interrupt
 from bridge.weights import manifest
 from cli import console
 from cli.options import Json
@@ -51,14 +52,12 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     It mends a server whose trainer died while it wrote, and brings older weights back to one that is well.
     Requests under way are kept, and go on with the restored weights.
     """
-    from bridge.weights import fence
-
     exported = manifest.load(vllm_config_path)
     folder = folder_of(checkpoint)
     with console.waiting(f"Checking {folder}"):
         progress = checked(folder)
         write = prepared(exported, folder)
-    with fence.deferred_interrupt():  # what was done is told before an interrupt acts
+    with deferred_interrupt():  # what was done is told before an interrupt acts
         times = write(0 if progress is None else progress.weight_version)
         tell(folder, progress, times, exported.model, as_json=as_json)
 

@@ -10,7 +10,7 @@ import typer
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.run_directory import write_json
-from cli import console, memory_share
+from cli import console
 from cli.engine import START_LIMIT_S, ServedEngine, reachable
 from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
@@ -46,9 +46,7 @@ def run(
     serve = for_adapters(serve, train)
     directory, found = open_run(train)
     try:
-        command = prepare(
-            serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=memory_share.trainer_of(train)
-        )
+        command = prepare(serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=train)
         train = attached_to(train, command)
         write_json(directory.server_config, serve.model_dump(mode="json"))
         console.note(f"mode {train.mode}, vLLM at {train.server_url()}, checkpoints in {train.save_path}")

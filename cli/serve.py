@@ -14,12 +14,11 @@ from typing import Annotated
 import psutil
 import typer
 
-from bridge.config import ServeConfig
+from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.process import boot_id
 from bridge.weights import manifest
 from cli import console, memory_share
-from cli.memory_share import Trainer
 from cli.options import from_config
 from cli.server_command import ServerCommand
 from patches import compatibility
@@ -36,8 +35,7 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
 
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
-    trainer = memory_share.FULL if config.max_lora_rank is None else memory_share.ADAPTER
-    command = prepare(config, vllm_flags or [], trainer=trainer)
+    command = prepare(config, vllm_flags or [], trainer=memory_share.expected(config))
     sys.stdout.flush()
     os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606
 
@@ -47,7 +45,7 @@ def prepare(
     flags: list[str],
     *,
     shares_weights: bool = True,
-    trainer: Trainer | None = memory_share.FULL,
+    trainer: TrainConfig = memory_share.FULL,
 ) -> ServerCommand:
     """Return the server's command, after everything that can be known before vLLM starts has been checked and told.
 

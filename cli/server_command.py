@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.config import ServeConfig
+from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError
 from bridge.weights import manifest
 from cli import accelerator, memory_share, vllm_flags
 from cli.accelerator import Device
 from cli.adapters import Adapters
-from cli.memory_share import Trainer
 
 WORKER_EXTENSION = "patches.worker.BridgeWorker"
+SLEEP_MODE = "--enable-sleep-mode"
+"""With it vLLM can free its KV cache while a trainer needs the memory; it costs nothing until then."""
+SLEEP_MODE_IS_THEIRS = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
+"""vLLM's flags beside which the user chooses; 0.33 refuses to start with it and a KV connector that cannot sleep."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
 """What switches our plugins on; without it vLLM may load them and they do nothing."""
@@ -57,7 +60,7 @@ class ServerCommand:
         outer: Mapping[str, str] = os.environ,
         *,
         shares_weights: bool = True,
-        trainer: Trainer | None = memory_share.FULL,
+        trainer: TrainConfig = memory_share.FULL,
     ) -> "ServerCommand":
         """Derive the command for `config`, with vLLM's own `flags` passed through untouched.
 
@@ -72,7 +75,7 @@ class ServerCommand:
         cpu = _cpu_variables(config, outer) if device == "cpu" else {}
         path = manifest.resolve_path(config.vllm_config_path).absolute()
         return cls(
-            argv=(*_vllm(config, share), *_defaults(flags, shares_weights), *adapters.argv, *flags),
+            argv=(*_vllm(config, share), *_defaults(flags, device, shares_weights), *adapters.argv, *flags),
             environment={**_environment(path, outer, shares_weights), **adapters.environment, **cpu},
             model=config.model,
             host=config.host,
@@ -116,20 +119,28 @@ def _entry(model: str) -> list[str]:
     return ["vllm.entrypoints.openai.api_server", "--model", model]
 
 
-def _defaults(flags: Sequence[str], shares_weights: bool) -> list[str]:
+def _defaults(flags: Sequence[str], device: Device, shares_weights: bool) -> list[str]:
     """Return what Bridge adds; the trainer compares with the distribution that was sampled from, after temperature."""
-    logprobs = [] if "--logprobs-mode" in vllm_flags.names(flags) else ["--logprobs-mode", "processed_logprobs"]
-    return [*(["--worker-extension-cls", WORKER_EXTENSION] if shares_weights else []), *logprobs]
+    given = vllm_flags.names(flags)
+    logprobs = [] if "--logprobs-mode" in given else ["--logprobs-mode", "processed_logprobs"]
+    if not shares_weights:
+        return logprobs
+    can_sleep = device == "cuda" and given.isdisjoint(SLEEP_MODE_IS_THEIRS)  # on a CPU vLLM has no such mode
+    return ["--worker-extension-cls", WORKER_EXTENSION, *([SLEEP_MODE] if can_sleep else []), *logprobs]
 
 
 def _memory_share(
-    config: ServeConfig, flags: Sequence[str], device: Device, trainer: Trainer | None
+    config: ServeConfig, flags: Sequence[str], device: Device, trainer: TrainConfig
 ) -> tuple[float | None, list[str]]:
     if config.gpu_memory_utilization or device == "cpu" or "--kv-cache-memory-bytes" in vllm_flags.names(flags):
         return config.gpu_memory_utilization, []
     smallest = min(accelerator.gpu_memory_bytes())
     derived = memory_share.derive(
-        config.model, gpu_bytes=smallest, tensor_parallel_size=config.tensor_parallel_size, trainer=trainer
+        config.model,
+        gpu_bytes=smallest,
+        tensor_parallel_size=config.tensor_parallel_size,
+        trainer=trainer,
+        max_model_len=config.max_model_len,
     )
     return derived.share, [f"--gpu-memory-utilization {derived.share}: {derived.reason}"]
 

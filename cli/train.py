@@ -53,7 +53,7 @@ def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
     """Return the directory of the run, and the checkpoint that it goes on from, if it does; call it before all else.
 
     Raises:
-        UsageError: checkpoints of another run are in the way, or the run directory cannot be used.
+        UsageError: checkpoints of another run are in the way, the run directory cannot be used, or the reference.
     """
     made = claim.make(config.save_path, what="folder of the checkpoints", flag="--save-path")
     try:
@@ -66,8 +66,9 @@ def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
 
 def _open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.training import checkpoint, reference
 
+    reference.check(config)
     prefix = MODES[config.mode].checkpoint_prefix
     found, passed_over = checkpoint.newest(config.save_path, prefix) if config.resume else (None, ())
     _refuse_overwriting(config, checkpoint.numbered(config.save_path, prefix), found)

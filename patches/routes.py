@@ -32,7 +32,7 @@ from bridge.protocol import (
 )
 from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
-from patches import exporter
+from patches import exporter, memory_pool
 from patches.adapter import ServedAdapter
 from patches.server_fence import ServerFence
 
@@ -60,7 +60,9 @@ class BridgeRoutes:
             exporter.tell(error)
             raise SystemExit(error.exit_code) from error
         state.bridge_manifest = exported
-        state.bridge_fence = ServerFence(engine_client, exported)
+        state.bridge_fence = ServerFence(
+            engine_client, exported, can_sleep=memory_pool.can_sleep(engine_client.model_config)
+        )
         state.bridge_engine = engine_client
         state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
@@ -117,7 +119,12 @@ async def status(fence: Fence) -> Status:
 async def pause(body: PauseRequest, fence: Fence) -> Status:
     """Stop generating and hand the fence to the caller."""
     await fence.pause(
-        body.holder, body.in_flight, last_checkpoint=body.last_checkpoint, writes=body.writes, takeover=body.takeover
+        body.holder,
+        body.in_flight,
+        last_checkpoint=body.last_checkpoint,
+        writes=body.writes,
+        takeover=body.takeover,
+        sleep=body.sleep,
     )
     return fence.status()
 

@@ -1,4 +1,4 @@
-"""What one worker of vLLM can be asked about its weights: export, addresses, digests, single elements, LoRA slots.
+"""What one worker of vLLM can be asked: export, addresses, digests, single elements, LoRA slots, KV cache.
 
 vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server reaches the
 methods by `collective_rpc`. Answers are JSON text or plain numbers, which every executor can carry.
@@ -19,7 +19,7 @@ from bridge.protocol import Element
 from bridge.weights import cuda_ipc, digest, layout, skeleton
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
-from patches import layers, lora_slots, model_runner
+from patches import layers, lora_slots, memory_pool, model_runner
 
 if TYPE_CHECKING:
     from bridge.weights.shared_memory import SharedBlock
@@ -45,6 +45,14 @@ class BridgeWorker:
             torch.accelerator.synchronize()
         moved: list[str] = self.model_runner.bridge_places.moved()
         return moved
+
+    def bridge_sleep(self) -> None:
+        """Free this rank's KV cache."""
+        memory_pool.sleep(self)
+
+    def bridge_wake(self) -> str | None:
+        """Take this rank's KV cache back, empty; say why where that fails."""
+        return memory_pool.wake(self)
 
     def bridge_digests(self) -> dict[str, str]:
         """Return a digest of every parameter."""

@@ -72,7 +72,12 @@ def _state(status: Status, expected: str) -> Check:
         holder = f"pid {status.holder.pid}" if status.holder else "an unknown process"
         found = f"paused by {holder}, which writes version {status.version + 1}"
         end_it = f"; if it stays so, end that trainer: kill {status.holder.pid}" if status.holder else ""
-        return warned(FENCE, found, f"{expected}; a pause lasts milliseconds", f"bridge doctor again{end_it}")
+        return warned(
+            FENCE,
+            found,
+            f"{expected}; a pause lasts milliseconds, or a step where training has the KV cache's memory",
+            f"bridge doctor again{end_it}",
+        )
     return passed(FENCE, f"serving version {status.version} of {status.model}", expected)
 
 

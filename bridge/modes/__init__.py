@@ -2,7 +2,8 @@
 
 Words: *mode*; `open` gives the model to train, `publish` makes one update visible to generation.
 The implementations do not know each other, and the training loop does not know which one it runs.
-May import: `bridge.weights`, `bridge.client`, `bridge.config`, `bridge.run_directory`, `bridge.whole_folder`.
+May import: `bridge.weights`, `bridge.client`, `bridge.config`, `bridge.interrupt`, `bridge.run_directory`,
+`bridge.whole_folder`.
 """
 
 from typing import Protocol

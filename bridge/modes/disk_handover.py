@@ -16,6 +16,7 @@ import httpx
 from bridge.client import CONTROL_LIMIT_S, BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.interrupt import deferred_interrupt
 from bridge.modes.handover import ADAPTER, discard, post, saved, unload, unload_earlier
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
@@ -34,6 +35,11 @@ class DiskHandover:
         self._http = httpx.Client(base_url=url, timeout=config.request_timeout_s, trust_env=False)
         self._url = url
         self.version = -1
+
+    @property
+    def can_sleep(self) -> bool:
+        """False: the server generates while this process trains."""
+        return False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -59,16 +65,33 @@ class DiskHandover:
         """Return the size of the trainer's own adapter."""
         return adapter.num_bytes()
 
-    def publish(self, adapter: Adapter, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
-        """Run `write`, then save and load the result."""
+    def publish(
+        self,
+        adapter: Adapter,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare` and `write`, then save and load the result."""
         del last_checkpoint  # no server is ever torn: it loads whole adapters
+        assert not sleep, "nothing is paused, so that nothing wakes the server"
         start = time.perf_counter()
+        fence.interruptible(prepare)
+        prepared = time.perf_counter()
         write()
         written = time.perf_counter()
-        with fence.deferred_interrupt():
+        with deferred_interrupt():
             self._hand_over(adapter, self.version + 1)
         published = time.perf_counter()
-        return FenceTimes(version=self.version, pause_s=0.0, write_s=written - start, publish_s=published - written)
+        return FenceTimes(
+            version=self.version,
+            pause_s=0.0,
+            prepare_s=prepared - start,
+            write_s=written - prepared,
+            publish_s=published - written,
+        )
 
     def restore(self, adapter: Adapter, write: Callable[[], None], *, version: int) -> None:
         """Run `write` and hand the result over."""

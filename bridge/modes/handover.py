@@ -25,7 +25,15 @@ ADAPTER = "bridge-adapter"
 class Handover(Protocol):
     """One way for an adapter to reach the server."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Version of the adapter that the server serves."""
+        ...
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the server can free its KV cache while `publish` runs."""
+        ...
 
     @property
     def endpoint(self) -> Endpoint:
@@ -40,8 +48,16 @@ class Handover(Protocol):
         """Return the bytes of the adapter that this process holds beside the server's."""
         ...
 
-    def publish(self, adapter: Adapter, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
-        """Run `write`, which changes the adapter, and make the result the next version."""
+    def publish(
+        self,
+        adapter: Adapter,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare`, then `write`, which changes the adapter, and make the result the next version."""
         ...
 
     def restore(self, adapter: Adapter, write: Callable[[], None], *, version: int) -> None:

@@ -83,9 +83,23 @@ class LoraOnly:
         """Version of the adapter that the server serves."""
         return self._handover.version
 
-    def publish(self, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
-        """Run `write` and hand the result over."""
-        return self._handover.publish(self._adapter, write, last_checkpoint=last_checkpoint)
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the server can free its KV cache, and the adapter is handed over by memory."""
+        return self._handover.can_sleep
+
+    def publish(
+        self,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare` and `write`, and hand the result over."""
+        return self._handover.publish(
+            self._adapter, write, prepare=prepare, sleep=sleep, last_checkpoint=last_checkpoint
+        )
 
     def catch_up(self) -> None:
         """Do nothing: every update is published at once."""

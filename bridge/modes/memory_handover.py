@@ -4,18 +4,18 @@ Not covered: the fence (`bridge/weights/fence.py`), how the server keeps the slo
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import AttachError
 from bridge.modes.handover import ADAPTER, discard, saved, seat
+from bridge.modes.served import PatchedServer
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
-from bridge.weights import fence
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import open_handles
 from bridge.weights.fence import FenceTimes
@@ -26,20 +26,25 @@ class MemoryHandover:
     """The adapter in a slot of one live server."""
 
     def __init__(self, config: TrainConfig, run: RunDirectory, manifest: Manifest) -> None:
-        self._config, self._manifest = config, manifest
-        url = config.server_url(manifest.url)
-        self._client = BridgeClient(manifest, timeout_s=config.request_timeout_s, url=url)
-        status = self._client.status()
-        if not config.resume or status.writes != "adapter":  # going on writes the adapter anew, and nothing else
-            status.refuse_torn()
-        self.version = status.version
+        self._config = config
+        self._server = PatchedServer(config, manifest, writes="adapter")
         self._given = run.served / ADAPTER
         """The adapter as the server got it: what mends one that is left torn before the first checkpoint."""
 
     @property
+    def version(self) -> int:
+        """Version of the adapter."""
+        return self._server.version
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the server was started so that it can free its KV cache."""
+        return self._server.can_sleep
+
+    @property
     def endpoint(self) -> Endpoint:
         """The server, which tells its version with each answer."""
-        return Endpoint(url=self._client.url, model=ADAPTER)
+        return replace(self._server.endpoint, model=ADAPTER)
 
     def take(self, adapter: Adapter) -> None:
         """Let the server put the adapter into a slot, and move the adapter's tensors there.
@@ -61,55 +66,46 @@ class MemoryHandover:
         del adapter
         return 0
 
-    def publish(self, adapter: Adapter, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
-        """Run `write` inside the fence."""
+    def publish(
+        self,
+        adapter: Adapter,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare` and `write` inside the fence."""
         del adapter  # it is there already
-        with fence.deferred_interrupt():
-            times = fence.update(
-                self._client,
-                write,
-                in_flight=self._config.in_flight,
-                last_checkpoint=last_checkpoint or self._given,
-                writes="adapter",
-            )
-            self.version = times.version
-        return times
+        last = last_checkpoint or self._given
+        return self._server.update(write, prepare=prepare, sleep=sleep, last_checkpoint=last)
 
     def restore(self, adapter: Adapter, write: Callable[[], None], *, version: int) -> None:
         """Run `write` inside a fence that a torn server grants too."""
         del adapter
-        with fence.deferred_interrupt():
-            times = fence.restore(self._client, write, version=version, last_checkpoint=self._given, writes="adapter")
-            self.version = times.version
+        self._server.restore(write, version=version, last_checkpoint=self._given)
 
     def close(self) -> None:
         """Close the connection."""
-        self._client.close()
+        self._server.close()
 
     def _pass_fence(self, write: Callable[[], None]) -> None:
         """Run `write`, which sets the whole adapter; going on from a checkpoint, a torn server grants it too."""
         if self._config.resume:
-            times = fence.restore(self._client, write, version=0, last_checkpoint=self._given, writes="adapter")
+            self._server.restore(write, version=0, last_checkpoint=self._given)
         else:
-            times = fence.update(
-                self._client,
-                write,
-                in_flight=self._config.in_flight,
-                last_checkpoint=self._given,
-                writes="adapter",
-            )
-        self.version = times.version
+            self._server.update(write, last_checkpoint=self._given)
 
     def _seat(self, adapter: Adapter) -> int:
         """Let the server load the adapter, and return its slot; one that it refuses leaves no trace."""
         try:
-            return seat(self._client, saved(adapter, self._given))
+            return seat(self._server.client, saved(adapter, self._given))
         except AttachError:
             discard(self._given)
             raise
 
     def _refuse_missing_slots(self, adapter: Adapter) -> None:
-        slots = self._manifest.lora_slots
+        slots = self._server.manifest.lora_slots
         if not slots:
             raise AttachError(
                 "the server takes no adapters", remedy=f"bridge serve-vllm --max-lora-rank {self._config.lora_r}"
@@ -130,7 +126,7 @@ class MemoryHandover:
             )
 
     def _open_slot(self, name: str, slot: int, adapter: Adapter) -> Matrices:
-        handles = self._manifest.lora_slots[name]
+        handles = self._server.manifest.lora_slots[name]
         device = adapter.modules[name].lora_a.device
         opened = open_handles({"a": handles.lora_a, "b": handles.lora_b}, device)
         return Matrices(nn.Parameter(opened["a"][slot, 0]), nn.Parameter(opened["b"][slot, 0]))

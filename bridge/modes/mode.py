@@ -63,9 +63,24 @@ class Mode(Protocol):
         """Version that the server serves now."""
         ...
 
-    def publish(self, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
-        """Run `write`, which changes the trained parameters, and make the result the next version.
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the server can free its KV cache while `publish` runs; asked once the mode is open."""
+        ...
 
+    def publish(
+        self,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare`, then `write`, which changes the trained parameters, and make the result the next version.
+
+        Where the parameters are the server's, generation stands still for both. An interrupt acts at once in
+        `prepare`, which drops what it computed if it raises, so that the server goes on as it was; in `write` it waits.
+        With `sleep`, for `can_sleep` alone, both have the memory of the KV cache, and `write` gives it back.
         `last_checkpoint` is what a server that is left torn names as its remedy.
         """
         ...

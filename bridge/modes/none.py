@@ -16,7 +16,7 @@ from bridge.modes.mode import Engine, OpenedModel
 from bridge.modes.reload import InPlace, Reload, Restart
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
-from bridge.weights import loaded, model_folder
+from bridge.weights import fence, loaded, model_folder
 from bridge.weights.fence import FenceTimes
 from bridge.weights.loaded import LoadedModel
 
@@ -38,6 +38,11 @@ class NoneMode:
         return self._reload.endpoint
 
     @property
+    def can_sleep(self) -> bool:
+        """False: the server generates while this process trains, or does not run at all."""
+        return False
+
+    @property
     def version(self) -> int:
         """Version that the server serves: without the patches, the number of its reloads."""
         return self._reload.version
@@ -57,13 +62,23 @@ class NoneMode:
             weight_bytes=self._own.weight_bytes,
         )
 
-    def publish(self, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
-        """Run `write`, and let the server have the result if `vllm_restart_interval` steps have passed.
+    def publish(
+        self,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare` and `write`, and let the server have the result if `vllm_restart_interval` steps have passed.
 
         Units: `publish_s` is the time of saving, and of restarting the server or of loading into it.
         """
         del last_checkpoint  # what the server is to have is saved just before, and is newer
+        assert not sleep, "no fence stands around the writing, so that nothing wakes the server"
         start = time.perf_counter()
+        fence.interruptible(prepare)
+        prepared = time.perf_counter()
         write()
         written = time.perf_counter()
         self._behind += 1
@@ -72,7 +87,13 @@ class NoneMode:
             pause_s = self._reload.hand_over(self._own.model)
             self._behind = 0
         publish_s = time.perf_counter() - written - pause_s
-        return FenceTimes(version=self.version, pause_s=pause_s, write_s=written - start, publish_s=publish_s)
+        return FenceTimes(
+            version=self.version,
+            pause_s=pause_s,
+            prepare_s=prepared - start,
+            write_s=written - prepared,
+            publish_s=publish_s,
+        )
 
     def catch_up(self) -> None:
         """Let the server have the newest weights now, whatever the interval."""

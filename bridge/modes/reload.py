@@ -12,22 +12,23 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge import whole_folder
-from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.modes import served
 from bridge.modes.mode import Engine
+from bridge.modes.served import PatchedServer
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
-from bridge.weights import fence, manifest, model_folder
-from bridge.weights.attach import attach, attach_again
+from bridge.weights import model_folder
 
 
 class Reload(Protocol):
     """One way for a whole model to reach a server."""
 
-    version: int
-    """Version that the server serves."""
+    @property
+    def version(self) -> int:
+        """Version that the server serves."""
+        ...
 
     @property
     def endpoint(self) -> Endpoint:
@@ -113,66 +114,49 @@ class InPlace:
 
     def __init__(self, config: TrainConfig, run: RunDirectory) -> None:
         self._config, self._run = config, run
-        self._manifest = served.find(config)
-        self._connect()
-        status = self._client.status()
-        if not config.resume:  # which writes every weight anew
-            status.refuse_torn()
-        self.version = status.version
+        self._server = PatchedServer(config, served.find(config))
+
+    @property
+    def version(self) -> int:
+        """Version of the server's weights."""
+        return self._server.version
 
     @property
     def endpoint(self) -> Endpoint:
         """The server, which tells its version with each answer."""
-        return Endpoint(url=self._client.url)
+        return self._server.endpoint
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The server's own: its weights are loaded as they are saved, to the bit."""
-        return getattr(torch, self._manifest.dtype, None)
+        return getattr(torch, self._server.manifest.dtype, None)
 
     def begin(self, model: PreTrainedModel) -> None:
         """Attach, and hand `model` over to a server that holds what an earlier run has trained."""
-        self._attached = attach(self._manifest)
+        self._served = self._server.attach().model
         if self.version > 0:
             self.hand_over(model)
 
     def hand_over(self, model: PreTrainedModel) -> float:
         """Save `model`, then load it inside the fence."""
-        with self._saved(model) as folder, fence.deferred_interrupt():
-            times = fence.update(
-                self._client, lambda: self._load(folder), in_flight=self._config.in_flight, last_checkpoint=folder
-            )
-            self.version = times.version
-        return times.pause_s
+        with self._saved(model) as folder:
+            return self._server.update(lambda: self._load(folder), last_checkpoint=folder).pause_s
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         """Load a checkpoint inside a fence that a torn server grants too."""
-        with fence.deferred_interrupt():
-            times = fence.restore(
-                self._client, lambda: self._load(checkpoint), version=version, last_checkpoint=checkpoint
-            )
-            self.version = times.version
+        self._server.restore(lambda: self._load(checkpoint), version=version, last_checkpoint=checkpoint)
 
     def revive(self, engine: Engine, checkpoint: Path | None) -> None:
         """Start the server again and attach to it anew."""
-        self._client.close()
-        engine.restart(checkpoint or self._config.model_name)
-        self._manifest = manifest.load(self._config.vllm_config_path)
-        self._connect()
-        self._attached = attach_again(self._attached, self._manifest)
-        self.version = fence.restore(self._client, lambda: None, version=self.version + 1).version
+        self._server.revive(engine, checkpoint)
 
     def close(self) -> None:
         """Close the connection."""
-        self._client.close()
+        self._server.close()
         _remove_empty(self._run.served)
 
-    def _connect(self) -> None:
-        url = self._config.server_url(self._manifest.url)
-        self._client = BridgeClient(self._manifest, timeout_s=self._config.request_timeout_s, url=url)
-
     def _load(self, folder: Path) -> None:
-        model_folder.load_into(self._attached.model, folder)
+        model_folder.load_into(self._served, folder)
 
     @contextmanager
     def _saved(self, model: PreTrainedModel) -> Iterator[Path]:

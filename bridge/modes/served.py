@@ -1,11 +1,21 @@
-"""The patched server that a mode works with: its manifest, which has to be of the model that is trained.
+"""The patched server that a mode works with: the connection to it, its version, and the fence around each write.
 
-Not covered: finding and checking the manifest itself (`bridge/weights/manifest.py`).
+Not covered: finding and checking the manifest itself (`bridge/weights/manifest.py`), what is written.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
+from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import ManifestError
-from bridge.weights import manifest, skeleton
+from bridge.interrupt import deferred_interrupt
+from bridge.modes.mode import Engine
+from bridge.protocol import Written
+from bridge.rollouts import Endpoint
+from bridge.weights import fence, manifest, skeleton
+from bridge.weights.attach import AttachedModel, attach, attach_again
+from bridge.weights.fence import FenceTimes
 from bridge.weights.manifest import Manifest
 
 
@@ -23,3 +33,73 @@ def find(config: TrainConfig) -> Manifest:
             remedy=f"--model-name {found.model}, or another server: bridge serve-vllm --model {config.model_name}",
         )
     return found
+
+
+class PatchedServer:
+    """One live server, in whose memory this process writes the model's weights, or an adapter."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, *, writes: Written = "weights") -> None:
+        self._config, self._writes = config, writes
+        self.version = self._connect(manifest)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, which tells its version with each answer."""
+        return Endpoint(url=self.client.url)
+
+    def attach(self) -> AttachedModel:
+        """Return the model whose parameters are the server's weights; they are so again after `revive`."""
+        self._attached = attach(self.manifest)
+        return self._attached
+
+    def update(
+        self,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
+        """Run `prepare`, then `write`, inside the fence, and publish the next version."""
+        with deferred_interrupt():  # or an interrupt comes between the update and the note of its version
+            times = fence.update(
+                self.client, write, prepare=prepare, sleep=sleep, in_flight=self._config.in_flight,
+                last_checkpoint=last_checkpoint, writes=self._writes,
+            )  # fmt: skip
+            self.version = times.version
+        return times
+
+    def restore(self, write: Callable[[], None], *, version: int, last_checkpoint: Path | None = None) -> None:
+        """Run `write`, which sets all that is written, inside a fence that a torn server grants too."""
+        with deferred_interrupt():
+            times = fence.restore(
+                self.client, write, version=version, last_checkpoint=last_checkpoint, writes=self._writes
+            )
+            self.version = times.version
+
+    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+        """Start the server again with a saved model, and point the attached one at its weights."""
+        self.close()
+        engine.restart(checkpoint or self._config.model_name)
+        self._connect(manifest.load(self._config.vllm_config_path))
+        self._attached = attach_again(self._attached, self.manifest)
+        self.restore(lambda: None, version=self.version + 1)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.client.close()
+
+    def _connect(self, manifest: Manifest) -> int:
+        """Connect to the server that wrote `manifest`, and return the version that it serves.
+
+        Raises:
+            AttachError: something is torn; going on from a checkpoint mends it, if that is what is written.
+        """
+        self.manifest = manifest
+        url = self._config.server_url(manifest.url)
+        self.client = BridgeClient(manifest, timeout_s=self._config.request_timeout_s, url=url)
+        status = self.client.status()
+        if not (self._config.resume and status.writes == self._writes):
+            status.refuse_torn()
+        self.can_sleep = status.can_sleep
+        return status.version

@@ -1,114 +1,166 @@
-"""Micro-batches: from groups and advantages to padded tensors of bounded size.
+"""Micro-batches: samples packed behind one another, without padding, up to a bounded number of tokens.
 
-Not covered: packing without padding, and the model's forward pass (`logprobs.py`).
-Shape suffixes: G groups, N completions of a group, B sequences, T tokens of the longest one.
+Not covered: the bound (`budget.py`), attention that keeps them apart (`attention.py`), the loss (`policy_loss.py`).
+Shape suffixes: S sequences, S1 one more, T tokens of all of them, N rows (positions that predict a sampled token).
 
-Alignment, for a prompt `p p p` with completion `a b` in a row padded to six tokens:
+Alignment, for a prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
 
-    t                    0  1  2  3  4  5
-    tokens_BT            p  p  p  a  b  -
-    attention_mask_BT    1  1  1  1  1  0
-    mask_BT              0  0  1  1  0  0     position t predicts token t + 1, so the last column is always 0
-    sampled_logprobs_BT  0  0  a  b  0  0     the server's log-probability of token t + 1
+    t            0  1  2  3  4 | 5  6
+    tokens_T     p  p  p  a  b | q  c
+    positions_T  0  1  2  3  4 | 0  1
+    rows_N             2  3      5          position t predicts token t + 1
+    targets_N          a  b      c
+    sequences_N        0  0      1
+    starts_S1    0               5      7   the last one is T
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from bridge.types import Completion, Group
+from bridge.training.samples import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward pass holds."""
+    """Sequences behind one another: what one forward and backward pass holds."""
 
-    tokens_BT: Tensor
-    """int64: prompt, completion, then padding."""
-    attention_mask_BT: Tensor
-    """bool: True where there is a token."""
-    mask_BT: Tensor
-    """bool: True where token t + 1 was sampled."""
-    sampled_logprobs_BT: Tensor
-    """float32, nats: the server's log-probability of token t + 1 where `mask_BT`, 0 elsewhere."""
-    advantages_B: Tensor
-    """float32: one advantage per sequence."""
-
-
-def count_tokens(groups: Sequence[Group]) -> int:
-    """Return the sampled tokens of all completions, the `num_tokens` of `grpo.clipped_loss`.
-
-    Completions with a zero advantage count too, though `micro_batches` leaves them out: the loss is then the one that
-    a pass over everything gives, and a batch with few useful groups takes a smaller step, not a steeper one.
-    """
-    return sum(len(completion.token_ids) for group in groups for completion in group.completions)
-
-
-def micro_batches(
-    groups: Sequence[Group], advantages_GN: Tensor, *, max_tokens: int, pad_token_id: int, device: torch.device
-) -> list[MicroBatch]:
-    """Cut the batch into micro-batches of at most `max_tokens` padded tokens, longest sequences first.
-
-    Sequences without a sampled token or with a zero advantage have no gradient and are left out; the list is empty
-    when that leaves none. A sequence longer than `max_tokens` gets a micro-batch of its own. The result does
-    not depend on the order of groups and completions. (Longest first: what does not fit in memory fails at once.)
-    """
-    sequences = sorted(_sequences(groups, advantages_GN), key=_order, reverse=True)
-    return [_pad(rows, pad_token_id, device) for rows in _cut(sequences, max_tokens)]
-
-
-class _Sequence(NamedTuple):
-    prompt: tuple[int, ...]
-    completion: Completion
-    advantage: float
+    tokens_T: Tensor
+    """int64: prompt, completion, prompt, completion, ..."""
+    positions_T: Tensor
+    """int64: 0, 1, 2, ... from each sequence's first token."""
+    starts_S1: Tensor
+    """int32: where each sequence begins in T, and T itself: what variable-length attention takes."""
+    ends_S: tuple[int, ...]
+    """Where each sequence ends in T, on the host."""
+    rows_N: Tensor
+    """int64: positions of T that predict a sampled token, ascending."""
+    targets_N: Tensor
+    """int64: the token that was sampled there."""
+    sequences_N: Tensor
+    """int64: 0 to S - 1, the sequence that a row is of."""
+    sampled_logprobs_N: Tensor
+    """float32, nats: where it was sampled."""
+    advantages_N: Tensor
+    """float32."""
+    weights_N: Tensor
+    """float32: factor of the row's term in the loss, which is their sum."""
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.prompt + self.completion.token_ids
+    def num_tokens(self) -> int:
+        """Return T."""
+        return self.ends_S[-1]
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence."""
+        return max(end - start for start, end in pairwise((0, *self.ends_S)))
 
 
-def _order(sequence: _Sequence) -> tuple[object, ...]:
+def packs(samples: Sequence[Sample], *, max_tokens: int, device: torch.device) -> list[MicroBatch]:
+    """Pack the samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
+
+    A sample longer than `max_tokens` gets a micro-batch of its own. The longest come first, so that what does not
+    fit in memory fails at once. The result does not depend on the order of the samples.
+    """
+    bins: list[list[Sample]] = []
+    free: list[int] = []
+    for sample in sorted(samples, key=_order, reverse=True):
+        index = next((index for index, room in enumerate(free) if room >= sample.num_tokens), len(bins))
+        if index == len(bins):
+            bins.append([])
+            free.append(max_tokens)
+        bins[index].append(sample)
+        free[index] -= sample.num_tokens
+    return _move([_lay_out(packed) for packed in bins], device)
+
+
+def _order(sample: Sample) -> tuple[object, ...]:
     """Order by length, and by everything else that is trained on, so that no tie is left to the order of arrival."""
-    return len(sequence.tokens), sequence.tokens, sequence.completion.logprobs, sequence.advantage
+    tokens = sample.prompt_token_ids, sample.token_ids
+    return sample.num_tokens, *tokens, sample.sampled_logprobs, sample.advantages, sample.weight
 
 
-def _sequences(groups: Sequence[Group], advantages_GN: Tensor) -> Iterator[_Sequence]:
-    assert len(groups) == len(advantages_GN), (len(groups), advantages_GN.shape)
-    for group, advantages in zip(groups, advantages_GN.tolist(), strict=True):
-        assert group.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
-        for completion, advantage in zip(group.completions, advantages, strict=True):
-            assert len(completion.token_ids) == len(completion.logprobs), (completion.token_ids, completion.logprobs)
-            if completion.token_ids and advantage != 0:
-                yield _Sequence(group.prompt_token_ids, completion, advantage)
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """One micro-batch on the host: all of its integers behind one another, and all of its floats."""
+
+    ends: tuple[int, ...]
+    integers: Tensor
+    floats: Tensor
+    num_rows: int
 
 
-def _cut(sequences: Sequence[_Sequence], max_tokens: int) -> Iterator[list[_Sequence]]:
-    start = 0
-    while start < len(sequences):  # the first of a micro-batch is its longest
-        num_rows = max(1, max_tokens // len(sequences[start].tokens))
-        yield list(sequences[start : start + num_rows])
-        start += num_rows
+def _lay_out(samples: Sequence[Sample]) -> _Layout:
+    for sample in samples:
+        assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
+        counts = {len(sample.token_ids), len(sample.sampled_logprobs), len(sample.advantages)}
+        assert len(counts) == 1, counts
+    ends = tuple(accumulate(sample.num_tokens for sample in samples))
+    starts = 0, *ends[:-1]
+    integers = [
+        _joined(samples, lambda sample: sample.prompt_token_ids + sample.token_ids),
+        _joined(samples, lambda sample: range(sample.num_tokens)),
+        torch.tensor((0, *ends)),
+        torch.cat([_rows(sample, start) for sample, start in zip(samples, starts, strict=True)]),
+        _joined(samples, lambda sample: sample.token_ids),
+        torch.arange(len(samples)).repeat_interleave(torch.tensor([len(sample.token_ids) for sample in samples])),
+    ]
+    floats = [
+        _joined(samples, lambda sample: sample.sampled_logprobs, torch.float32),
+        _joined(samples, lambda sample: sample.advantages, torch.float32),
+        _joined(samples, lambda sample: (sample.weight,) * len(sample.token_ids), torch.float32),
+    ]
+    return _Layout(ends=ends, integers=torch.cat(integers), floats=torch.cat(floats), num_rows=len(floats[0]))
 
 
-def _pad(rows: Sequence[_Sequence], pad_token_id: int, device: torch.device) -> MicroBatch:
-    shape = len(rows), len(rows[0].tokens)
-    tokens_BT = torch.full(shape, pad_token_id, dtype=torch.int64)
-    attention_mask_BT, mask_BT = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    sampled_logprobs_BT = torch.zeros(shape, dtype=torch.float32)
-    for row, sequence in enumerate(rows):
-        end = len(sequence.tokens)
-        sampled = slice(len(sequence.prompt) - 1, end - 1)
-        tokens_BT[row, :end] = torch.tensor(sequence.tokens)
-        attention_mask_BT[row, :end] = True
-        mask_BT[row, sampled] = True
-        sampled_logprobs_BT[row, sampled] = torch.tensor(sequence.completion.logprobs)
+def _joined(
+    samples: Sequence[Sample], values: Callable[[Sample], Sequence[float]], dtype: torch.dtype = torch.int64
+) -> Tensor:
+    return torch.tensor([value for sample in samples for value in values(sample)], dtype=dtype)
+
+
+def _rows(sample: Sample, start: int) -> Tensor:
+    first = start + len(sample.prompt_token_ids) - 1
+    return torch.arange(first, first + len(sample.token_ids))
+
+
+def _move(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
+    """Copy all micro-batches to the device at once, and cut them there."""
+    if not layouts:
+        return []
+    integers = _copy(torch.cat([layout.integers for layout in layouts]), device)
+    floats = _copy(torch.cat([layout.floats for layout in layouts]), device)
+    parts = zip(
+        layouts,
+        integers.split([len(layout.integers) for layout in layouts]),
+        floats.split([len(layout.floats) for layout in layouts]),
+        strict=True,
+    )
+    return [_cut(*part) for part in parts]
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _cut(layout: _Layout, integers: Tensor, floats: Tensor) -> MicroBatch:
+    num_tokens, num_starts, num_rows = layout.ends[-1], len(layout.ends) + 1, layout.num_rows
+    sizes = [num_tokens, num_tokens, num_starts, num_rows, num_rows, num_rows]
+    tokens_T, positions_T, starts_S1, rows_N, targets_N, sequences_N = integers.split(sizes)
+    sampled_logprobs_N, advantages_N, weights_N = floats.split(num_rows)
     return MicroBatch(
-        tokens_BT=tokens_BT.to(device),
-        attention_mask_BT=attention_mask_BT.to(device),
-        mask_BT=mask_BT.to(device),
-        sampled_logprobs_BT=sampled_logprobs_BT.to(device),
-        advantages_B=torch.tensor([sequence.advantage for sequence in rows], dtype=torch.float32, device=device),
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        starts_S1=starts_S1.int(),
+        ends_S=layout.ends,
+        rows_N=rows_N,
+        targets_N=targets_N,
+        sequences_N=sequences_N,
+        sampled_logprobs_N=sampled_logprobs_N,
+        advantages_N=advantages_N,
+        weights_N=weights_N,
     )

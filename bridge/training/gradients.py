@@ -1,68 +1,80 @@
-"""From groups to gradients: forward and backward over every micro-batch of one step.
+"""Forward and backward passes over the micro-batches of one update, and what they are measured by.
 
-Not covered: cutting micro-batches (`batch.py`), the loss (`grpo.py`), and what is done with the gradients.
-Shape suffixes: G groups, N completions of a group, B sequences, T tokens of the longest one.
+Not covered: which micro-batches there are (`batch.py`), the loss (`policy_loss.py`), what is done with the gradients
+(`learner.py`).
+Shape suffixes: N rows (positions that predict a sampled token).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.config import TrainConfig
-from bridge.training import batch, grpo
+from bridge.training.batch import MicroBatch
 from bridge.training.logprobs import model_logprobs
-from bridge.training.optimizer import clip_by_global_norm
-from bridge.types import Group
+from bridge.training.mismatch import Tally, measure
+from bridge.training.policy_loss import LossSpec, LossStatistics, policy_loss
+from bridge.training.reference import Reference
+
+
+@dataclass(kw_only=True)
+class Part:
+    """One micro-batch, and what is known of it since before the first update of its batch."""
+
+    batch: MicroBatch
+    """The samples."""
+    old_logprobs_N: Tensor | None = None
+    """The trainer's own log-probabilities at that time; None: not computed yet."""
+    reference_logprobs_N: Tensor | None = None
+    """The frozen reference's; None: not computed yet, or not needed."""
+
+
+class Sums:
+    """What is measured of one batch, on its device: nothing here waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss, self.entropy = torch.zeros(2, dtype=torch.float64, device=device)
+        """Sums over the updates, and over the tokens."""
+        self.tally, self.statistics = Tally.zero(device), LossStatistics.zero(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What one pass over a batch found."""
+    """A model, and how it is differentiated."""
 
-    loss: float
-    """Mean over the sampled tokens."""
-    norm: float
-    """Global norm before clipping."""
-    diffs: Tensor
-    """|log-probability of vLLM - of the trainer| of every token that was trained on, in nats."""
+    model: PreTrainedModel
+    """What is trained."""
+    spec: LossSpec
+    """The loss."""
+    temperature: float
+    """Of the rollouts."""
+    reference: Reference | None
+    """The frozen reference, where there is a KL divergence."""
 
+    @torch.no_grad()
+    def look_back(self, part: Part, sums: Sums) -> None:
+        """Remember the log-probabilities from before the first update, which the ratios of later ones are to."""
+        self._remember(part, *model_logprobs(self.model, part.batch, self.temperature), sums)
 
-def accumulate(model: PreTrainedModel, groups: Sequence[Group], config: TrainConfig) -> Gradients:
-    """Leave the gradients of the whole batch in the model's parameters, clipped to `config.max_grad_norm`."""
-    model.zero_grad(set_to_none=True)
-    advantages_GN = grpo.group_advantages(torch.tensor([group.rewards for group in groups]))
-    num_tokens = batch.count_tokens(groups)
-    losses, diffs = [torch.zeros((), device=model.device)], [torch.zeros(0, device=model.device)]
-    for part in batch.micro_batches(
-        groups, advantages_GN, max_tokens=config.micro_batch_tokens, pad_token_id=0, device=model.device
-    ):
-        logprobs_BT = model_logprobs(model, part, config.temperature)
-        loss = grpo.clipped_loss(
-            logprobs_BT,
-            part.sampled_logprobs_BT,
-            part.advantages_B,
-            part.mask_BT,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            num_tokens=num_tokens,
-        )
-        loss.backward()
-        losses.append(loss.detach())
-        diffs.append((logprobs_BT.detach() - part.sampled_logprobs_BT)[part.mask_BT].abs())
-    norm = clip_by_global_norm(model.parameters(), config.max_grad_norm)
-    return Gradients(loss=torch.stack(losses).sum().item(), norm=norm, diffs=torch.cat(diffs))
+    def backward(self, parts: Iterable[Part], sums: Sums) -> None:
+        """Add the gradients of one update to those that the model's parameters have."""
+        for part in parts:
+            logprobs_N, entropies_N = model_logprobs(self.model, part.batch, self.temperature)
+            if part.old_logprobs_N is None:
+                self._remember(part, logprobs_N.detach(), entropies_N, sums)
+            if self.reference is not None and part.reference_logprobs_N is None:
+                part.reference_logprobs_N = self.reference.logprobs(part.batch, self.temperature)
+            assert part.old_logprobs_N is not None
+            loss, statistics = policy_loss(
+                logprobs_N, part.old_logprobs_N, part.batch, self.spec, part.reference_logprobs_N
+            )
+            loss.backward()
+            sums.loss += loss.detach()
+            sums.statistics += statistics
 
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Turn gradient checkpointing on, which works in training mode alone, and keep dropout off where it was."""
-    off = [module for module in model.modules() if isinstance(module, nn.Dropout) and not module.training]
-    model.gradient_checkpointing_enable()
-    model.train()
-    for dropout in off:  # an adapter's own stays on
-        dropout.p = 0.0
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+    def _remember(self, part: Part, logprobs_N: Tensor, entropies_N: Tensor, sums: Sums) -> None:
+        part.old_logprobs_N = logprobs_N
+        sums.entropy += entropies_N.sum(dtype=torch.float64)
+        sums.tally += measure(logprobs_N, part.batch.sampled_logprobs_N, self.spec.correction)

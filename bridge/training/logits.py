@@ -1,7 +1,7 @@
-"""Float32 logits of a few rows: the head's product, and what a model does to its logits.
+"""Float32 logits of a few words of the vocabulary: the head's product, and what a model does to its logits.
 
 Not covered: log-probabilities (`logprobs.py`).
-Shape suffixes: C rows of one chunk, H hidden size, V vocabulary.
+Shape suffixes: N rows, H hidden size, V vocabulary, W words of one block of it.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = 2**25
-"""Float32 logits that are held at once (128 MiB, and as much again for a temporary)."""
+BLOCK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
+"""Float32 logits that are held at once: 256 MiB on a GPU, whose products need large operands, and 32 MiB on the CPU,
+where what fits its caches is faster; a few temporaries of the same size come on top."""
+BLOCK_WORDS = 256
+"""Blocks are a multiple of this, so that no product is of an odd shape; and no smaller, however many rows there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +43,13 @@ class LogitTransform:
         return gradient.div_(self.temperature * self.logits_scaling)
 
 
-def project(hidden_CH: Tensor, head_HV: Tensor, bias_V: Tensor | None, by: LogitTransform) -> Tensor:
+def project(hidden_NH: Tensor, head_WH: Tensor, bias_W: Tensor | None, by: LogitTransform) -> Tensor:
     """Return the transformed float32 logits of operands (see `operand`).
 
-    Shapes: [C, H], [H, V], [V] -> [C, V].
+    Shapes: [N, H], [W, H], [W] -> [N, W].
     """
-    raw_CV = multiply(hidden_CH, head_HV)
-    return by.apply(raw_CV if bias_V is None else raw_CV.add_(bias_V))
+    raw_NW = multiply(hidden_NH, head_WH.T)
+    return by.apply(raw_NW if bias_W is None else raw_NW.add_(bias_W))
 
 
 def operand(matrix: Tensor) -> Tensor:
@@ -62,7 +65,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
-def row_chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
-    """Cut the rows so that no piece has more than `CHUNK_LOGITS` logits (one row at least)."""
-    size = max(1, CHUNK_LOGITS // vocabulary)
-    return (slice(start, start + size) for start in range(0, num_rows, size))
+def blocks(num_rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
+    """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block."""
+    words = BLOCK_LOGITS[device.type] // max(1, num_rows)
+    size = max(1, words // BLOCK_WORDS) * BLOCK_WORDS
+    return (slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size))

@@ -1,14 +1,11 @@
-"""The training loop: rollouts -> micro-batches -> gradients -> one write that is published, whatever the mode.
+"""The training loop: rollouts -> gradients -> one write that is published, whatever the mode.
 
 A server that is ours and dies is started again with the newest weights, and what it interrupted is done over.
 
-Not covered: rollouts (`experience.py`), forward and backward (`gradients.py`), the optimizer (`optimizer.py`),
-checkpoints (`series.py`), how weights reach vLLM (`bridge/modes`).
+Not covered: rollouts (`experience.py`), what is learnt from them (`learner.py`), checkpoints (`series.py`), how weights
+reach vLLM (`bridge/modes`).
 """
 
-import math
-import resource
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,19 +15,18 @@ import torch
 
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError, UsageError
+from bridge.interrupt import deferred_interrupt
 from bridge.modes import MODES
 from bridge.modes.mode import Engine, Mode
 from bridge.run_directory import RunDirectory
-from bridge.training import batch
+from bridge.training import measuring, mismatch, optimizer, reference
 from bridge.training.checkpoint import Found
-from bridge.training.experience import Experience, digest
-from bridge.training.gradients import Gradients, accumulate, recompute_activations
-from bridge.training.logprobs import check_head
+from bridge.training.experience import Experience
+from bridge.training.learner import Learner, MakeOptimizer
 from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.optimizer import SplitMasterAdamW, scaled_group
+from bridge.training.mismatch import Mismatch
 from bridge.training.series import Series
 from bridge.types import Environment, Group
-from bridge.weights.fence import FenceTimes, deferred_interrupt
 
 Report = Callable[[StepMetrics], None]
 Result = TypeVar("Result")
@@ -46,18 +42,20 @@ def train(
     *,
     engine: Engine | None = None,
     resume: Found | None = None,
+    make_optimizer: MakeOptimizer = optimizer.make,
 ) -> Summary:
     """Train up to step `config.training_steps`, leave metrics and checkpoints behind, and tell `report` of each step.
 
     An interrupt or an error ends the run with the weights of the last published step saved. With an `engine`, a server
-    that dies is not the end. `resume` is the checkpoint to go on from.
+    that dies is not the end. `resume` is the checkpoint to go on from. `make_optimizer` is for comparisons with others.
 
     Raises:
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
     """
+    reference.check(config)
     mode = MODES[config.mode](config.model_copy(update={"resume": resume is not None}), run, engine)
     try:
-        trainer = _Trainer(config, environment, run, mode, engine)
+        trainer = _Trainer(config, environment, run, mode, engine, make_optimizer)
         if resume is not None:
             trainer.resume(resume)
         elif config.resume and mode.version:
@@ -72,21 +70,25 @@ class _Trainer:
     """One run's state."""
 
     def __init__(
-        self, config: TrainConfig, environment: Environment, run: RunDirectory, mode: Mode, engine: Engine | None
+        self,
+        config: TrainConfig,
+        environment: Environment,
+        run: RunDirectory,
+        mode: Mode,
+        engine: Engine | None,
+        make_optimizer: MakeOptimizer,
     ) -> None:
         self._config, self._run, self._mode, self._engine = config, run, mode, engine
         self._experience = Experience(config, environment, run.note)
         self._opened = mode.open()
-        self._model, self._device = self._opened.model, self._opened.device
-        check_head(self._model)
-        if config.gradient_checkpointing:
-            recompute_activations(self._model)
-        trained = {name: self._model.get_parameter(name) for name in self._opened.lr_factors}
-        self._optimizer = SplitMasterAdamW(
-            scaled_group(trained[name], factor, lr=config.lr, weight_decay=config.weight_decay)
-            for name, factor in self._opened.lr_factors.items()
-        )
-        self._checkpoints = Series(config, run, mode, trained, self._optimizer)
+        self._device = self._opened.device
+        self._learner = Learner.of(config, self._opened, run.note, make_optimizer=make_optimizer)
+        trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
+        self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
+        self._sleeps = self._sleeps_always()
+        """Whether the server's KV cache sleeps while training; None: to be seen with the first batch."""
+        self._alarmed = False
+        """Whether server and trainer differed too much in the last step."""
         self._steps: list[StepMetrics] = []
         self._begun_at = 0
         """The step that a checkpoint was of, where the run goes on from one."""
@@ -127,18 +129,37 @@ class _Trainer:
             raise
         self._surviving(self._mode.catch_up)
         after = self._evaluate()
-        return self._summary(before, after)
+        return measuring.summary(
+            self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
+            before=before, after=after,
+        )  # fmt: skip
 
     def _step(self, step: int) -> StepMetrics:
         start = time.perf_counter()
         problems = self._experience.draw(self._config.batch_size // self._config.group_size)
         groups = self._surviving(lambda: self._experience.groups(self._mode.endpoint, problems, step=step))
         sampled = time.perf_counter()
-        gradients = accumulate(self._model, groups, self._config)
-        _check_finite(step, gradients)
-        trained = time.perf_counter()
-        seconds = sampled - start, trained - sampled
-        return self._surviving(lambda: self._publish(step, groups, gradients, seconds))
+        self._learner.take(groups)
+        if not self._lets_sleep():
+            self._learner.prepare()
+        seconds = sampled - start, time.perf_counter() - sampled
+        return self._surviving(lambda: self._publish(step, groups, seconds))
+
+    def _sleeps_always(self) -> bool | None:
+        wanted = self._config.kv_sleep
+        if wanted == "always" and not self._mode.can_sleep:
+            raise UsageError(
+                "--kv-sleep always, and the server's KV cache cannot sleep",
+                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
+            )
+        return wanted == "always" or (None if wanted == "auto" and self._mode.can_sleep else False)
+
+    def _lets_sleep(self) -> bool:
+        if self._sleeps is None:
+            self._sleeps = self._learner.wants_sleep()
+            if self._sleeps:
+                self._run.note("the server's KV cache sleeps while training, which needs its memory")
+        return bool(self._sleeps)
 
     def _surviving(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`; where the server dies and is ours, start it again with the newest weights and repeat."""
@@ -157,29 +178,46 @@ class _Trainer:
         newest = self._save() if self._written else None
         if newest is not None:
             self._checkpoints.pin(newest)
+        if self._sleeps:
+            self._learner.forget()  # its memory is the new server's KV cache's
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
         self._mode.revive(self._engine, newest)
         self._run.note(f"the server was started again with the weights of step {self._written}")
 
-    def _publish(
-        self, step: int, groups: Sequence[Group], gradients: Gradients, seconds: tuple[float, float]
-    ) -> StepMetrics:
+    def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
+        served = self._mode.version
         with deferred_interrupt():  # a step that was published is in the metrics too
             times = self._mode.publish(
-                lambda: self._write(step, gradients.norm), last_checkpoint=self._checkpoints.last
+                lambda: self._write(step),
+                prepare=self._learner.prepare if self._sleeps and self._written != step else None,
+                sleep=bool(self._sleeps),
+                last_checkpoint=self._checkpoints.last,
             )
-            metrics = self._measure(step, groups, gradients, times, seconds)
+            learnt = self._learner.learnt()
+            metrics = measuring.step(
+                step, groups, learnt, times,
+                served=served, rollout_s=seconds[0], train_s=seconds[1],
+                changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._device,
+            )  # fmt: skip
             self._steps.append(metrics)
             self._run.append(metrics)
+        self._watch(learnt.mismatch)
         return metrics
 
-    def _write(self, step: int, norm: float) -> None:
-        """Write the update of `step`, once: a publication that is repeated finds it written."""
+    def _watch(self, measured: Mismatch) -> None:
+        """Say so when server and trainer begin to differ too much."""
+        line = mismatch.alarm(measured, self._config.mismatch_alarm)
+        if line and not self._alarmed:
+            self._run.note(line)
+        self._alarmed = line is not None
+
+    def _write(self, step: int) -> None:
+        """Write the updates of `step`, once: a publication that is repeated finds them written."""
         if self._written == step:
             return
         self._half_written = True
-        self._optimizer.step(grad_norm=norm)
+        self._learner.write()
         self._written, self._half_written, self._used = step, False, self._experience.num_drawn
 
     def _evaluate(self) -> float | None:
@@ -187,57 +225,3 @@ class _Trainer:
 
     def _save(self) -> Path:
         return self._checkpoints.save(self._written, problems_drawn=self._used)
-
-    def _measure(
-        self, step: int, groups: Sequence[Group], gradients: Gradients, times: FenceTimes, seconds: tuple[float, float]
-    ) -> StepMetrics:
-        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-        return StepMetrics(
-            step=step,
-            weight_version=times.version,
-            reward_mean=rewards.mean().item(),
-            reward_std=rewards.std(correction=0).item(),
-            loss=gradients.loss,
-            grad_norm=gradients.norm,
-            logprob_diff_mean=gradients.diffs.mean().item(),
-            logprob_diff_max=gradients.diffs.max().item() if len(gradients.diffs) else float("nan"),
-            changed_weight_share=self._optimizer.changed_weight_share,
-            rollout_s=seconds[0],
-            train_s=seconds[1],
-            fence_pause_s=times.pause_s,
-            fence_write_s=times.write_s,
-            fence_publish_s=times.publish_s,
-            rollouts=digest(groups),
-            tokens_generated=batch.count_tokens(groups),
-            peak_memory_gib=_peak_memory_gib(self._device),
-        )
-
-    def _summary(self, before: float | None, after: float | None) -> Summary:
-        fences = [metrics.fence_pause_s + metrics.fence_publish_s for metrics in self._steps]
-        diffs = [metrics.logprob_diff_max for metrics in self._steps if metrics.logprob_diff_max >= 0]
-        return Summary(
-            steps=self._written,
-            weight_version=self._mode.version,
-            checkpoint=self._save(),
-            reward_before=before,
-            reward_after=after,
-            rewards=tuple(metrics.reward_mean for metrics in self._steps),
-            logprob_diff_max=max(diffs, default=float("nan")),
-            fence_p50_ms=statistics.median(fences) * 1e3,
-            attach_ms=self._opened.open_s * 1e3,
-            weight_bytes=self._opened.weight_bytes,
-        )
-
-
-def _check_finite(step: int, gradients: Gradients) -> None:
-    if not math.isfinite(gradients.norm):
-        raise UsageError(
-            f"the gradient's norm is {gradients.norm} at step {step}; the weights were not touched",
-            remedy="lower --lr",
-        )
-
-
-def _peak_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

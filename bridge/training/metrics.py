@@ -20,9 +20,19 @@ class StepMetrics:
     reward_std: float
     """Standard deviation of the same rewards."""
     loss: float
-    """Clipped policy loss, averaged over the sampled tokens."""
+    """Policy loss, mean over the step's updates."""
     grad_norm: float
-    """Global norm of the gradient before it is scaled down."""
+    """Global norm of the gradient before it is scaled down, mean over the step's updates."""
+    updates: int
+    """Optimizer steps; fewer than asked for where nothing was to learn, or a gradient was no number."""
+    entropy: float
+    """Mean entropy of the policy where a token was sampled, before the update, in nats."""
+    clipped_low_share: float
+    """Share of the tokens without a gradient because they were bad, and less likely already than the clip allows."""
+    clipped_high_share: float
+    """Share of the tokens without a gradient because they were good, and likelier already than the clip allows."""
+    kl: float
+    """Mean KL divergence from the reference over the tokens, in nats; 0 without a reference."""
     logprob_diff_mean: float
     """Mean over the tokens trained on of |log-probability of vLLM - of the trainer|, in nats, before the update.
 
@@ -30,6 +40,16 @@ class StepMetrics:
     """
     logprob_diff_max: float
     """Largest of the same differences, in nats."""
+    logprob_diff_histogram: tuple[float, ...]
+    """Share of the tokens with a difference below 0.001, 0.003, 0.01, 0.03, 0.1, 0.3 and 1 nat, and above."""
+    corrected_share: float
+    """Share of the tokens whose importance weight was truncated, or that were left out."""
+    importance_weight: float
+    """Mean importance weight of the tokens, 1 where server and trainer agree."""
+    effective_share: float
+    """Effective sample size of the importance weights over the number of tokens, 0 to 1."""
+    staleness: int
+    """Largest number of updates that were published between a completion's weights and the step's own."""
     changed_weight_share: float
     """Share of the weights whose bytes this step changed, 0 to 1."""
     rollout_s: float
@@ -38,6 +58,8 @@ class StepMetrics:
     """Seconds spent on the forward and backward passes."""
     fence_pause_s: float
     """Seconds until the server was paused and its devices idle."""
+    fence_prepare_s: float
+    """Seconds of `train_s` in which the server stood still, since its KV cache slept; 0 where it did not."""
     fence_write_s: float
     """Seconds in which the optimizer wrote and its device finished."""
     fence_publish_s: float
@@ -46,13 +68,17 @@ class StepMetrics:
     """Digest of the step's sampled token ids, in their order: steps with equal digests had the same rollouts."""
     tokens_generated: int
     """Sampled tokens of the step."""
+    tokens_trained: int
+    """Those of them that were trained on: the others had no advantage, or were cut off and are masked."""
     peak_memory_gib: float
     """Most memory that the trainer has held so far, in GiB: of the GPU, or of the process on the CPU."""
+    device: str
+    """Where that memory is: `cuda`, or `cpu`."""
 
     @property
     def fence_s(self) -> float:
         """Return how long no token was generated, in seconds."""
-        return self.fence_pause_s + self.fence_write_s + self.fence_publish_s
+        return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from bridge.modes.mode import Mode
 from bridge.run_directory import RunDirectory
 from bridge.training import checkpoint, trainer_state
 from bridge.training.checkpoint import Found, Progress
-from bridge.training.optimizer import SplitMasterAdamW
+from bridge.training.in_place import InPlaceOptimizer
 
 
 class Series:
@@ -25,7 +25,7 @@ class Series:
         run: RunDirectory,
         mode: Mode,
         trained: Mapping[str, nn.Parameter],
-        optimizer: SplitMasterAdamW,
+        optimizer: InPlaceOptimizer,
     ) -> None:
         self._config, self._run, self._mode, self._trained, self._optimizer = config, run, mode, trained, optimizer
         self._saved: dict[int, Path] = {}

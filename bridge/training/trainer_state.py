@@ -6,7 +6,7 @@ Not covered: hyperparameters, which the configuration gives anew, the weights, a
 """
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bridge.errors import CheckpointError
-from bridge.training.optimizer import SplitMasterAdamW, fresh_state
+from bridge.training.in_place import InPlaceOptimizer
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 
 FOLDER = "optimizer"
@@ -30,6 +30,8 @@ class _State(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    flags: str = "--optimizer adamw --no-offload-optimizer"
+    """What gives an optimizer that holds its state in this way; absent: the only one that there was."""
     steps: dict[str, int]
     """Every trained parameter -> the updates that it had; 0: it has no state yet."""
     cpu_random: str
@@ -38,61 +40,55 @@ class _State(BaseModel):
     """Random states of the GPUs that the process saw, in its order."""
 
 
-def write(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: SplitMasterAdamW) -> None:
+def write(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
     """Write the state of the `trained` parameters and the random state into the existing `folder`."""
     place = folder / FOLDER
     place.mkdir()
-    shards = list(_shards(_tensors(trained, optimizer)))
+    steps = {name: optimizer.num_updates(parameter) for name, parameter in trained.items()}
+    shards = list(_shards(_stepped(steps, trained, optimizer.parts)))
     for number, shard in enumerate(shards, start=1):
-        on_host = {key: tensor.cpu() for key, tensor in shard.items()}
+        on_host = {key: tensor.to("cpu", copy=True) for key, tensor in shard.items()}  # no two in one memory
         save_file(on_host, place / f"optimizer-{number:05}-of-{len(shards):05}.safetensors")
     state = _State(
-        steps={name: _steps(optimizer, parameter) for name, parameter in trained.items()},
+        flags=optimizer.flags,
+        steps=steps,
         cpu_random=_to_text(torch.get_rng_state()),
         cuda_random=tuple(map(_to_text, torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())),
     )
     (place / STATE_NAME).write_text(state.model_dump_json(indent=1) + "\n")
 
 
-def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: SplitMasterAdamW) -> None:
+def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
     """Take over what `write` wrote; the hyperparameters stay the optimizer's own.
 
     Raises:
-        CheckpointError: the checkpoint holds no such state.
+        CheckpointError: the checkpoint holds no such state, or that of another kind of optimizer.
         UsageError: it is of other parameters; nothing was taken over.
     """
     place = folder / FOLDER
     state = _state(folder)
+    if state.flags != optimizer.flags:
+        raise CheckpointError(
+            f"{place} was written with {state.flags}, and this run has {optimizer.flags}: the states differ in kind",
+            remedy=f"go on with {state.flags}",
+        )
     files = sorted(place.glob("optimizer-*.safetensors"))
     refuse_misfits(str(place), dict.fromkeys(state.steps, "trained"), dict.fromkeys(trained, "trained"))
     found = {key: text for path in files for key, text in headers(path).items()}
-    refuse_misfits(str(place), found, {key: describe(tensor) for key, tensor in _fresh(state, trained)})
-    optimizer.state.clear()
+    expected = {key: describe(part) for key, part in _stepped(state.steps, trained, optimizer.described_parts)}
+    refuse_misfits(str(place), found, expected)
+    optimizer.reset({trained[name]: step for name, step in state.steps.items()})
     for path in files:
         _take_over(path, trained, optimizer)
-    for name, step in state.steps.items():
-        if step:
-            optimizer.state[trained[name]]["step"] = step
     _set_random(state)
 
 
-def _steps(optimizer: SplitMasterAdamW, parameter: nn.Parameter) -> int:
-    return int(optimizer.state[parameter]["step"]) if parameter in optimizer.state else 0
-
-
-def _tensors(trained: Mapping[str, nn.Parameter], optimizer: SplitMasterAdamW) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in trained.items():
-        for part, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"{name}.{part}", value
-
-
-def _fresh(state: _State, trained: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the files have to hold, without memory."""
-    for name in (name for name, step in state.steps.items() if step):
-        for part, value in fresh_state(trained[name].detach().to("meta")).items():
-            if isinstance(value, Tensor):
-                yield f"{name}.{part}", value
+def _stepped(
+    steps: Mapping[str, int], trained: Mapping[str, nn.Parameter], parts: Callable[[Tensor], Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of every parameter that had an update, by the name that they have in the files."""
+    for name in (name for name in trained if steps[name]):
+        yield from ((f"{name}.{part}", tensor) for part, tensor in parts(trained[name]).items())
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -121,12 +117,11 @@ def _state(folder: Path) -> _State:
         raise CheckpointError(f"{path} cannot be used: it is damaged", remedy="take another checkpoint") from error
 
 
-def _take_over(path: Path, trained: Mapping[str, nn.Parameter], optimizer: SplitMasterAdamW) -> None:
+def _take_over(path: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118  no mapping
             name, _, part = key.rpartition(".")
-            parameter = trained[name]
-            optimizer.state[parameter][part] = file.get_tensor(key).to(parameter.device, copy=True)
+            optimizer.parts(trained[name])[part].copy_(file.get_tensor(key))
 
 
 def _set_random(state: _State) -> None:

@@ -210,7 +210,8 @@ def _views(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
+    # .data: a version of its own, or autograd takes a step of the one half of a fused tensor for one of the other
+    return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset).data
 
 
 def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:

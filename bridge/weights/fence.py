@@ -1,27 +1,28 @@
 """The trainer's side of the fence: the only window in which weights change.
 
     pause      the scheduler stops, every rank's device is idle, cached keys and values are dropped
+    prepare    where asked for: the caller computes, in the memory of the KV cache if that sleeps meanwhile
     write      the caller writes, then this process's device is idle
     publish    the version goes up by one, generation resumes
 
-A Ctrl-C inside the window waits for its end: weights are never left half written by an interrupt. An
-error in it leaves the server paused, and torn once this process is gone: half-written weights are never served.
+A Ctrl-C acts at once while the caller prepares: nothing is written yet, and the server goes on as it was. Anywhere else
+in the window it waits for the end: weights are never left half written by an interrupt. An error while writing leaves
+the server paused, and torn once this process is gone: half-written weights are never served.
 
 Not covered: what is written.
 """
 
-import signal
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from bridge.client import BridgeClient
+from bridge.interrupt import acting_interrupt, deferred_interrupt
 from bridge.protocol import InFlight, Status, Written
 
 
@@ -33,6 +34,8 @@ class FenceTimes:
     """The version that it published."""
     pause_s: float
     """Seconds until the server had stopped."""
+    prepare_s: float = 0.0
+    """Seconds of preparing, before the first write; 0 where nothing was to be prepared."""
     write_s: float
     """Seconds of writing."""
     publish_s: float
@@ -44,17 +47,39 @@ def update(
     write: Callable[[], None],
     *,
     in_flight: InFlight,
+    prepare: Callable[[], None] | None = None,
+    sleep: bool = False,
     last_checkpoint: Path | None = None,
     writes: Written = "weights",
 ) -> FenceTimes:
-    """Run `write` inside the fence and publish what it wrote; `last_checkpoint` would mend what is left torn.
+    """Run `prepare`, then `write`, inside the fence and publish what was written.
+
+    `prepare` changes nothing that is served, and drops what it computed if it raises: the server then goes on with the
+    same version. With `sleep` both have the KV cache's memory, and give it back. `last_checkpoint` would mend what is
+    left torn.
 
     Raises:
-        AttachError: the server refuses the fence.
+        AttachError: the server refuses the fence, or finds no memory for its KV cache at the end.
         ServerUnreachableError: the server is gone.
     """
+
+    def abandon(error: BaseException) -> None:
+        with deferred_interrupt():
+            if sleep:
+                _forget(error)
+                torch.cuda.empty_cache()
+            client.resume()
+
+    def publish() -> Status:
+        if sleep:
+            torch.cuda.empty_cache()  # or what this process keeps for later is missing there
+        return client.publish()
+
     return _passage(
-        lambda: client.pause(in_flight, last_checkpoint=last_checkpoint, writes=writes), write, client.publish
+        lambda: client.pause(in_flight, last_checkpoint=last_checkpoint, writes=writes, sleep=sleep),
+        write,
+        publish,
+        prepare=lambda: interruptible(prepare, abandon),
     )
 
 
@@ -79,18 +104,32 @@ def restore(
     )
 
 
-def _passage(pause: Callable[[], Status], write: Callable[[], None], publish: Callable[[], Status]) -> FenceTimes:
+def _passage(
+    pause: Callable[[], Status],
+    write: Callable[[], None],
+    publish: Callable[[], Status],
+    *,
+    prepare: Callable[[], None] = lambda: None,
+) -> FenceTimes:
     with deferred_interrupt():
         start = time.perf_counter()
         pause()
         paused = time.perf_counter()
+        prepare()
+        prepared = time.perf_counter()
         write()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         written = time.perf_counter()
         version = publish().version
         published = time.perf_counter()
-    return FenceTimes(version=version, pause_s=paused - start, write_s=written - paused, publish_s=published - written)
+    return FenceTimes(
+        version=version,
+        pause_s=paused - start,
+        prepare_s=prepared - paused,
+        write_s=written - prepared,
+        publish_s=published - written,
+    )
 
 
 @contextmanager
@@ -104,22 +143,22 @@ def frozen(client: BridgeClient) -> Iterator[None]:
             client.resume()
 
 
-@contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM until the end of the block, then let the last of them act."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+def interruptible(
+    prepare: Callable[[], None] | None, abandon: Callable[[BaseException], None] = lambda _: None
+) -> None:
+    """Run `prepare`, where there is one, so that an interrupt acts at once; after an error, `abandon` first."""
+    if prepare is None:
         return
-    waiting: list[int] = []
-
-    def remember(number: int, _frame: FrameType | None) -> None:
-        waiting.append(number)
-
-    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if waiting:
-        signal.raise_signal(waiting[-1])
+        with acting_interrupt():
+            prepare()
+    except BaseException as error:
+        abandon(error)
+        raise
+
+
+def _forget(error: BaseException | None) -> None:
+    """Drop the local variables of whatever `error` came through: they hold the memory of what was computed."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -18,6 +18,8 @@ _DTYPE_CODES = {
     torch.float32: "F32",
     torch.float64: "F64",
     torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
 
 

@@ -77,11 +77,11 @@ LOADING: tuple[Pin, ...] = (
         why="the same",
     ),
     Function(
-        module="vllm.v1.worker.gpu_worker",
-        name="Worker._maybe_get_memory_pool_context",
+        module="vllm.device_allocator.cumem",
+        name="CuMemAllocator.use_memory_pool",
         use="replace",
         parameters=("tag",),
-        why="the tag `weights` gets no sleep pool, whose memory has no IPC handle (0.32 added two further tags)",
+        why="weights and LoRA slots get no sleep pool, whose memory has no IPC handle",
     ),
     Function(
         module="vllm.model_executor.layers.utils",

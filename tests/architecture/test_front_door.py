@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("", "serve-vllm", "train", "run", "verify", "doctor", "demo")
+COMMANDS = ("", "serve-vllm", "train", "run", "plan", "verify", "doctor", "demo")
 HEAVY = ("torch", "vllm", "transformers", "matplotlib", "numpy")
 
 HELP = """

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -14,29 +15,12 @@ from bridge.errors import UsageError
 from bridge.run_directory import RunDirectory
 from bridge.training.metrics import StepMetrics, Summary
 
-FIELDS = [
-    "step",
-    "weight_version",
-    "reward_mean",
-    "reward_std",
-    "loss",
-    "grad_norm",
-    "logprob_diff_mean",
-    "logprob_diff_max",
-    "changed_weight_share",
-    "rollout_s",
-    "train_s",
-    "fence_pause_s",
-    "fence_write_s",
-    "fence_publish_s",
-    "rollouts",
-    "tokens_generated",
-    "peak_memory_gib",
-]
+FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]
 
 
 def metrics(step: int, **changed: float) -> StepMetrics:
-    known = {"step": step, "weight_version": step, "tokens_generated": 9, "rollouts": "0a1b"}
+    known = {"step": step, "weight_version": step, "tokens_generated": 9, "rollouts": "0a1b", "device": "cpu"}
+    known["logprob_diff_histogram"] = (0.5, 0.5)
     values = dict.fromkeys(FIELDS, 0.5) | known | changed
     return StepMetrics(**values)  # type: ignore[arg-type]
 

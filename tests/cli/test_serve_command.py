@@ -1,5 +1,4 @@
 import importlib.metadata
-import json
 import os
 import socket
 import subprocess
@@ -8,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig
 from bridge.errors import BridgeError, IncompatibleVersionError, UsageError
 from bridge.process import ProcessIdentity, boot_id
 from bridge.weights import manifest
 from bridge.weights.manifest import Manifest
 from bridge.weights.shard import SharedMemoryHandle, View
-from cli import accelerator, memory_share, serve, vllm_flags
+from cli import accelerator, serve, vllm_flags
 from cli.server_command import ServerCommand
+from tests.models.sizes import folder_of, qwen2
 
 
 class Installed:
@@ -42,13 +42,6 @@ def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
 
 
-def model(tmp_path: Path, num_params: int) -> str:
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_params], "data_offsets": [0, 2 * num_params]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (tmp_path / "config.json").write_text("{}")
-    return str(tmp_path)
-
-
 def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
@@ -65,6 +58,28 @@ def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> N
     on(monkeypatch, "vllm-cpu")
     argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=raw_logprobs"], {}).argv
     assert [flag for flag in argv if "logprobs" in flag] == ["--logprobs_mode=raw_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("package", "flags", "shares_weights", "num_given"),
+    [
+        ("vllm", [], True, 1),
+        ("vllm", [], False, 0),
+        ("vllm", ["--enable_sleep_mode"], True, 0),
+        ("vllm", ["--no-enable-sleep-mode"], True, 0),
+        ("vllm", ["--kv-transfer-config.kv_connector=Some"], True, 0),
+        ("vllm-cpu", [], True, 0),
+    ],
+    ids=["ours", "the stock one", "asked for", "refused", "with a KV connector", "on a CPU"],
+)
+def test_a_server_of_ours_on_a_gpu_can_free_its_kv_cache_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, package: str, flags: list[str], shares_weights: bool, num_given: int
+) -> None:
+    on(monkeypatch, package, *([140] if package == "vllm" else []))
+    config = ServeConfig(model="m", gpu_memory_utilization=0.3)
+    argv = ServerCommand.of(config, flags, {}, shares_weights=shares_weights).argv
+    assert argv.count("--enable-sleep-mode") == num_given
+    assert list(argv[len(argv) - len(flags) :]) == flags
 
 
 def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,49 +124,11 @@ def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.
 
 def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "vllm", 140)
-    command = ServerCommand.of(ServeConfig(model=model(tmp_path, 7_600_000_000)), [], {})
+    command = ServerCommand.of(ServeConfig(model=str(folder_of(qwen2("7B"), tmp_path / "m"))), [], {})
     share = float(command.argv[command.argv.index("--gpu-memory-utilization") + 1])
     assert share * 140 > 7.6 * 2 / 1.074 + 3
     assert share * 140 + 7.6 * 12 / 1.074 + 20 < 140
-    assert any("7.60B parameters" in note for note in command.notes)
-
-
-def share_of(trainer: memory_share.Trainer | None, folder: Path, *, ranks: int = 1) -> memory_share.MemoryShare:
-    return memory_share.derive(
-        model(folder, 7_600_000_000), gpu_bytes=140 * 2**30, tensor_parallel_size=ranks, trainer=trainer
-    )
-
-
-def test_a_trainer_of_an_adapter_leaves_vllm_more_and_one_with_a_copy_leaves_it_less(tmp_path: Path) -> None:
-    full, adapter, copy = (
-        share_of(trainer, tmp_path) for trainer in (memory_share.FULL, memory_share.ADAPTER, memory_share.SECOND_COPY)
-    )
-    assert copy.share < full.share < adapter.share < share_of(None, tmp_path).share
-    assert full.share - copy.share == pytest.approx(7.6 * 2 / 1.074 / 140, abs=0.011)
-    assert adapter.share * 140 + 1 + 21 + 1 == pytest.approx(140, abs=1.5)
-    assert "1 GiB for an adapter" in adapter.reason
-    assert "99 GiB for weights of its own" in copy.reason
-    assert share_of(None, tmp_path).reason == "the trainer is on another device"
-
-
-def test_a_second_copy_is_whole_however_the_server_is_split(tmp_path: Path) -> None:
-    assert "99 GiB" in share_of(memory_share.SECOND_COPY, tmp_path, ranks=2).reason
-    assert "42 GiB" in share_of(memory_share.FULL, tmp_path, ranks=2).reason
-
-
-@pytest.mark.parametrize(
-    ("choices", "trainer"),
-    [
-        ({}, memory_share.FULL),
-        ({"mode": "lora_only"}, memory_share.ADAPTER),
-        ({"mode": "none"}, memory_share.SECOND_COPY),
-        ({"mode": "none", "reload": "in-place", "trainer_device": "cuda"}, memory_share.SECOND_COPY),
-        ({"mode": "none", "trainer_device": "cpu"}, None),
-        ({"mode": "none", "trainer_device": "cuda:1"}, None),
-    ],
-)
-def test_each_mode_has_a_trainer_of_its_own_size(choices: dict[str, str], trainer: memory_share.Trainer | None) -> None:
-    assert memory_share.trainer_of(TrainConfig.model_validate({"model_name": "m", **choices})) == trainer
+    assert any("7.62B parameters" in note for note in command.notes)
 
 
 def adapters(monkeypatch: pytest.MonkeyPatch, rank: int | None, *flags: str) -> ServerCommand:
@@ -209,26 +186,6 @@ def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.Monke
     place = command.argv.index("org/m")
     assert again[place : place + 3] == ("/saved/step_3", "--served-model-name", "org/m")
     assert (*again[:place], "org/m", *again[place + 3 :]) == command.argv == command.argv_for(None)
-
-
-def test_a_model_too_large_to_train_is_told(tmp_path: Path) -> None:
-    derived = memory_share.derive(model(tmp_path, 14_000_000_000), gpu_bytes=80 * 2**30, tensor_parallel_size=1)
-    assert "run out of memory" in derived.reason
-
-
-def test_an_unknown_model_gets_the_fallback() -> None:
-    derived = memory_share.derive("org/name", gpu_bytes=80 * 2**30, tensor_parallel_size=1)
-    assert derived.share == memory_share.UNKNOWN_SHARE
-    assert "not known" in derived.reason
-
-
-def test_parameters_are_counted_from_the_dimensions_where_there_are_no_weights(tmp_path: Path) -> None:
-    qwen_7b = {
-        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "intermediate_size": 18944, "vocab_size": 152064,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(qwen_7b))
-    assert memory_share.count_parameters(tmp_path) == pytest.approx(7_615_616_512, rel=0.001)
 
 
 @pytest.mark.parametrize(

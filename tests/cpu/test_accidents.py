@@ -21,8 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.errors import AttachError
 from bridge.protocol import Status
 from bridge.verify import logprob_diffs
+from bridge.weights import fence
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny
@@ -176,6 +178,31 @@ def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> No
     assert trainer.steps() == list(range(1, last + 1))
     assert 2 <= last < 500
     check_served(llama, trainer.saved(last), before + last)
+
+
+def test_a_vllm_that_cannot_free_its_kv_cache_says_so_and_never_pauses(llama: LiveServer) -> None:
+    before = status(llama)
+    assert not before.can_sleep
+    with (
+        BridgeClient(llama.manifest, timeout_s=60) as client,
+        pytest.raises(AttachError, match="cannot free its KV cache") as refused,
+    ):
+        client.pause("keep", sleep=True)
+    assert "\n" not in refused.value.message
+    assert status(llama) == before
+
+
+def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama: LiveServer) -> None:
+    before, samples = status(llama), scenarios.tokens(llama.sample())
+
+    def prepare() -> None:
+        assert status(llama).state == "paused"
+        raise ZeroDivisionError
+
+    with BridgeClient(llama.manifest, timeout_s=60) as client, pytest.raises(ZeroDivisionError):
+        fence.update(client, lambda: pytest.fail("it wrote"), in_flight="keep", prepare=prepare)
+    assert status(llama) == before
+    assert scenarios.tokens(llama.sample()) == samples
 
 
 def test_a_trainer_of_another_model_leaves_server_and_folder_as_they_were(llama: LiveServer, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.modes.lora_only import LoraOnly
 from bridge.run_directory import RunDirectory
+from bridge.weights import fence
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -49,6 +51,16 @@ def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, 
         assert {opened.model.get_parameter(name).device.type for name in opened.lr_factors} == {"cuda"}
     finally:
         mode.close()
+
+
+def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServer, tmp_path: Path) -> None:
+    scenarios.trains_an_adapter(llama, tmp_path, "memory")
+    name = scenarios.adapter_name(llama.manifest.url)
+    before = scenarios.tokens(llama.sample(name))
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        fence.update(client, lambda: None, in_flight="keep", sleep=True, writes="adapter")
+    assert scenarios.tokens(llama.sample(name)) == before
+    assert scenarios.tokens(llama.sample()) != before
 
 
 def test_verify_passes_beside_an_adapter(llama: LiveServer, tmp_path: Path) -> None:

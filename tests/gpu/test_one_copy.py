@@ -4,19 +4,29 @@ Not covered: sizes and speed (`benchmarks/one_copy.py`), tensor parallelism.
 """
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from bridge.client import BridgeClient
+from bridge.errors import AttachError
+from bridge.protocol import VERSION_HEADER
 from bridge.verify import bytes_allocated
-from bridge.weights import manifest
+from bridge.weights import fence, manifest
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer, bridge
+
+GIB = 2**30
+LEAST_KV_SHARE = 0.1
+"""Of the GPU; `scenarios.served` gives a tiny model twice as much, nearly all of which is its KV cache."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config = tiny.llama()
     config.head_dim = 64
     model = tiny.write(config, folder / "model", std=0.06)
-    with scenarios.served(model, folder / "server", "--enable-sleep-mode") as server:
+    with scenarios.served(model, folder / "server") as server:
         yield server
 
 
@@ -65,6 +75,80 @@ def test_attaching_allocates_nothing(llama: LiveServer) -> None:
     attached = attach(llama.manifest)
     assert bytes_allocated(attached).status == "PASS"
     assert attached.device.type == "cuda"
+
+
+def fill_the_gpu() -> torch.Tensor:
+    """Take all but 2 GiB of what is free, and write to it."""
+    return torch.ones(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device="cuda")
+
+
+def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: LiveServer) -> None:
+    attached, samples = attach(llama.manifest), scenarios.tokens(llama.sample())
+    weights = {name: tensor.clone() for name, tensor in attached.model.named_parameters()}
+    before, total = torch.cuda.mem_get_info()
+    inside: list[int] = []
+
+    def prepare() -> None:
+        inside.append(torch.cuda.mem_get_info()[0])
+        fill_the_gpu()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in attached.model.named_parameters())
+
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        assert client.status().can_sleep
+        version = client.status().version
+        times = fence.update(client, lambda: None, in_flight="keep", prepare=prepare, sleep=True)
+    assert times.version == version + 1
+    assert inside[0] - before > LEAST_KV_SHARE * total
+    assert inside[0] - torch.cuda.mem_get_info()[0] > LEAST_KV_SHARE * total
+    assert scenarios.tokens(llama.sample()) == samples
+
+
+def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_there_is_some(llama: LiveServer) -> None:
+    attach(llama.manifest)
+    samples, kept = scenarios.tokens(llama.sample()), list[torch.Tensor]()
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        version = client.status().version
+        with pytest.raises(AttachError, match="GiB are needed, and") as refused:
+            fence.update(client, lambda: kept.append(fill_the_gpu()), in_flight="keep", sleep=True)
+        assert "\n" not in refused.value.message
+        assert (client.status().state, client.status().version) == ("paused", version)
+        with pytest.raises(AttachError, match="GiB are needed, and"):
+            client.publish()
+        kept.clear()
+        torch.cuda.empty_cache()
+        assert client.publish().version == version + 1
+    assert scenarios.tokens(llama.sample()) == samples
+
+
+def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_version(llama: LiveServer) -> None:
+    attach(llama.manifest)
+    samples = scenarios.tokens(llama.sample())
+
+    def prepare() -> None:
+        room = fill_the_gpu()
+        raise ZeroDivisionError(len(room))
+
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        before = client.status()
+        with pytest.raises(ZeroDivisionError):
+            fence.update(client, lambda: pytest.fail("it wrote"), in_flight="keep", prepare=prepare, sleep=True)
+        assert client.status() == before
+    assert scenarios.tokens(llama.sample()) == samples
+
+
+def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -> None:
+    num_tokens = 2000
+    body = {"model": llama.manifest.model, "prompt": [5, 6, 7], "n": 16, "max_tokens": num_tokens, "ignore_eos": True}
+    http = httpx.Client(base_url=llama.manifest.url, timeout=120, trust_env=False)
+    with http, BridgeClient(llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as background:
+        before = client.status().version
+        pending = background.submit(http.post, "/v1/completions", json=body)
+        time.sleep(0.5)
+        assert not pending.done(), "it ended before the fence: ask for more"
+        fence.update(client, lambda: None, in_flight="keep", sleep=True)
+        answer = pending.result().raise_for_status()
+    assert answer.json()["usage"]["completion_tokens"] == 16 * num_tokens
+    assert answer.headers[VERSION_HEADER] == f"{before}-{before + 1}"
 
 
 def test_a_manifest_of_another_gpu_is_refused_with_both_named(llama: LiveServer, tmp_path: Path) -> None:

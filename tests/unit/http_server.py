@@ -16,6 +16,8 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: Any
+    connection: int = 0
+    """The port that the client asked from."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
         def do_GET(self) -> None:
             content = self.rfile.read(int(self.headers.get("content-length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            asked.append(Asked(self.command, self.path, headers, json.loads(content) if content else None))
+            body, port = json.loads(content) if content else None, self.client_address[1]
+            asked.append(Asked(self.command, self.path, headers, body, port))
             answer = answers(asked[-1])
             if answer is None:
                 self.close_connection = True

@@ -11,18 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.rollouts import Endpoint
 from bridge.run_directory import RunDirectory
-from bridge.training import checkpoint, loop
+from bridge.training import checkpoint, forward, loop
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
-from bridge.weights.fence import FenceTimes
+from bridge.weights.fence import FenceTimes, interruptible
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, serving
@@ -61,10 +62,14 @@ class FakeMode:
     url: str
     version: int = 3
     calls: list[str] = field(default_factory=list)
+    before_pause: Callable[[int], None] = lambda _: None
     before_publish: Callable[[int], None] = lambda _: None
     dropout: float = 0.0
     killed: bool = False
+    can_sleep: bool = False
     last_checkpoints: list[Path | None] = field(default_factory=list)
+    gradients_at_revival: list[int] = field(default_factory=list)
+    """How many gradients the trainer held each time."""
     checkpoint_prefix = "step_"
 
     @property
@@ -75,10 +80,8 @@ class FakeMode:
         self.calls.append("open")
         attached = attach(self.server.manifest)
         self.model = attached.model
-        if self.dropout:
-            self.model.train()
-            for layer in self.model.model.layers:
-                layer.self_attn.attention_dropout = self.dropout
+        for layer in self.model.model.layers if self.dropout else ():
+            layer.mlp.register_forward_hook(lambda _module, _given, made: functional.dropout(made, self.dropout))
         return OpenedModel(
             model=self.model,
             device=attached.device,
@@ -87,13 +90,27 @@ class FakeMode:
             weight_bytes=attached.weight_bytes(),
         )
 
-    def publish(self, write: Callable[[], None], *, last_checkpoint: Path | None) -> FenceTimes:
+    def publish(
+        self,
+        write: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        sleep: bool = False,
+        last_checkpoint: Path | None,
+    ) -> FenceTimes:
         self.last_checkpoints.append(last_checkpoint)
+        self.before_pause(self.version)
+        if sleep:
+            self.calls.append("sleep")
+        if prepare is not None:
+            self.calls.append("prepare")
+        interruptible(prepare)
         write()
         self.before_publish(self.version)
         self.version += 1
         self.calls.append("publish")
-        return FenceTimes(version=self.version, pause_s=0.25, write_s=0.5, publish_s=1.0)
+        prepare_s = 0.0 if prepare is None else 0.125
+        return FenceTimes(version=self.version, pause_s=0.25, prepare_s=prepare_s, write_s=0.5, publish_s=1.0)
 
     def catch_up(self) -> None:
         self.calls.append("catch up")
@@ -110,6 +127,7 @@ class FakeMode:
 
     def revive(self, engine: Engine, checkpoint: Path | None) -> None:
         self.calls.append("revive")
+        self.gradients_at_revival.append(sum(parameter.grad is not None for parameter in self.model.parameters()))
         engine.restart(checkpoint or self.server.manifest.model)
         spoil(self.model)  # what the dead server's memory holds is lost
         model_folder.load_into(self.model, checkpoint or Path(self.server.manifest.model))
@@ -147,6 +165,7 @@ class Run:
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed = {"training_steps": STEPS, "batch_size": 8, "group_size": 4, "lr": 1e-3, "max_new_tokens": 8}
+        fixed["mismatch_alarm"] = 99  # what the fake server answers is no model's
         folders = {"model_name": self.mode.server.manifest.model, "save_path": self.folder / "saved"}
         return TrainConfig.model_validate(folders | fixed | choices)
 
@@ -201,7 +220,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
             mode = FakeMode(toy, server.url, **choices)
             monkeypatch.setattr(loop, "MODES", {"shared_vllm": lambda *_: mode})
             if mode.dropout:  # two passes then differ
-                monkeypatch.setattr(loop, "check_head", lambda _: None)
+                monkeypatch.setattr(forward, "prepare", lambda *_: None)
             yield Run(tmp_path / folder, mode, server.asked)
 
     return start

@@ -66,7 +66,7 @@ class LoraServer:
     def status(self) -> Status:
         return Status(
             model="tiny", version=self.version, state=self.state, server=self.toy.manifest.server, writes=self.writes,
-            holder=dead_server() if self.state == "torn" else None,
+            can_sleep=True, holder=dead_server() if self.state == "torn" else None,
         )  # fmt: skip
 
     def _seat(self, folder: Path) -> None:

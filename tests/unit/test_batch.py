@@ -1,84 +1,97 @@
-"""Micro-batches: alignment, padding, order, and what is left out."""
+"""Packing: alignment, bounds, and independence of the order of arrival."""
 
+import random
+from dataclasses import fields
+
+import pytest
 import torch
+from torch import Tensor
 
-from bridge.training.batch import MicroBatch, count_tokens, micro_batches
-from bridge.types import Completion, Group
+from bridge.training.batch import MicroBatch, packs
+from bridge.training.samples import Sample
 
 CPU = torch.device("cpu")
-PAD = 99
 
 
-def completion(*token_ids: int) -> Completion:
-    return Completion(
+def sample(prompt: tuple[int, ...], *token_ids: int, advantage: float = 1.0, weight: float = 0.5) -> Sample:
+    return Sample(
+        prompt_token_ids=prompt,
         token_ids=token_ids,
-        logprobs=tuple(-token / 10 for token in token_ids),
-        text="",
-        finish_reason="stop",
-        weight_version=0,
+        sampled_logprobs=tuple(-token / 10 for token in token_ids),
+        advantages=(advantage,) * len(token_ids),
+        weight=weight,
     )
 
 
-def group(prompt: tuple[int, ...], *completions: Completion) -> Group:
-    return Group(
-        problem={"prompt": "?"}, prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * len(completions)
-    )
+def of_length(length: int) -> Sample:
+    return sample((1,), *range(2, length + 1))
 
 
-def cut(groups: list[Group], advantages: list[list[float]], max_tokens: int = 1000) -> list[MicroBatch]:
-    return micro_batches(groups, torch.tensor(advantages), max_tokens=max_tokens, pad_token_id=PAD, device=CPU)
+def pack(samples: list[Sample], max_tokens: int = 1000) -> list[MicroBatch]:
+    return packs(samples, max_tokens=max_tokens, device=CPU)
+
+
+def values(batch: MicroBatch) -> dict[str, object]:
+    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 def test_position_t_predicts_token_t_plus_one() -> None:
-    (batch,) = cut([group((1, 2, 3), completion(4, 5), completion(6, 7, 8))], [[0.5, -0.5]])
-    assert batch.tokens_BT.tolist() == [[1, 2, 3, 6, 7, 8], [1, 2, 3, 4, 5, PAD]]
-    assert batch.attention_mask_BT.int().tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]
-    assert batch.mask_BT.int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]]
-    torch.testing.assert_close(
-        batch.sampled_logprobs_BT, torch.tensor([[0, 0, -0.6, -0.7, -0.8, 0], [0, 0, -0.4, -0.5, 0, 0]])
+    (batch,) = pack([sample((6,), 7, advantage=-0.5, weight=0.25), sample((1, 2, 3), 4, 5)])
+    assert values(batch) == {
+        "tokens_T": [1, 2, 3, 4, 5, 6, 7],
+        "positions_T": [0, 1, 2, 3, 4, 0, 1],
+        "starts_S1": [0, 5, 7],
+        "ends_S": (5, 7),
+        "rows_N": [2, 3, 5],
+        "targets_N": [4, 5, 7],
+        "sequences_N": [0, 0, 1],
+        "sampled_logprobs_N": pytest.approx([-0.4, -0.5, -0.7]),
+        "advantages_N": [1.0, 1.0, -0.5],
+        "weights_N": [0.5, 0.5, 0.25],
+    }
+    assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
+    assert (batch.num_tokens, batch.longest) == (7, 5)
+
+
+def test_types_are_those_of_the_contract_even_where_all_numbers_are_whole() -> None:
+    whole = Sample(prompt_token_ids=(1,), token_ids=(2,), sampled_logprobs=(0,), advantages=(1,), weight=1)
+    for batch in pack([whole, of_length(9)], max_tokens=5):
+        integers = batch.tokens_T, batch.positions_T, batch.rows_N, batch.targets_N, batch.sequences_N
+        assert {tensor.dtype for tensor in integers} == {torch.int64}
+        assert batch.starts_S1.dtype == torch.int32
+        floats = batch.sampled_logprobs_N, batch.advantages_N, batch.weights_N
+        assert {tensor.dtype for tensor in floats} == {torch.float32}
+
+
+def test_no_pack_is_larger_than_asked_and_every_token_is_in_one() -> None:
+    lengths = [2, 9, 3, 3, 30, 2, 7, 5]
+    batches = pack([of_length(length) for length in lengths], max_tokens=12)
+    assert batches[0].ends_S == (30,)  # longer than asked: alone, and first
+    assert all(batch.num_tokens <= 12 for batch in batches[1:])
+    assert sorted(end - start for b in batches for start, end in zip((0, *b.ends_S), b.ends_S, strict=False)) == sorted(
+        lengths
     )
-    assert batch.advantages_B.tolist() == [-0.5, 0.5]
-    assert batch.tokens_BT.dtype == torch.int64
-    assert batch.sampled_logprobs_BT.dtype == batch.advantages_B.dtype == torch.float32
+    assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)
 
 
-def test_a_prompt_of_one_token_is_enough() -> None:
-    (batch,) = cut([group((1,), completion(2))], [[1.0]])
-    assert batch.mask_BT.tolist() == [[True, False]]
-
-
-def test_no_micro_batch_is_larger_than_asked_and_every_token_is_in_one() -> None:
-    lengths = [1, 9, 3, 3, 30, 2, 7, 5]
-    groups = [group((1, 2), *(completion(*range(length)) for length in lengths))]
-    batches = cut(groups, [[1.0] * len(lengths)], max_tokens=24)
-    assert batches[0].tokens_BT.shape == (1, 32)  # longer than asked: alone
-    assert all(batch.tokens_BT.numel() <= 24 for batch in batches[1:])
-    assert sum(int(batch.mask_BT.sum()) for batch in batches) == sum(lengths) == count_tokens(groups)
-
-
-def test_similar_lengths_share_a_micro_batch_so_that_little_is_padding() -> None:
-    groups = [group((1,), *(completion(*range(length)) for length in (40, 1, 39, 2, 38, 3)))]
-    batches = cut(groups, [[1.0] * 6], max_tokens=123)
-    assert [tuple(batch.tokens_BT.shape) for batch in batches] == [(3, 41), (3, 4)]
+def test_shorter_samples_fill_the_room_that_longer_ones_leave() -> None:
+    batches = pack([of_length(length) for length in (3, 7, 6, 4, 2, 8)], max_tokens=10)
+    assert [batch.ends_S for batch in batches] == [(8, 10), (7, 10), (6, 10)]
 
 
 def test_the_result_does_not_depend_on_the_order_of_arrival() -> None:
-    prompts = [(1, 2), (1, 3), (1, 2)]  # one prompt drawn twice: the same tokens with other advantages
-    groups = [group(prompt, completion(5), completion(6), completion(7, 8), completion(9, 9)) for prompt in prompts]
-    advantages = [[1.0, -1.0, 0.5, 0.25], [2.0, -2.0, 1.5, 1.25], [3.0, -3.0, 2.5, 2.25]]
-    order = [2, 0, 1]
-    expected = cut(groups, advantages, max_tokens=9)
-    shuffled = cut([groups[i] for i in order], [advantages[i] for i in order], max_tokens=9)
-    assert [batch.tokens_BT.tolist() for batch in shuffled] == [batch.tokens_BT.tolist() for batch in expected]
-    assert [batch.advantages_B.tolist() for batch in shuffled] == [batch.advantages_B.tolist() for batch in expected]
+    samples = [
+        sample(prompt, *tokens, advantage=advantage, weight=weight)
+        for prompt in [(1, 2), (1, 3)]
+        for tokens in [(5,), (6,), (7, 8), (9, 9)]
+        for advantage in (1.0, -1.0)
+        for weight in (0.5, 0.25)
+    ]
+    expected = [values(batch) for batch in pack(samples, max_tokens=9)]
+    random.Random(0).shuffle(samples)
+    assert [values(batch) for batch in pack(samples, max_tokens=9)] == expected
 
 
-def test_empty_completions_and_zero_advantages_are_left_out_but_their_tokens_count() -> None:
-    groups = [group((1,), completion(), completion(2, 3)), group((4,), completion(5), completion(6, 7))]
-    (batch,) = cut(groups, [[1.0, -1.0], [0.0, 0.0]])
-    assert batch.tokens_BT.tolist() == [[1, 2, 3]]
-    assert count_tokens(groups) == 5
-
-
-def test_a_batch_without_any_advantage_has_no_micro_batches() -> None:
-    assert cut([group((1,), completion(2), completion(3))], [[0.0, 0.0]]) == []
+def test_no_samples_give_no_micro_batches() -> None:
+    assert pack([]) == []

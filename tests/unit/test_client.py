@@ -53,7 +53,10 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
     ]  # fmt: skip
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
     holder, element = ME.model_dump(), {"parameter": "w", "index": 3}
-    pause = {"holder": holder, "in_flight": "keep", "last_checkpoint": None, "writes": "weights", "takeover": False}
+    pause = {
+        "holder": holder, "in_flight": "keep", "last_checkpoint": None, "writes": "weights", "takeover": False,
+        "sleep": False,
+    }  # fmt: skip
     release = {"holder": holder, "version": None}
     assert [asked.body for asked in server.asked] == [
         None, pause, release, release,
@@ -69,6 +72,12 @@ def test_a_takeover_names_its_checkpoint_by_an_absolute_path_and_the_version_it_
     pause, publish = (asked.body for asked in server.asked)
     assert (pause["last_checkpoint"], pause["takeover"]) == (str(Path.cwd() / "saved" / "step_3"), True)
     assert publish["version"] == 3
+
+
+def test_a_pause_asks_for_the_memory_of_the_kv_cache_where_it_is_wanted() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        client.pause("keep", sleep=True)
+    assert server.asked[0].body["sleep"] is True
 
 
 def test_another_address_than_the_manifests_can_be_given() -> None:
@@ -170,6 +179,17 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("no_proxy", raising=False)
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         assert client.status().version == 7
+
+
+@pytest.mark.parametrize(("keepalive_s", "num_connections"), [(20.0, 1), (0.0, 3)])
+def test_a_connection_is_used_again_unless_the_server_may_be_closing_it(
+    monkeypatch: pytest.MonkeyPatch, keepalive_s: float, num_connections: int
+) -> None:
+    monkeypatch.setattr(client_module, "KEEPALIVE_S", keepalive_s)
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        for _ in range(3):
+            client.status()
+    assert len({asked.connection for asked in server.asked}) == num_connections
 
 
 def test_a_closed_connection_is_given_back() -> None:

@@ -1,5 +1,7 @@
 """Both hand-overs against a server that takes adapters: in which order it is asked, and where the adapter lies."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.interrupt import deferred_interrupt
 from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
@@ -158,6 +161,22 @@ def test_in_memory_a_step_writes_between_pause_and_publish_and_nothing_else_is_a
     assert lies_in_the_slot(running)
 
 
+def test_in_memory_a_step_may_compute_inside_of_the_fence_in_the_memory_of_the_kv_cache(
+    start: Callable[..., Running],
+) -> None:
+    running = start("memory")
+    running.handover.take(running.adapter)
+    assert running.server.bodies["POST pause"]["sleep"] is False
+    running.server.calls.clear()
+    assert running.handover.can_sleep
+    running.handover.publish(
+        running.adapter, running.write, prepare=lambda: running.server.calls.append("prepare"), sleep=True,
+        last_checkpoint=None,
+    )  # fmt: skip
+    assert running.server.calls == ["POST pause", "prepare", "write", "POST publish"]
+    assert running.server.bodies["POST pause"]["sleep"] is True
+
+
 def test_in_memory_what_the_server_was_given_mends_it_before_the_first_checkpoint(
     start: Callable[..., Running],
 ) -> None:
@@ -271,6 +290,31 @@ def test_by_disk_each_version_has_a_name_and_the_old_one_goes_once_the_new_one_i
         assert torch.equal(stored[f"base_model.model.{name}.lora_A.weight"], matrices.lora_a)
         assert torch.equal(stored[f"base_model.model.{name}.lora_B.weight"] * 8, matrices.lora_b)
     assert handover.beside_bytes(running.adapter) == running.adapter.num_bytes() > 0
+
+
+def test_by_disk_a_step_computes_while_the_server_generates_and_never_has_its_memory(
+    start: Callable[..., Running],
+) -> None:
+    running = start("disk")
+    running.handover.take(running.adapter)
+    running.server.calls.clear()
+    times = running.handover.publish(
+        running.adapter, running.write, prepare=lambda: running.server.calls.append("prepare"), last_checkpoint=None
+    )
+    assert running.server.calls[:3] == ["prepare", "write", "POST load_lora_adapter"]
+    assert times.pause_s == 0 < times.prepare_s
+    assert not running.handover.can_sleep
+
+
+def test_by_disk_an_interrupt_acts_at_once_before_the_adapter_changes(start: Callable[..., Running]) -> None:
+    running = start("disk")
+    running.handover.take(running.adapter)
+    running.server.calls.clear()
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        running.handover.publish(
+            running.adapter, running.write, prepare=lambda: os.kill(os.getpid(), signal.SIGINT), last_checkpoint=None
+        )
+    assert running.server.calls == []
 
 
 def test_by_disk_a_checkpoint_comes_back_as_its_version_or_the_next(start: Callable[..., Running]) -> None:

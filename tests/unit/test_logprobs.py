@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against the naive computation, and against whole transformers models."""
+"""Log-probabilities by blocks of words against the naive computation, and against whole transformers models."""
 
 from typing import Any
 
@@ -19,8 +19,9 @@ from transformers import (
 
 from bridge.errors import UnsupportedModelError
 from bridge.training import logits
-from bridge.training.batch import MicroBatch
+from bridge.training.batch import MicroBatch, packs
 from bridge.training.logprobs import check_head, model_logprobs, token_logprobs
+from bridge.training.samples import Sample
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCABULARY = 301
@@ -35,9 +36,10 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows a chunk, so that every test crosses chunks and ends in a part of one."""
-    monkeypatch.setattr(logits, "CHUNK_LOGITS", 3 * VOCABULARY + 5)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few words a block, so that every test crosses blocks and ends in a part of one."""
+    monkeypatch.setattr(logits, "BLOCK_LOGITS", {"cpu": 1000, "cuda": 1000})
+    monkeypatch.setattr(logits, "BLOCK_WORDS", 32)
 
 
 def naive(
@@ -145,20 +147,54 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
     assert max(sizes) == head.numel() < 100 * VOCABULARY
 
 
+def test_the_gradient_of_the_head_is_the_only_tensor_of_its_size() -> None:
+    places: set[int] = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if torch.is_tensor(result) and result.untyped_storage().nbytes() >= head.nbytes:
+                places.add(result.untyped_storage().data_ptr())
+            return result
+
+    hidden = torch.randn(20, 64, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
+    logprobs = token_logprobs(hidden, head, torch.arange(20), 1.0)[0]
+    with Watch():  # type: ignore[no-untyped-call]
+        gradient, _ = torch.autograd.grad(logprobs.sum(), [head, hidden])
+    assert places == {gradient.data_ptr(), head.data_ptr()}
+
+
+def test_targets_in_every_block_and_at_their_borders_are_found() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(VOCABULARY, 16), torch.randn(VOCABULARY, 16)
+    ours, _ = token_logprobs(hidden, head, torch.arange(VOCABULARY), 1.0)
+    torch.testing.assert_close(ours, naive(hidden, head, torch.arange(VOCABULARY))[0], rtol=1e-5, atol=1e-5)
+
+
+def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
+    hidden, head = torch.full((2, 1), 1e4), torch.linspace(-1, 1, VOCABULARY).unsqueeze(1)
+    targets = torch.tensor([0, VOCABULARY - 1])
+    logprobs, entropies = token_logprobs(hidden, head, targets, 1.0)
+    expected, expected_entropies = naive(hidden.double(), head.double(), targets)
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-2)
+
+
 def micro_batch(lengths: list[tuple[int, int]]) -> MicroBatch:
-    """Make rows of (prompt, completion) lengths, padded on the right."""
-    shape = len(lengths), max(sum(pair) for pair in lengths)
-    attention_mask_BT, mask_BT = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(lengths):
-        attention_mask_BT[row, : prompt + completion] = True
-        mask_BT[row, prompt - 1 : prompt + completion - 1] = True
-    return MicroBatch(
-        tokens_BT=torch.randint(VOCABULARY, shape),
-        attention_mask_BT=attention_mask_BT,
-        mask_BT=mask_BT,
-        sampled_logprobs_BT=torch.zeros(shape),
-        advantages_B=torch.ones(len(lengths)),
-    )
+    """Make one pack of sequences of (prompt, completion) lengths."""
+    samples = [
+        Sample(
+            prompt_token_ids=tuple(torch.randint(VOCABULARY, (prompt,)).tolist()),
+            token_ids=tuple(torch.randint(VOCABULARY, (completion,)).tolist()),
+            sampled_logprobs=(0.0,) * completion,
+            advantages=(1.0,) * completion,
+            weight=1.0,
+        )
+        for prompt, completion in lengths
+    ]
+    (packed,) = packs(samples, max_tokens=1000, device=torch.device("cpu"))
+    return packed
 
 
 def models() -> list[PreTrainedModel]:
@@ -175,17 +211,17 @@ def test_a_model_s_log_probabilities_and_gradients_are_those_of_its_own_logits(i
     torch.manual_seed(0)
     model = models()[index].eval()
     batch = micro_batch([(3, 5), (1, 2), (4, 4)])
-    ours = model_logprobs(model, batch, 0.8)
-    whole = model(input_ids=batch.tokens_BT, attention_mask=batch.attention_mask_BT).logits[:, :-1].float() / 0.8
-    expected = whole.log_softmax(-1).gather(2, batch.tokens_BT[:, 1:, None]).squeeze(2)
-
-    mask_BS = batch.mask_BT[:, :-1]
-    assert ours.shape == batch.mask_BT.shape
-    assert not ours[~batch.mask_BT].any()
-    torch.testing.assert_close(ours[:, :-1][mask_BS], expected[mask_BS], rtol=1e-5, atol=1e-5)
+    ours, entropies = model_logprobs(model, batch, 0.8)
+    parts = torch.tensor_split(batch.tokens_T, batch.ends_S[:-1])
+    whole = torch.cat([model(input_ids=part.unsqueeze(0)).logits[0] for part in parts]).float() / 0.8
+    every = whole.log_softmax(-1)[batch.rows_N]
+    expected = every.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1)
+    assert ours.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-5)
 
     parameters = list(model.parameters())
-    mine, theirs = (torch.autograd.grad(x, parameters) for x in (ours.sum(), expected[mask_BS].sum()))
+    mine, theirs = (torch.autograd.grad(x, parameters) for x in (ours.sum(), expected.sum()))
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 

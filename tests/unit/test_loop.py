@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.training import batch, grpo
+from bridge.run_directory import to_json
+from bridge.training import batch, gradients, policy_loss
+from bridge.training.budget import Budget
+from bridge.training.learner import Learner
 from bridge.training.metrics import StepMetrics
-from bridge.training.optimizer import SplitMasterAdamW
+from bridge.training.policy_loss import LossStatistics
+from bridge.training.split_adamw import SplitMasterAdamW
 from tests.unit.http_server import Asked, as_json
-from tests.unit.loop_runs import STEPS, Letters, Running, runner
+from tests.unit.loop_runs import STEPS, Letters, Run, Running, runner
 
 
 @pytest.fixture
@@ -41,7 +45,8 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
             assert 0 < row["changed_weight_share"] <= 1
             assert row["logprob_diff_max"] >= row["logprob_diff_mean"] > 0
             assert min(row["rollout_s"], row["train_s"], row["peak_memory_gib"]) > 0
-        assert run.reported == [StepMetrics(**row) for row in run.metrics]
+        told = [json.loads(to_json(metrics)) for metrics in run.reported]
+        assert told == run.metrics
         assert run.saved() == {"step_3": {"step": 3, "weight_version": 6}}
         run.check_saved("step_3")
         assert any(not torch.equal(before[name], tensor) for name, tensor in run.weights().items())
@@ -82,6 +87,7 @@ def test_equal_rewards_teach_nothing_and_the_run_goes_on(running: Running) -> No
             assert (row["loss"], row["grad_norm"], row["changed_weight_share"], row["reward_std"]) == (0, 0, 0, 0)
             assert row["logprob_diff_mean"] is None
             assert row["logprob_diff_max"] is None
+            assert (row["updates"], row["tokens_trained"], {*row["logprob_diff_histogram"]}) == (0, 0, {None})
         assert all(torch.equal(before[name], tensor) for name, tensor in run.weights().items())
         assert math.isnan(summary.logprob_diff_max)
         assert summary.steps == STEPS
@@ -91,17 +97,17 @@ def test_a_gradient_that_is_no_number_stops_before_it_is_written(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running() as run:
-        original, calls = grpo.clipped_loss, 0
+        original, calls = policy_loss.policy_loss, 0
 
-        def poisoned(*arguments: Any, **choices: Any) -> Tensor:
+        def poisoned(*arguments: Any) -> tuple[Tensor, LossStatistics]:
             nonlocal calls
             calls += 1
-            loss: Tensor = original(*arguments, **choices)
-            return loss * (math.nan if calls == 3 else 1)
+            loss, statistics = original(*arguments)
+            return loss * (math.nan if calls == 3 else 1), statistics
 
-        monkeypatch.setattr(grpo, "clipped_loss", poisoned)
+        monkeypatch.setattr(gradients, "policy_loss", poisoned)
         error = run.stopped(UsageError)
-        assert "nan at step 3" in str(error)
+        assert "norm is nan" in str(error)
         assert run.mode.version == 5
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
         run.check_saved("step_2")
@@ -190,7 +196,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     with running() as run:
-        original, calls = batch.micro_batches, 0
+        original, calls = batch.packs, 0
 
         def broken(*arguments: Any, **choices: Any) -> Any:
             nonlocal calls
@@ -199,7 +205,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
                 raise error
             return original(*arguments, **choices)
 
-        monkeypatch.setattr(batch, "micro_batches", broken)
+        monkeypatch.setattr("bridge.training.learner.packs", broken)
         run.stopped(error)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
@@ -244,3 +250,149 @@ def test_the_last_checkpoints_are_kept_and_a_removed_one_is_no_remedy(running: R
         assert list(run.saved()) == ["step_3", "step_4"]
         saved = run.folder / "saved"
         assert run.mode.last_checkpoints == [None, saved / "step_1", saved / "step_2", saved / "step_3"]
+
+
+SLEEPS = ["sleep", "prepare", "publish"]
+
+
+def outcome(run: Run) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return what was learnt: the metrics without what tells times, and the weights."""
+    times = {"rollout_s", "train_s", "fence_prepare_s", "peak_memory_gib"}
+    return [{key: value for key, value in row.items() if key not in times} for row in run.metrics], run.weights()
+
+
+def check_same_outcome(run: Run, other: Run) -> None:
+    (rows, weights), (other_rows, other_weights) = outcome(run), outcome(other)
+    assert rows == other_rows
+    assert all(torch.equal(tensor, other_weights[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
+def test_a_cache_that_sleeps_changes_where_it_is_computed_and_nothing_else(
+    running: Running, choices: dict[str, Any]
+) -> None:
+    with running(folder="awake", can_sleep=True) as awake:
+        awake.train(kv_sleep="never", **choices)
+        assert awake.mode.calls == ["open", *["publish"] * STEPS, "catch up", "close"]
+        assert {row["fence_prepare_s"] for row in awake.metrics} == {0}
+    with running(folder="asleep", can_sleep=True) as asleep:
+        asleep.train(kv_sleep="always", **choices)
+        assert asleep.mode.calls == ["open", *SLEEPS * STEPS, "catch up", "close"]
+        for row in asleep.metrics:
+            assert row["fence_prepare_s"] == 0.125
+            assert row["train_s"] > 0.125
+        assert asleep.told == []
+        check_same_outcome(asleep, awake)
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_whether_the_cache_sleeps_is_seen_with_the_first_batch_and_noted_once(
+    running: Running, monkeypatch: pytest.MonkeyPatch, wants: bool
+) -> None:
+    asked = []
+
+    def wants_sleep(_: Learner) -> bool:
+        asked.append(run.mode.calls.copy())
+        return wants
+
+    monkeypatch.setattr(Learner, "wants_sleep", wants_sleep)
+    with running(can_sleep=True) as run:
+        run.train()
+        assert asked == [["open"]]
+        assert run.mode.calls == ["open", *(SLEEPS if wants else ["publish"]) * STEPS, "catch up", "close"]
+        assert run.told == ["the server's KV cache sleeps while training, which needs its memory"] * wants
+
+
+@pytest.mark.parametrize("choices", [{"kv_sleep": "never"}, {"can_sleep": False}])
+def test_where_the_cache_may_not_or_cannot_sleep_nobody_asks_for_its_memory(
+    running: Running, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Learner, "wants_sleep", lambda _: pytest.fail("asked"))
+    with running(can_sleep=choices.pop("can_sleep", True)) as run:
+        run.train(**choices)
+        assert "sleep" not in run.mode.calls
+
+
+def test_a_first_batch_that_teaches_nothing_decides_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budget, "is_short", lambda *_: True)
+    scored: list[str] = []
+
+    def later(text: str) -> float:
+        scored.append(text)
+        return float(ord(text[0]) % 7) if len(scored) > 8 else 1.0
+
+    with running(can_sleep=True) as run:
+        run.train(Letters(later))
+        assert run.mode.calls == ["open", "publish", *SLEEPS * 2, "catch up", "close"]
+
+
+def test_a_sleep_that_the_server_cannot_do_is_refused_and_leaves_no_trace(running: Running) -> None:
+    with running() as run:
+        before = run.weights()
+        error = run.stopped(UsageError, kv_sleep="always")
+        assert "cannot sleep" in str(error)
+        assert run.mode.calls == ["open", "close"]
+        assert run.asked == []
+        assert not (run.folder / "run" / "config.json").exists()
+        assert not (run.folder / "saved").exists()
+        assert all(torch.equal(before[name], tensor) for name, tensor in run.weights().items())
+
+
+@pytest.mark.parametrize("kv_sleep", ["always", "never"])
+def test_an_interrupt_while_gradients_are_computed_costs_no_published_step(
+    running: Running, monkeypatch: pytest.MonkeyPatch, kv_sleep: str
+) -> None:
+    original, calls = policy_loss.policy_loss, 0
+
+    def interrupted(*arguments: Any) -> tuple[Tensor, LossStatistics]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(gradients, "policy_loss", interrupted)
+    with running(can_sleep=True) as run:
+        run.stopped(KeyboardInterrupt, kv_sleep=kv_sleep)
+        assert run.mode.version == 5
+        assert run.mode.calls.count("publish") == 2
+        assert [row["step"] for row in run.metrics] == [1, 2]
+        assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
+        run.check_saved("step_2")
+        assert all(parameter.grad is None for parameter in run.mode.model.parameters())
+
+
+def test_servers_that_differ_too_much_are_told_of_when_it_begins_and_when_it_begins_again(running: Running) -> None:
+    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
+        if asked.body["seed"] // 1_000_003 in {2, 3, 5}:
+            for choice in document["choices"]:
+                choice["logprobs"]["token_logprobs"] = [-50.0 for _ in choice["token_ids"]]
+        return document
+
+    seen: list[tuple[int, int]] = []
+    with running(bend) as run:
+        run.report = lambda metrics: seen.append((metrics.step, len(run.told)))
+        run.train(training_steps=6, mismatch_alarm=10)
+        assert seen == [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+        assert all(line.startswith("log-probabilities of vLLM and of the trainer differ by 4") for line in run.told)
+        unhealthy = [row["step"] for row in run.metrics if row["logprob_diff_mean"] > 10]
+        assert unhealthy == [2, 3, 5]
+        assert [row["corrected_share"] > 0.9 for row in run.metrics if row["step"] in unhealthy] == [True] * 3
+
+
+def test_metrics_tell_of_every_update_and_how_far_the_server_was(running: Running) -> None:
+    with running() as run:
+        run.train(updates_per_batch=2, passes_per_batch=2, lr=3e-2, mask_truncated=True)
+        assert [row["staleness"] for row in run.metrics] == [0, 1, 2]  # the fake server's version never changes
+        for row in run.metrics:
+            assert row["updates"] == 4
+            assert row["tokens_trained"] == row["tokens_generated"] == 24
+            assert row["entropy"] > 0
+            assert row["kl"] == 0
+            assert len(row["logprob_diff_histogram"]) == 8
+            assert sum(row["logprob_diff_histogram"]) == pytest.approx(1)
+            assert 0 <= row["corrected_share"] <= 1
+            assert 0 < row["importance_weight"] <= 2
+            assert 0 < row["effective_share"] <= 1
+            assert row["clipped_low_share"] + row["clipped_high_share"] > 0
+            assert row["device"] == "cpu"

@@ -10,7 +10,7 @@ import torch
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.training import loop, trainer_state
 from bridge.training.metrics import StepMetrics
-from bridge.training.optimizer import SplitMasterAdamW
+from bridge.training.split_adamw import SplitMasterAdamW
 from bridge.weights.attach import attach
 from tests.unit.loop_runs import STEPS, FakeEngine, Killed, Run, Running, once, runner, spoil
 
@@ -21,6 +21,8 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 TIMES = {"rollout_s", "train_s", "peak_memory_gib"}
+VERSIONS = "weight_version", "staleness"
+"""What another server counts otherwise."""
 
 
 def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any]]:
@@ -76,6 +78,35 @@ def test_a_run_that_was_killed_and_goes_on_is_the_run_that_was_not(
     assert [json.loads(line)["step"] for line in lost.read_text().splitlines()] == [killed_at]
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"updates_per_batch": 2, "passes_per_batch": 2},
+        {"optimizer": "adamw-bf16"},
+        {"optimizer": "adamw-8bit", "gradient_release": True},
+        {"optimizer": "adamw-4bit"},
+        {"offload_optimizer": True},
+        {"offload_optimizer": True, "gradient_release": True, "micro_batch_tokens": 12},
+    ],
+)
+def test_whatever_is_chosen_a_run_goes_on_as_if_it_had_not_been_killed(
+    running: Running, choices: dict[str, Any]
+) -> None:
+    choices |= {"training_steps": 4, "save_interval": 2, "max_grad_norm": 0.1}
+    with running(folder="straight") as straight:
+        straight.train(**choices)
+        weights = straight.weights()
+    with running(folder="killed") as run:
+        kill(run, 3)
+        run.stopped(Killed, **choices)
+    with running(folder="killed") as again:
+        spoil(attach(again.mode.server.manifest).model)
+        again.go_on(**choices)
+        assert comparable(again.metrics) == comparable(straight.metrics)
+        for name, tensor in again.weights().items():
+            assert torch.equal(tensor, weights[name]), name
+
+
 def test_without_the_random_state_dropout_would_make_another_run(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +151,7 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
         summary = run.train(engine=engine)
         newest = run.mode.server.manifest.model if step == 1 else str(run.folder / "saved" / "step_2")
         assert engine.started_with == [newest]
-        assert comparable(run.metrics, "weight_version") == comparable(straight.metrics, "weight_version")
+        assert comparable(run.metrics, *VERSIONS) == comparable(straight.metrics, *VERSIONS)
         assert summary.steps == STEPS
         for name, tensor in straight.weights().items():
             assert torch.equal(run.weights()[name], tensor), name
@@ -146,9 +177,52 @@ def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(
         run.train(engine=engine)
         assert run.mode.calls == ["open", "publish", "revive", "publish", "publish", "catch up", "close"]
         assert engine.started_with == [str(run.folder / "saved" / "step_2")]
-        assert comparable(run.metrics, "weight_version") == comparable(straight.metrics, "weight_version")
+        assert comparable(run.metrics, *VERSIONS) == comparable(straight.metrics, *VERSIONS)
         for name, tensor in straight.weights().items():
             assert torch.equal(run.weights()[name], tensor), name
+
+
+@pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
+@pytest.mark.parametrize("moment", ["before_pause", "before_publish"])
+def test_a_server_that_dies_while_its_cache_sleeps_costs_gradients_and_no_step(
+    running: Running, moment: str, choices: dict[str, Any]
+) -> None:
+    choices |= {"kv_sleep": "always"}
+    with running(folder="straight", can_sleep=True) as straight:
+        straight.train(**choices)
+    engine, dying = FakeEngine(), [4]
+
+    def die(version: int) -> None:
+        if version in dying:
+            dying.remove(version)
+            raise ServerUnreachableError("gone", remedy="restart")
+
+    with running(folder="disturbed", can_sleep=True, **{moment: die}) as run:
+        run.train(engine=engine, **choices)
+        written = moment == "before_publish"
+        again = ["sleep", "prepare", "revive", "sleep"] if written else ["revive", "sleep", "prepare"]
+        asleep = ["sleep", "prepare", "publish"]
+        assert run.mode.calls == ["open", *asleep, *again, "publish", *asleep, "catch up", "close"]
+        assert engine.started_with == [str(run.folder / "saved" / f"step_{2 if written else 1}")]
+        assert run.mode.gradients_at_revival == [0]
+        for name, tensor in straight.weights().items():
+            assert torch.equal(run.weights()[name], tensor), name
+        left_out = (*VERSIONS, "fence_prepare_s")
+        assert comparable(run.metrics, *left_out) == comparable(straight.metrics, *left_out)
+
+
+def test_gradients_that_wait_for_a_server_outlive_it_where_no_cache_needs_their_memory(running: Running) -> None:
+    engine, dying = FakeEngine(), [4]
+
+    def die(version: int) -> None:
+        if version in dying:
+            dying.remove(version)
+            raise ServerUnreachableError("gone", remedy="restart")
+
+    with running(before_pause=die) as run:
+        run.train(engine=engine)
+        num_parameters = len(run.weights())
+        assert run.mode.gradients_at_revival == [num_parameters]
 
 
 def test_a_server_that_dies_again_and_again_in_one_step_is_given_up(running: Running) -> None:

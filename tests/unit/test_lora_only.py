@@ -139,6 +139,13 @@ def test_by_memory_the_base_is_the_servers_and_nothing_lies_here(world: World) -
     assert "the base is the server's own, 0 bytes of it here" in running.run.events.read_text()
     assert running.mode.version == running.mode.publish(lambda: None, last_checkpoint=None).version - 1 == 5
     assert running.mode.endpoint.model == "bridge-adapter"
+    assert running.mode.can_sleep
+    prepared: list[str] = []
+    running.mode.publish(
+        running.write, prepare=lambda: prepared.append(world.server.calls[-1]), sleep=True, last_checkpoint=None
+    )
+    assert prepared == ["POST pause"]
+    assert world.server.bodies["POST pause"]["sleep"] is True
 
 
 def test_by_disk_beside_a_manifest_the_adapter_alone_lies_here(world: World) -> None:
@@ -149,6 +156,7 @@ def test_by_disk_beside_a_manifest_the_adapter_alone_lies_here(world: World) -> 
     assert running.base_is_the_servers()
     assert not running.adapter_is_in_the_slot()
     assert (running.mode.version, running.mode.endpoint.model) == (0, "bridge-adapter-0")
+    assert not running.mode.can_sleep
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])

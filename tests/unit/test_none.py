@@ -1,7 +1,9 @@
 """The mode `none`: whose weights are trained, when the server gets them, and in which order."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
+from bridge.interrupt import deferred_interrupt
 from bridge.modes.none import NoneMode
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
@@ -158,6 +161,23 @@ def test_times_are_of_writing_and_of_saving_with_restarting(restarting: Callable
     times = running.mode.publish(running.write, last_checkpoint=None)
     assert times.pause_s == 0
     assert times.publish_s > times.write_s > 0
+
+
+def test_what_is_prepared_comes_first_is_timed_and_an_interrupt_in_it_acts_at_once(
+    restarting: Callable[..., Running],
+) -> None:
+    running = restarting()
+    before = weights(running.model)
+
+    def prepare() -> None:
+        assert equal(weights(running.model), before)
+
+    times = running.mode.publish(running.write, prepare=prepare, last_checkpoint=None)
+    assert times.prepare_s > 0
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        running.mode.publish(running.write, prepare=lambda: os.kill(os.getpid(), signal.SIGINT), last_checkpoint=None)
+    assert (running.mode.version, len(running.engine.started)) == (1, 1)
+    assert not running.mode.can_sleep
 
 
 def test_a_restart_that_fails_is_no_version_and_the_next_one_goes_on(

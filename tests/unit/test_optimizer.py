@@ -1,15 +1,20 @@
-"""The split master: exact reconstruction, nothing lost at tiny rates, nothing moved in memory."""
+"""The optimizers beside the weights: exact reconstruction, nothing lost at tiny rates, nothing moved in memory."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training import optimizer as module
-from bridge.training.optimizer import SplitMasterAdamW, clip_by_global_norm, scaled_group
-from bridge.training.split_master import join, split
+from bridge.training.in_place import InPlaceOptimizer, global_norm
+from bridge.training.offload import OffloadedAdamW
+from bridge.training.optimizer import make, scaled_group
+from bridge.training.split_adamw import SplitMasterAdamW
+from bridge.training.split_master import KINDS, Coefficients, join, split
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -23,7 +28,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 def master(optimizer: SplitMasterAdamW, parameter: Tensor) -> Tensor:
-    return join(parameter.detach().view(torch.int16), optimizer.state[parameter]["remainder"])
+    return join(parameter.detach().view(torch.int16), optimizer.parts(parameter)["remainder"])
 
 
 def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
@@ -94,21 +99,6 @@ def test_views_of_rows_are_written_in_place_and_their_neighbours_are_left_alone(
     assert torch.equal(fused[10:], before[10:])
 
 
-def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    start, gradient = torch.randn(7, 11).bfloat16(), torch.randn(7, 11)
-    results = []
-    for chunk in (2**24, 10):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
-        weight = parameter(start.clone(), gradient)
-        optimizer = SplitMasterAdamW([weight], lr=1e-3)
-        optimizer.step()
-        results.append((weight.detach(), optimizer.state[weight]["remainder"], optimizer.changed_weight_share))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert results[0][2] == results[1][2]
-
-
 def test_float32_parameters_are_stepped_as_torch_does() -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(5, 6), torch.randn(20, 5, 6)
@@ -120,7 +110,7 @@ def test_float32_parameters_are_stepped_as_torch_does() -> None:
         ours.step()
         torchs.step()
     torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
-    assert "remainder" not in ours.state[mine]
+    assert "remainder" not in ours.parts(mine)
 
 
 def test_a_float32_gradient_of_a_bf16_weight_is_used_as_it_is() -> None:
@@ -129,7 +119,7 @@ def test_a_float32_gradient_of_a_bf16_weight_is_used_as_it_is() -> None:
     weight.grad = torch.tensor([1 + 2**-12])
     optimizer = SplitMasterAdamW([weight])
     optimizer.step()
-    assert optimizer.state[weight]["exp_avg"].item() == pytest.approx(0.1 * (1 + 2**-12), rel=1e-7)
+    assert optimizer.parts(weight)["exp_avg"].item() == pytest.approx(0.1 * (1 + 2**-12), rel=1e-7)
 
 
 def test_the_share_of_changed_words_is_counted_exactly() -> None:
@@ -149,15 +139,14 @@ def test_a_gradient_that_is_not_finite_touches_no_weight(value: float) -> None:
     assert bad.grad is not None
     bad.grad[2] = value
     optimizer = SplitMasterAdamW([good, bad], lr=0.1)
-    norm = clip_by_global_norm([good, bad], 1.0)
+    norm = optimizer.global_norm()
     assert not math.isfinite(norm)
-    assert good.grad is not None
-    assert torch.equal(good.grad, torch.ones(4).bfloat16())
     for known in (None, norm):
         with pytest.raises(UsageError, match="expected a finite one: no weight was touched"):
-            optimizer.step(grad_norm=known)
+            optimizer.step(grad_norm=known, max_norm=1.0)
     assert torch.equal(good.detach(), torch.ones(4).bfloat16())
-    assert not optimizer.state
+    assert optimizer.num_updates(good) == 0
+    assert optimizer.state_bytes.device == 0
     assert optimizer.changed_weight_share == 0.0
 
 
@@ -165,10 +154,12 @@ def test_the_norm_of_bf16_gradients_is_a_float32_one() -> None:
     torch.manual_seed(0)
     weights = [parameter(torch.zeros(n).bfloat16(), torch.randn(n)) for n in (3, 1000, 40_000)]
     exact = math.sqrt(sum(float(w.grad.double().square().sum()) for w in weights if w.grad is not None))
-    assert clip_by_global_norm(weights, 1e9) == pytest.approx(exact, rel=1e-5)
-    assert clip_by_global_norm(weights, 1.0) == pytest.approx(exact, rel=1e-5)
-    assert clip_by_global_norm(weights, 1.0) == pytest.approx(1.0, rel=2e-3)
-    assert clip_by_global_norm([torch.nn.Parameter(torch.ones(2))], 1.0) == 0.0
+    assert global_norm(weights) == pytest.approx(exact, rel=1e-5)
+    weights[0].grad_dtype = None  # a gradient of another type than its weight's
+    weights[0].grad = torch.zeros(3)
+    weights[0].grad[0] = 1e4
+    assert global_norm(weights) == pytest.approx(math.hypot(exact, 1e4), rel=1e-4)
+    assert global_norm([torch.nn.Parameter(torch.ones(2))]) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -216,3 +207,85 @@ def test_float16_strided_and_overlapping_parameters_are_refused() -> None:
         SplitMasterAdamW([torch.nn.Parameter(whole[:, :2])])
     with pytest.raises(AssertionError, match="overlaps"):
         SplitMasterAdamW([torch.nn.Parameter(whole[:3]), torch.nn.Parameter(whole[2:])])
+
+
+def as_before(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: dict[int, list[Tensor]], **choices: float
+) -> None:
+    """Step float32 masters with the very operations, in the very order, of torch.optim.AdamW's plain loop."""
+    step, lr, decay = int(choices["step"]), choices["lr"], choices["weight_decay"]
+    for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        first, second = moments.setdefault(index, [torch.zeros_like(weight), torch.zeros_like(weight)])
+        weight.mul_(1 - lr * decay)
+        first.lerp_(gradient, 1 - 0.9)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=1 - 0.999)
+        denominator = second.sqrt().div_(math.sqrt(1 - 0.999**step)).add_(1e-8)
+        weight.addcdiv_(first, denominator, value=-lr / (1 - 0.9**step))
+
+
+SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_default_is_the_plain_loop_on_float32_masters_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    masters, moments = [weight.detach().float() for weight in ours], dict[int, list[Tensor]]()
+    optimizer = SplitMasterAdamW(ours, lr=1e-3, weight_decay=0.1)
+    for step in range(1, 8):
+        gradients = [torch.randn(shape).to(dtype) for shape in SHAPES]
+        for weight, gradient in zip(ours, gradients, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+        as_before(masters, [gradient.float() for gradient in gradients], moments, step=step, lr=1e-3, weight_decay=0.1)
+    for index, weight in enumerate(ours):
+        held = weight.detach() if dtype == torch.float32 else master(optimizer, weight)
+        assert torch.equal(bits(held), bits(masters[index]))
+        assert torch.equal(optimizer.parts(weight)["exp_avg"], moments[index][0])
+        assert torch.equal(optimizer.parts(weight)["exp_avg_sq"], moments[index][1])
+
+
+def test_a_gradient_is_scaled_down_to_the_norm_in_float32_inside_the_step() -> None:
+    torch.manual_seed(0)
+    start, gradient = torch.randn(40, 50), torch.randn(40, 50).bfloat16()
+    clipped, scaled = parameter(start.bfloat16(), gradient), torch.nn.Parameter(start.bfloat16())
+    one, other = SplitMasterAdamW([clipped], lr=1e-3), SplitMasterAdamW([scaled], lr=1e-3)
+    norm = one.global_norm()
+    scaled.grad_dtype = torch.float32
+    scaled.grad = gradient.float() * (torch.tensor(0.5) / torch.tensor(norm))
+    one.step(grad_norm=norm, max_norm=0.5)
+    other.step()
+    assert torch.equal(one.parts(clipped)["exp_avg"], other.parts(scaled)["exp_avg"])
+    assert torch.equal(clipped, scaled)
+    assert clipped.grad is not None
+    assert torch.equal(clipped.grad, gradient), "the gradient itself is left as it is"
+
+
+def test_the_bound_of_an_update_is_never_reached_by_exact_moments() -> None:
+    torch.manual_seed(0)
+    group = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 0.0, "weight_decay": 0.0}
+    first, second = torch.zeros(4), torch.zeros(4)
+    for step in range(1, 200):
+        gradient = torch.tensor([1.0, 1.1**step, (-1.2) ** step, 0.95**step])
+        first, second = first.lerp(gradient, 0.1), second * 0.999 + 0.001 * gradient**2
+        by = Coefficients.of(group, step)
+        assert (first / (second.sqrt() / by.root_bias2)).abs().max() <= by.largest * (1 + 1e-5)
+    assert Coefficients.of(group, 1).largest == pytest.approx(0.1, rel=1e-6)  # of a moment that is not yet corrected
+    assert Coefficients.of({**group, "betas": (0.9, 0.8)}, 3).largest == math.inf
+
+
+def make_from(**choices: Any) -> InPlaceOptimizer:
+    config = TrainConfig(model_name="m", **choices)
+    weight = torch.nn.Parameter(torch.ones(4).bfloat16())
+    return make(config, [scaled_group(weight, 1.0, lr=config.lr, weight_decay=config.weight_decay)])
+
+
+def test_the_factory_makes_what_the_configuration_names() -> None:
+    for name in KINDS:
+        made = make_from(optimizer=name, beta1=0.8)
+        assert made.flags == f"--optimizer {name} --no-offload-optimizer"
+        assert made.param_groups[0]["betas"] == (0.8, 0.99 if name == "adamw-bf16" else 0.999)
+    assert make_from(optimizer="adamw-bf16", beta2=0.0).param_groups[0]["betas"] == (0.9, 0.0)
+    offloaded = make_from(offload_optimizer=True, lr=3e-4)
+    assert isinstance(offloaded, OffloadedAdamW)
+    assert offloaded.param_groups[0]["lr"] == 3e-4

@@ -1,44 +1,9 @@
-"""The general plugin and the sleep pool, over fakes of the modules of vLLM that they touch."""
-
-import sys
-from types import ModuleType
-from typing import Any
+"""The general plugin: when it patches this process, and in which order."""
 
 import pytest
 
 from bridge.errors import IncompatibleVersionError
 from patches import compatibility, memory_pool, model_runner, plugin, prefix_cache, tether
-
-
-class Pool:
-    """A context that is not the null one."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Worker:
-        def _maybe_get_memory_pool_context(self, tag: str) -> Pool:
-            assert tag != "weights"
-            return Pool()
-
-    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    vars(sys.modules["vllm.v1.worker.gpu_worker"]).update(Worker=Worker)
-    return Worker
-
-
-def test_weights_stay_out_of_the_sleep_pool_and_the_cache_in_it(worker: Any) -> None:
-    memory_pool.patch()
-    once = worker._maybe_get_memory_pool_context
-    memory_pool.patch()
-    assert worker._maybe_get_memory_pool_context is once
-    with worker()._maybe_get_memory_pool_context("weights") as nothing:
-        assert nothing is None
-    assert isinstance(worker()._maybe_get_memory_pool_context("kv_cache"), Pool)
 
 
 @pytest.mark.parametrize(("value", "patched"), [(None, False), ("0", False), ("", False), ("1", True), ("True", True)])

@@ -31,6 +31,8 @@ class FakeEngine:
         self.engine_core = self
         self.weights = {3: 1.5}
         self.drops = True
+        self.awake = True
+        self.lacks: str | None = None
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         """Stand still."""
@@ -46,6 +48,13 @@ class FakeEngine:
 
     def bridge_settle(self) -> list[str]:
         return []
+
+    def bridge_sleep(self) -> None:
+        self.awake = False
+
+    def bridge_wake(self) -> str | None:
+        self.awake = not self.lacks
+        return self.lacks
 
     def bridge_digests(self) -> dict[str, str]:
         return {"w": "00ff"}
@@ -116,6 +125,23 @@ def test_a_passage_over_http(http: TestClient) -> None:
     assert (paused.version, paused.state, paused.holder) == (0, "paused", ME)
     published = Status.model_validate_json(http.post("/bridge/publish", json=HOLDER).content)
     assert (published.version, published.state, published.holder) == (1, "serving", None)
+
+
+def test_a_passage_with_a_sleeping_kv_cache_over_http(http: TestClient, app: FastAPI) -> None:
+    asking, engine = {**HOLDER, "sleep": True}, app.state.bridge_engine
+    assert http.get("/bridge/status").json()["can_sleep"] is False
+    refused = http.post("/bridge/pause", json=asking)
+    assert (refused.status_code, http.get("/bridge/status").json()["state"]) == (409, "serving")
+    app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest, can_sleep=True)
+    paused = http.post("/bridge/pause", json=asking).json()
+    assert (paused["state"], paused["can_sleep"], engine.awake) == ("paused", True, False)
+    engine.lacks = "too little memory"
+    refused = http.post("/bridge/publish", json=HOLDER)
+    assert (refused.status_code, engine.awake) == (409, False)
+    assert "too little memory" in Refusal.model_validate_json(refused.content).error
+    engine.lacks = None
+    assert http.post("/bridge/publish", json=HOLDER).json()["version"] == 1
+    assert engine.awake
 
 
 def test_a_resume_publishes_nothing(http: TestClient) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.unit.checks_sample import manifest
 
 ME = ProcessIdentity.current()
 PAUSED = ["pause keep", "settle", "reset"]
+ASLEEP = [*PAUSED, "sleep"]
 
 
 class FakeEngine:
@@ -26,6 +27,9 @@ class FakeEngine:
     def __init__(self, *, moved: list[list[str]] | None = None, dropped: bool = True, failing: str = "") -> None:
         self.calls: list[str] = []
         self.paused = False
+        self.awake = True
+        self.missing: list[str | None] = [None, None]
+        """What each rank lacks to wake up."""
         self.engine_core = self
         self._moved = moved or [[]]
         self._dropped = dropped
@@ -36,10 +40,23 @@ class FakeEngine:
         assert not clear_cache
         self.paused = True
 
-    async def collective_rpc(self, method: str) -> list[list[str]]:
-        assert method == "bridge_settle"
-        await self._note("settle")
-        return self._moved
+    async def collective_rpc(self, method: str) -> Any:
+        await self._note(method.removeprefix("bridge_"))
+        answers: dict[str, Callable[[], Any]] = {
+            "bridge_settle": lambda: self._moved,
+            "bridge_sleep": self._sleep,
+            "bridge_wake": self._wake,
+        }
+        return answers[method]()
+
+    def _sleep(self) -> list[None]:
+        assert self.calls[-2] == "reset", "the KV cache was freed while requests still had blocks of it"
+        self.awake = False
+        return [None, None]
+
+    def _wake(self) -> list[str | None]:
+        self.awake = self.awake or not any(self.missing)
+        return self.missing
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         await self._note("reset")
@@ -50,6 +67,7 @@ class FakeEngine:
 
     async def resume_generation(self) -> None:
         await self._note("resume")
+        assert self.awake, "tokens are generated without a KV cache"
         self.paused = False
 
     async def _note(self, call: str) -> None:
@@ -428,3 +446,141 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
         run(passage())
     finally:
         end(child)
+
+
+def sleeper(engine: FakeEngine) -> ServerFence:
+    return ServerFence(engine, manifest(), can_sleep=True)
+
+
+def test_the_kv_cache_sleeps_between_the_dropped_caches_and_the_next_token() -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        assert fence.status().can_sleep
+        await fence.pause(ME, "keep", sleep=True)
+        assert (engine.calls, engine.paused, engine.awake) == (ASLEEP, True, False)
+        await fence.publish(ME)
+        assert (engine.calls, engine.paused, engine.awake) == ([*ASLEEP, "wake", "resume"], False, True)
+        assert (fence.state, fence.version) == ("serving", 1)
+        await fence.pause(ME, "keep")
+        await fence.publish(ME)
+        assert engine.calls[-4:] == [*PAUSED, "resume"], "it was woken without having slept"
+
+    run(passage())
+
+
+def test_a_release_wakes_the_kv_cache_too() -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(ME, "keep", sleep=True)
+        await fence.release(ME)
+
+    run(passage())
+    assert engine.calls == [*ASLEEP, "wake", "resume"]
+    assert (fence.state, fence.version) == ("serving", 0)
+
+
+def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        with pytest.raises(AttachError, match="cannot free its KV cache") as refused:
+            await fence.pause(ME, "keep", sleep=True)
+        assert "--kv-sleep never" in refused.value.remedy
+        assert (engine.calls, fence.state, fence.status().can_sleep) == ([], "serving", False)
+
+    run(passage())
+
+
+@pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
+def test_what_fails_before_the_kv_cache_sleeps_wakes_nothing(failing: str) -> None:
+    engine = FakeEngine(failing=failing)
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError):
+            await sleeper(engine).pause(ME, "keep", sleep=True)
+        assert not {"sleep", "wake"} & set(engine.calls)
+        assert not engine.paused
+
+    run(passage())
+
+
+def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
+    engine = FakeEngine(failing="sleep")
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError, match="sleep failed"):
+            await fence.pause(ME, "keep", sleep=True)
+        assert engine.calls == [*ASLEEP, "wake", "resume"]
+        assert (fence.state, fence.holder) == ("serving", None)
+
+    run(passage())
+
+
+@pytest.mark.parametrize("leave", [ServerFence.publish, ServerFence.release])
+def test_a_kv_cache_that_finds_no_memory_leaves_the_fence_held_until_it_does(
+    leave: Callable[[ServerFence, ProcessIdentity], Coroutine[Any, Any, None]], tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(ME, "keep", last_checkpoint=str(tmp_path), sleep=True)
+        engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
+        for _ in range(2):
+            with pytest.raises(AttachError, match=r"stands still: 9\.00 GiB are needed") as refused:
+                await leave(fence, ME)
+            assert refused.value.remedy.endswith(f"then bridge restore {tmp_path}")
+            assert (fence.state, fence.holder, fence.version, engine.paused) == ("paused", ME, 0, True)
+        engine.missing = [None, None]
+        await leave(fence, ME)
+        assert (fence.state, engine.paused, engine.awake) == ("serving", False, True)
+        assert engine.calls == [*ASLEEP, "wake", "wake", "wake", "resume"]
+
+    run(passage())
+
+
+@pytest.mark.parametrize("failing", ["", "settle"])
+def test_who_takes_over_from_one_that_died_while_the_kv_cache_slept_wakes_it(failing: str) -> None:
+    engine = FakeEngine()
+    child = living()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(ProcessIdentity.of(child.pid), "keep", sleep=True)
+        end(child)
+        assert (fence.state, engine.awake) == ("torn", False)
+        if failing:
+            engine.failing = failing
+            with pytest.raises(RuntimeError):
+                await fence.pause(ME, "keep", takeover=True)
+            assert (fence.state, engine.awake, engine.paused) == ("torn", False, True)
+            engine.failing = ""
+        await fence.pause(ME, "keep", takeover=True)
+        assert not engine.awake
+        await fence.publish(ME)
+        assert (fence.state, fence.version, engine.awake, engine.paused) == ("serving", 1, True, False)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_a_holder_that_pauses_once_more_may_let_the_kv_cache_sleep_then() -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(ME, "keep")
+        await fence.pause(ME, "keep", sleep=True)
+        assert engine.calls == [*PAUSED, *ASLEEP]
+        await fence.publish(ME)
+        assert engine.calls[-2:] == ["wake", "resume"]
+
+    run(passage())

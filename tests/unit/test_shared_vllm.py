@@ -3,18 +3,22 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.errors import ManifestError, ServerUnreachableError
+from bridge.errors import AttachError, ManifestError, ServerUnreachableError
 from bridge.modes.shared_vllm import SharedVllm
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
 from bridge.run_directory import RunDirectory
 from bridge.weights import manifest as manifests
+from tests.models import tiny
+from tests.unit import toy_server
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, serving
+from tests.unit.toy_server import ToyServer
 
 RUN = RunDirectory(Path("/nonexistent"))
 """The mode leaves nothing behind between two checkpoints."""
@@ -23,13 +27,14 @@ RUN = RunDirectory(Path("/nonexistent"))
 class FakeRoutes:
     """Counts versions as a server does."""
 
-    def __init__(self) -> None:
+    def __init__(self, **status: Any) -> None:
         self.version = 7
+        self.status = {"state": "serving", "can_sleep": True} | status
 
     def __call__(self, asked: Asked) -> Answer:
         self.version += asked.path == "/bridge/publish"
-        server = ProcessIdentity.current()
-        return as_json(Status(model="tiny", version=self.version, state="serving", server=server).model_dump())
+        fixed = {"model": "tiny", "version": self.version, "server": ProcessIdentity.current()}
+        return as_json(Status.model_validate(fixed | self.status).model_dump())
 
 
 def config(server: HttpServer, folder: Path, **choices: object) -> TrainConfig:
@@ -59,6 +64,91 @@ def test_an_interrupt_in_the_fence_comes_after_the_new_version_is_known(tmp_path
             mode.publish(lambda: os.kill(os.getpid(), signal.SIGINT), last_checkpoint=None)
         assert mode.version == 8
         mode.close()
+
+
+def test_the_span_before_writing_lies_inside_of_the_fence_and_has_the_memory_of_the_kv_cache(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        seen: list[list[str]] = []
+        times = mode.publish(
+            lambda: seen.append(paths(server)), prepare=lambda: seen.append(paths(server)), sleep=True,
+            last_checkpoint=None,
+        )  # fmt: skip
+        assert mode.can_sleep
+        assert times.version == mode.version == 8
+        mode.close()
+    assert seen == [["status", "pause"]] * 2
+    assert server.asked[1].body["sleep"] is True
+
+
+def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        with pytest.raises(KeyboardInterrupt):
+            mode.publish(
+                lambda: pytest.fail("written"),
+                prepare=lambda: os.kill(os.getpid(), signal.SIGINT),
+                last_checkpoint=None,
+            )
+        assert mode.version == 7
+        mode.close()
+    assert paths(server) == ["status", "pause", "resume"]
+
+
+def test_a_server_tells_that_it_cannot_free_its_kv_cache(tmp_path: Path) -> None:
+    with serving(FakeRoutes(can_sleep=False)) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        assert not mode.can_sleep
+        mode.close()
+
+
+@pytest.mark.parametrize(("resume", "writes"), [(False, "weights"), (False, "adapter"), (True, "adapter")])
+def test_a_torn_server_is_refused_unless_the_run_goes_on_and_writes_what_is_torn(
+    tmp_path: Path, resume: bool, writes: str
+) -> None:
+    torn = {"state": "torn", "writes": writes}
+    with serving(FakeRoutes(**torn)) as server:
+        with pytest.raises(AttachError, match="torn after version 7"):
+            SharedVllm(config(server, tmp_path, resume=resume), RUN)
+        assert paths(server) == ["status"]
+
+
+def test_a_run_that_goes_on_takes_torn_weights(tmp_path: Path) -> None:
+    with serving(FakeRoutes(state="torn")) as server:
+        SharedVllm(config(server, tmp_path, resume=True), RUN).close()
+
+
+class FakeEngine:
+    """A new server in the place of the old one, with memory and a manifest of its own."""
+
+    def __init__(self, toy: ToyServer, url: str, path: Path) -> None:
+        self._toy, self._url, self._path = toy, url, path
+        self.started_with: list[str] = []
+
+    def restart(self, model: str | Path) -> None:
+        self.started_with.append(str(model))
+        manifests.write(self._toy.edited(url=self._url, token="new"), self._path)
+
+
+def test_after_a_restart_the_same_parameters_are_the_new_servers_weights(tmp_path: Path) -> None:
+    old, new = (toy_server.serve(tiny.llama(), tmp_path / name) for name in ("model", "new"))
+    path = tmp_path / manifests.MANIFEST_NAME
+    with serving(FakeRoutes()) as server, serving(FakeRoutes(can_sleep=False)) as other:
+        manifests.write(old.edited(url=server.url), path)
+        chosen = {"model_name": old.manifest.model, "vllm_config_path": path}
+        mode = SharedVllm(TrainConfig.model_validate(chosen), RUN)
+        norm = mode.open().model.get_parameter("model.norm.weight")
+        engine = FakeEngine(new, other.url, path)
+        mode.revive(engine, None)
+        new.tensors["model.norm.weight"].fill_(5)
+        assert (norm == 5).all()
+        assert (mode.version, mode.endpoint.url, mode.can_sleep) == (8, other.url, False)
+        mode.close()
+    assert engine.started_with == [old.manifest.model]
+    assert paths(other) == ["status", "pause", "publish"]
+    assert other.asked[1].body["takeover"] is True
+    assert other.asked[2].body["version"] == 8
+    assert {asked.headers["authorization"] for asked in other.asked} == {"Bearer new"}
 
 
 def test_another_model_than_the_one_served_is_refused_before_the_server_is_asked(tmp_path: Path) -> None:

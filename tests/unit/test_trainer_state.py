@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 from bridge.errors import CheckpointError, UsageError
 from bridge.training import trainer_state
-from bridge.training.optimizer import SplitMasterAdamW
+from bridge.training.in_place import InPlaceOptimizer
+from bridge.training.offload import OffloadedAdamW
+from bridge.training.split_adamw import SplitMasterAdamW
+from bridge.training.split_master import KINDS
 from bridge.training.trainer_state import FOLDER, STATE_NAME
 
 Trained = dict[str, nn.Parameter]
+OFFLOADED = "offloaded"
 SHAPES = {"layer.b": ((4, 6), torch.bfloat16), "layer.a": ((5,), torch.float32), "head": ((3, 4), torch.bfloat16)}
 
 
@@ -26,11 +30,13 @@ def parameters(device: str = "cpu") -> Trained:
     return {name: nn.Parameter(torch.randn(shape).to(device, dtype)) for name, (shape, dtype) in SHAPES.items()}
 
 
-def optimizer_of(trained: Trained, lr: float = 1e-3) -> SplitMasterAdamW:
-    return SplitMasterAdamW(list(trained.values()), lr=lr)
+def optimizer_of(trained: Trained, lr: float = 1e-3, kind: str = "adamw") -> InPlaceOptimizer:
+    if kind == OFFLOADED:
+        return OffloadedAdamW(list(trained.values()), lr=lr)
+    return SplitMasterAdamW(list(trained.values()), lr=lr, kind=KINDS[kind], seed=3)
 
 
-def step(trained: Trained, optimizer: SplitMasterAdamW, *, seed: int, without: str = "") -> None:
+def step(trained: Trained, optimizer: InPlaceOptimizer, *, seed: int, without: str = "") -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in trained.items():
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
@@ -42,8 +48,13 @@ def copies(trained: Trained) -> Trained:
     return {name: nn.Parameter(parameter.detach().clone()) for name, parameter in trained.items()}
 
 
-def state(trained: Trained, optimizer: SplitMasterAdamW) -> dict[str, dict[str, Tensor | int]]:
-    return {name: dict(optimizer.state[parameter]) for name, parameter in trained.items() if optimizer.state}
+def state(trained: Trained, optimizer: InPlaceOptimizer) -> dict[str, dict[str, Tensor | int]]:
+    stepped = {name: parameter for name, parameter in trained.items() if optimizer.num_updates(parameter)}
+    return {
+        name: {"step": optimizer.num_updates(parameter)}
+        | {part: tensor.clone() for part, tensor in optimizer.parts(parameter).items()}
+        for name, parameter in stepped.items()
+    }
 
 
 def check_equal(one: dict[str, dict[str, Tensor | int]], other: dict[str, dict[str, Tensor | int]]) -> None:
@@ -82,20 +93,27 @@ def refusal(folder: Path, trained: Trained) -> str:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shard_bytes", [10**9, 100])
+@pytest.mark.parametrize("kind", [*KINDS, OFFLOADED])
+@pytest.mark.parametrize("shard_bytes", [10**9, 50])
 def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
-    shard_bytes: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shard_bytes: int, kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_state, "MAX_SHARD_BYTES", shard_bytes)
     trained = parameters(device)
-    optimizer = optimizer_of(trained)
+    optimizer = optimizer_of(trained, kind=kind)
     for seed in (1, 2, 3):
         step(trained, optimizer, seed=seed)
     trainer_state.write(tmp_path, trained, optimizer)
-    assert (len(files(tmp_path)) > 1) == (shard_bytes == 100)
+    assert (len(files(tmp_path)) > 1) == (shard_bytes == 50)
 
-    other = dict(reversed(copies(trained).items()))  # the order is nobody's business
-    resumed = optimizer_of(other)
+    other = copies(trained)
+    if not kind.endswith("bit"):  # where nothing goes by chance, the order is nobody's business
+        other = dict(reversed(other.items()))
+    resumed = optimizer_of(other, kind=kind)
+    step(other, resumed, seed=9)  # what is read takes the place of everything
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            other[name].copy_(parameter)
     trainer_state.read(tmp_path, other, resumed)
     check_equal(state(trained, optimizer), {name: state(other, resumed)[name] for name in trained})
     for seed in (4, 5):
@@ -103,7 +121,7 @@ def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
         step({name: other[name] for name in trained}, resumed, seed=seed)
     for name, parameter in trained.items():
         assert torch.equal(parameter, other[name]), name
-    slower = optimizer_of(other, lr=1e-9)
+    slower = optimizer_of(other, lr=1e-9, kind=kind)
     trainer_state.read(tmp_path, other, slower)
     assert slower.param_groups[0]["lr"] == 1e-9
 
@@ -170,13 +188,13 @@ def test_a_parameter_without_a_gradient_so_far_has_no_state(tmp_path: Path) -> N
     trainer_state.write(tmp_path, trained, optimizer)
     resumed = optimizer_of(trained)
     trainer_state.read(tmp_path, trained, resumed)
-    assert not resumed.state
+    assert state(trained, resumed) == {}
     (tmp_path / "later").mkdir()
     step(trained, optimizer, seed=1, without="head")
     trainer_state.write(tmp_path / "later", trained, optimizer)
     trainer_state.read(tmp_path / "later", trained, resumed)
-    assert trained["head"] not in resumed.state
-    assert resumed.state[trained["layer.a"]]["step"] == 1
+    assert resumed.num_updates(trained["head"]) == 0
+    assert resumed.num_updates(trained["layer.a"]) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -219,6 +237,32 @@ def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
     assert "head.exp_avg is F32 (3, 4), expected F32 (3, 5); head.exp_avg_sq is " in told
     told = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 4))})
     assert "head.remainder is I16 (3, 4), expected none of that name" in told
+
+
+@pytest.mark.parametrize("other", ["adamw-8bit", OFFLOADED])
+def test_a_state_of_another_kind_is_refused_with_the_flags_that_fit_it(written: Path, other: str) -> None:
+    trained = parameters()
+    optimizer = optimizer_of(trained, kind=other)
+    step(trained, optimizer, seed=9)
+    before, weights = state(trained, optimizer), copies(trained)
+    with pytest.raises(CheckpointError) as caught:
+        trainer_state.read(written, trained, optimizer)
+    assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
+    assert caught.value.message.count(optimizer.flags) == 1
+    assert caught.value.remedy == "go on with --optimizer adamw --no-offload-optimizer"
+    check_equal(before, state(trained, optimizer))
+    assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
+
+
+def test_a_state_from_before_there_were_kinds_is_of_the_only_one_that_there_was(written: Path) -> None:
+    path = written / FOLDER / STATE_NAME
+    document = json.loads(path.read_text())
+    del document["flags"]
+    path.write_text(json.dumps(document))
+    trained = parameters()
+    resumed = optimizer_of(trained)
+    trainer_state.read(written, trained, resumed)
+    assert resumed.num_updates(trained["head"]) == 1
 
 
 Edit = Callable[[dict[str, Tensor]], object]

@@ -13,9 +13,6 @@ from bridge.checks.result import Check
 from bridge.client import BridgeClient
 from bridge.protocol import Element
 from bridge.rollouts import Endpoint, Sampler
-from bridge.training import batch
-from bridge.training.logprobs import model_logprobs
-from bridge.types import Completion, Group
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
 from tests.models import tiny
@@ -133,13 +130,10 @@ def test_checksums_agree_with_one_copy_and_name_the_first_that_does_not(
 
 def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> list[float]:
     """What the model itself gives to `token_ids` after `prompt`."""
-    done = Completion(
-        token_ids=tuple(token_ids), logprobs=(0.0,) * len(token_ids), text="", finish_reason="stop", weight_version=0
-    )
-    group = Group(problem={"prompt": ""}, prompt_token_ids=tuple(prompt), completions=(done,), rewards=(0.0,))
-    (part,) = batch.micro_batches([group], torch.ones(1, 1), max_tokens=99, pad_token_id=0, device=torch.device("cpu"))
+    given = torch.tensor([prompt + token_ids])
     with torch.no_grad():
-        found: list[float] = model_logprobs(attached.model, part, 1.0)[part.mask_BT].tolist()
+        logits = attached.model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    found: list[float] = logits.log_softmax(dim=1).gather(1, given[0, len(prompt) :].unsqueeze(1)).squeeze(1).tolist()
     return found
 
 

@@ -1,0 +1,118 @@
+"""From runs to figures: medians over the steps, a table, and whether the aim is reached.
+
+Not covered: what a side's lines mean (`_sides.py`).
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import _results
+from benchmarks._sides import Side
+from benchmarks._stamped import Run
+
+PARTS = ("generation_s", "training_s", "optimizer_s", "sync_s")
+"""Parts that do not overlap; what is left of a step is `other_s`."""
+SPEED_AIM = 1.4
+"""TRL's step over ours, at least."""
+COLUMNS = {
+    "num_steps": "steps", "tokens": "tokens",
+    "step_s": "step s", "generation_s": "generate", "training_s": "train", "optimizer_s": "optimizer",
+    "sync_s": "sync, fence", "other_s": "other", "speed": "speed", "peak_device_gib": "peak GiB",
+    "kv_cache_gib": "KV cache", "peak_without_kv_gib": "without KV",
+}  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
+    """Return the steps after the first `warm_up`, each from the line before it to its own."""
+    first = max(1, warm_up)
+    times = [later - earlier for earlier, later in zip(run.stamps[first - 1 :], run.stamps[first:], strict=False)]
+    steps = [{"step_s": time, **side.parts(line)} for time, line in zip(times, run.lines[first:], strict=True)]
+    return [{**step, "other_s": step["step_s"] - sum(step[part] for part in PARTS)} for step in steps]
+
+
+def row(side: Side, runs: Sequence[Run], *, warm_up: int) -> Row:
+    """Return one side's figures over all of its runs; those that nobody knows are left out."""
+    steps = [step for run in runs for step in steps_of(side, run, warm_up)]
+    names = [name for name in (steps[0] if steps else {}) if name.endswith("_s")]
+    known = {
+        **{name: statistics.median(step[name] for step in steps) for name in names},
+        "tokens": statistics.median(step["tokens"] for step in steps) if steps else None,
+        "peak_allocated_gib": max((step["peak_allocated_gib"] for step in steps), default=None),
+        "peak_device_gib": max((run.peak_gib for run in runs if run.peak_gib is not None), default=None),
+        "kv_cache_gib": max((run.kv_cache_gib for run in runs if run.kv_cache_gib is not None), default=None),
+    }
+    if known["peak_device_gib"] is not None and known["kv_cache_gib"] is not None:
+        known["peak_without_kv_gib"] = known["peak_device_gib"] - known["kv_cache_gib"]
+    return {
+        "side": side.name, "variant": side.variant, "num_steps": len(steps),
+        **{name: value for name, value in known.items() if value is not None},
+        "failures": [run.failure for run in runs if run.failure],
+        "run_seconds": [run.seconds for run in runs],
+        "steps": steps,
+    }  # fmt: skip
+
+
+def compare(rows: Sequence[Row], *, weights_gib: float) -> list[Row]:
+    """Return the rows with what each of ours gains over the fastest of TRL's; without one, as they are."""
+    rivals = [row for row in rows if row["side"] == "trl" and "step_s" in row]
+    if not rivals:
+        return list(rows)
+    rival = min(rivals, key=lambda row: row["step_s"])
+    return [_against(row, rival, weights_gib) for row in rows]
+
+
+def _against(row: Row, rival: Row, weights_gib: float) -> Row:
+    if "step_s" not in row:
+        return row
+    gained: Row = {"speed": rival["step_s"] / row["step_s"]}
+    if "peak_without_kv_gib" in row and "peak_without_kv_gib" in rival:
+        gained["memory_saved_gib"] = rival["peak_without_kv_gib"] - row["peak_without_kv_gib"]
+    if row["side"] == "bridge":
+        gained["is_fast_enough"] = gained["speed"] >= SPEED_AIM
+        if "memory_saved_gib" in gained:
+            gained["is_small_enough"] = gained["memory_saved_gib"] >= weights_gib
+    return {**row, **gained}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows for a person; what failed says why below."""
+    cells = [["", *COLUMNS.values()]]
+    cells += [[_name(row), *(_cell(name, row.get(name)) for name in COLUMNS)] for row in rows]
+    faults = [f"{_name(row)}: {fault}" for row in rows for fault in row["failures"]]
+    return "\n".join([_results.table(cells), *faults])
+
+
+def verdicts(rows: Sequence[Row], *, weights_gib: float) -> list[str]:
+    """Return a line for each of our rows that could be compared."""
+    return [
+        f"{_name(row)}: {row['speed']:.2f}x TRL's speed, {_word(row['is_fast_enough'])} of {SPEED_AIM}x"
+        + _saved(row, weights_gib)
+        for row in rows
+        if "is_fast_enough" in row
+    ]
+
+
+def _saved(row: Mapping[str, Any], weights_gib: float) -> str:
+    if "is_small_enough" not in row:
+        return ""
+    saved, word = row["memory_saved_gib"], _word(row["is_small_enough"])
+    return f"; {saved:.1f} GiB less at the peak, {word} of the weights' {weights_gib:.1f} GiB"
+
+
+def _word(reached: bool) -> str:
+    return "within the aim" if reached else "short of the aim"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['side']} {row['variant']}"
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name == "speed":
+        return f"{value:.2f}x"
+    return f"{value:.{1 if name.endswith('_gib') else 3 if name.endswith('_s') else 0}f}"

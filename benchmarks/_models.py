@@ -1,0 +1,126 @@
+"""Models that benchmarks measure: Qwen2.5's shapes with random weights, as a folder or in a server's memory.
+
+Not covered: serving them (`_servers.py`).
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2Tokenizer
+
+from bridge.weights import skeleton
+from bridge.weights.attach import AttachedModel
+from bridge.weights.model_folder import INDEX_NAME
+from tests.models.tiny import write_tokenizer
+
+SIZES = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+"""Qwen2.5's own shapes, and one for a try on the CPU."""
+SHARD_BYTES = 4 * 10**9
+"""Largest file of weights, and their copy in host memory while it is written."""
+
+
+def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config:
+    """Return the configuration of one size."""
+    config = Qwen2Config(
+        **SIZES[size], max_position_embeddings=4096, bos_token_id=None, eos_token_id=eos_token_id, dtype="bfloat16"
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    return config
+
+
+def make_model(size: str, folder: Path) -> Path:
+    """Write configuration and tokenizer; the weights are vLLM's dummies until `scatter` gives them a spread."""
+    model_config(size, eos_token_id=2).save_pretrained(folder)
+    write_tokenizer(folder, 1024)
+    return folder
+
+
+def make_whole_model(size: str, folder: Path) -> Path:
+    """Write configuration, random weights, and a tokenizer whose end token no model can sample.
+
+    Every completion is then as long as it may be, and its text tells its tokens, whoever samples it.
+    """
+    model_config(size).save_pretrained(folder)
+    _write_words(folder, int(str(SIZES[size]["vocab_size"])))
+    _write_weights(folder)
+    return folder
+
+
+def scatter(attached: AttachedModel) -> None:
+    """Give the live weights a spread that says something: logits of about +-0.5, norms around one."""
+    generator = torch.Generator(device=attached.device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in attached.model.parameters():
+            spread(parameter, generator)
+
+
+def spread(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill one parameter, in place, with what `scatter` gives it."""
+    centre, deviation = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
+    return parameter.normal_(centre, deviation, generator=generator)
+
+
+def _write_words(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer of bytes, and of a word that no text becomes for every other token that a model can sample.
+
+    transformers makes every Qwen2 tokenizer one of byte pairs, whatever its file says.
+    """
+    words = ["<pad>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"t{index}" for index in range(len(words), vocabulary)]
+    vocabulary_and_end = {word: index for index, word in enumerate([*words, "<eos>"])}
+    Qwen2Tokenizer(
+        vocab=vocabulary_and_end, merges=[], pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder)
+
+
+def _write_weights(folder: Path) -> None:
+    """Write every parameter of the folder's configuration, one shard in memory at a time."""
+    shards = list(_shards(skeleton.shapes(skeleton.build(str(folder), torch.bfloat16))))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device=device).manual_seed(0)
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {
+            name: spread(torch.empty(shape, dtype=torch.bfloat16, device=device), generator).cpu()
+            for name, shape in shard.items()
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(shard, file)
+    num_bytes = sum(2 * math.prod(shape) for shard in shards for shape in shard.values())
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
+    shard: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if shard and sum(2 * math.prod(other) for other in [*shard.values(), shape]) > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = shape
+    yield shard
+
+
+if __name__ == "__main__":  # in a process of its own: what it takes of a GPU is free afterwards
+    make_whole_model(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""What every benchmark is asked and what it leaves behind: common flags, words for a person, and one JSON file.
+
+Not covered: what is measured (a file each).
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bridge
+from cli import accelerator
+from patches.compatibility import installed_version
+
+RIVALS = ("trl", "liger-kernel")
+"""Packages whose versions belong to a result, where they are installed."""
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a module's own docstring and knows where results go."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
+    return made
+
+
+def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures with the command, the date, the hardware and the versions that they hold for."""
+    rivals = {name: importlib.metadata.version(name) for name in RIVALS if accelerator.is_installed(name)}
+    versions = {"bridge": bridge.__version__, "vllm": installed_version(), "torch": str(torch.__version__)}
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "versions": {**versions, **rivals},
+        "results": results,
+    }
+
+
+def write(benchmark: str, results: Mapping[str, Any], out: Path) -> Path:
+    """Write the figures to a file named by hardware, vLLM and date; one that is there is replaced."""
+    made = document(benchmark, results)
+    out.mkdir(parents=True, exist_ok=True)
+    hardware = made["hardware"].replace(" ", "-").lower()
+    path = out / f"{benchmark}-{hardware}-vllm-{made['versions']['vllm']}-{made['date']}.json"
+    path.write_text(json.dumps(made, indent=1) + "\n")
+    return path
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines of aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def say(line: str) -> None:
+    """Tell a person how far it is."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""Run a process that prints one JSON object a step, and tell when each was printed by a clock outside of it.
+
+Not covered: what the objects say (`_sides.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge.process import ProcessIdentity
+from cli import children
+from cli.children import Child
+
+POLL_S = 0.02
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What came of one process."""
+
+    stamps: list[float] = field(default_factory=list)
+    """When each line came, in seconds of a clock that only goes forward."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """The objects."""
+    peak_bytes: int = 0
+    """Most that `used_bytes` said while it ran; 0: nobody was there to ask."""
+    seconds: float = 0.0
+    """How long it ran."""
+    failure: str | None = None
+    """Why it ended before its last line; None: it did not."""
+    baseline_bytes: int = 0
+    """What `used_bytes` said before it was started."""
+    kv_cache_gib: float | None = None
+    """What its vLLM has for its KV cache; None: it does not tell."""
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Return the most that the GPU held for it; None: nobody was there to ask."""
+        return (self.peak_bytes - self.baseline_bytes) / 2**30 if self.peak_bytes else None
+
+
+def run(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    num_lines: int,
+    limit_s: float,
+    used_bytes: Callable[[], int] | None = None,
+) -> Run:
+    """Run `argv` until it has printed `num_lines` lines, has ended, or is out of time; then nothing of it is left."""
+    result, begun = Run(baseline_bytes=used_bytes() if used_bytes else 0), time.monotonic()
+    child = _start(argv, environment, log)
+    reader = threading.Thread(target=_read, args=(child.process, result), daemon=True)
+    reader.start()
+    try:
+        while child.is_alive() and len(result.lines) < num_lines and time.monotonic() - begun < limit_s:
+            result.peak_bytes = max(result.peak_bytes, used_bytes() if used_bytes else 0)
+            time.sleep(POLL_S)
+        alive = child.is_alive()
+        if alive:
+            children.kill(child)  # what it would do now, such as saving a checkpoint, is nobody's measure
+    finally:
+        children.stop(child)
+    reader.join(timeout=10)
+    result.seconds = time.monotonic() - begun
+    if len(result.lines) < num_lines:
+        result.failure = f"not done after {limit_s:.0f} s" if alive else reason(log)
+    return result
+
+
+def reason(log: Path) -> str:
+    """Return the line of a log that says best why its process ended."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    out_of_memory = [line for line in lines if "out of memory" in line.lower()]
+    faults = [line for line in lines if line.startswith("error: ") or "Error: " in line]
+    return next((found[-1][:300] for found in (out_of_memory, faults, lines) if found), "it said nothing")
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+    """Start `argv` in a session of its own which ends with this process; its stderr goes to the log."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(children.LEASH), str(os.getpid()), *argv],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
+        )
+    return Child(process, ProcessIdentity.of(process.pid), log)
+
+
+def _read(process: "subprocess.Popen[bytes]", result: Run) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        now, told = time.perf_counter(), json.loads(line)
+        result.stamps.append(now)
+        result.lines.append(told)

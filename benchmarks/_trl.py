@@ -1,0 +1,172 @@
+"""The rival's process: TRL's GRPO with vLLM in the trainer's own process (colocate), on the task of `_work.py`.
+
+Prints one JSON object a step on stdout: seconds per part and the most memory that torch has allocated. TRL is not
+changed: its methods are timed from outside, and every timed part begins and ends with an idle device.
+
+Not covered: the time of a whole step, which the process that reads the lines takes (`_stamped.py`).
+Source: TRL 1.16.0, `trl/trainer/grpo_trainer.py` and `trl/generation/vllm_generation.py`, for the names.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from transformers import AutoTokenizer, TrainerCallback
+
+from benchmarks import _work
+
+
+def main() -> None:
+    """Train as told, and print a line a step."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
+    options = flags().parse_args()
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    clock = Clock()
+    trainer = trl.GRPOTrainer(
+        model=str(options.model),
+        reward_funcs=clock.reward,
+        args=trl.GRPOConfig(**settings(options)),
+        train_dataset=datasets.Dataset.from_dict({"prompt": _work.prompts()}),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+    )
+    watch(trainer, clock)
+    trainer.add_callback(Lines(clock, lines))
+    trainer.train()
+
+
+def flags() -> argparse.ArgumentParser:
+    """Return what the process can be told."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("batch", type=int, help="completions of one forward and backward pass")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--completions", type=int, default=64, help="completions of one step")
+    parser.add_argument("--group", type=int, default=8, help="completions of one prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of one completion")
+    parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
+    parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
+    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
+    parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
+    return parser
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return TRL's settings: ours where we have them too, and else those that are fastest."""
+    return {
+        "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
+        "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": 0,
+        "per_device_train_batch_size": options.batch,
+        "gradient_accumulation_steps": options.completions // options.batch,
+        "num_generations": options.group, "max_completion_length": options.tokens, "temperature": 1.0,
+        "use_vllm": not options.no_vllm, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
+        "vllm_max_model_length": 1024, "vllm_enable_sleep_mode": options.sleep,
+        "vllm_importance_sampling_correction": not options.no_correction,
+        "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
+        "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
+        "learning_rate": 1e-6, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused", "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"},
+        "gradient_checkpointing": not options.no_checkpointing, "use_liger_kernel": options.liger,
+        "use_cpu": not torch.cuda.is_available(),
+    }  # fmt: skip
+
+
+class Clock:
+    """Seconds spent in each part since the last step's end, and the tokens that were sampled."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.num_tokens = 0
+
+    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """Score completions as TRL asks for it, and count their tokens."""
+        self.num_tokens += sum(map(len, completion_ids))
+        return [_work.reward(completion) for completion in completions]
+
+    def part(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `inner`, timed as a part of the step."""
+
+        @functools.wraps(inner)
+        def timed(*positional: Any, **named: Any) -> Any:
+            start = moment()
+            try:
+                return inner(*positional, **named)
+            finally:
+                self.seconds[name] += moment() - start
+
+        return timed
+
+
+def watch(trainer: Any, clock: Clock) -> None:
+    """Time the parts of every step that `trainer` takes."""
+    if trainer.use_vllm:
+        generation = trainer.vllm_generation
+        generation.generate = clock.part("generation", generation.generate)
+        generation.sync_weights = clock.part("sync", generation.sync_weights)
+    trainer._prepare_inputs = clock.part("prepare", trainer._prepare_inputs)
+    trainer.training_step = clock.part("training_step", trainer.training_step)
+    trainer.accelerator.clip_grad_norm_ = clock.part("clip", trainer.accelerator.clip_grad_norm_)
+    forward = trainer._get_per_token_logps_and_entropies
+    without_gradient = clock.part("old_logprobs", forward)
+
+    def either(*positional: Any, **named: Any) -> Any:
+        return (forward if torch.is_grad_enabled() else without_gradient)(*positional, **named)
+
+    trainer._get_per_token_logps_and_entropies = either
+
+
+class Lines(TrainerCallback):  # type: ignore[misc]
+    """Prints what the clock says at the end of every step."""
+
+    def __init__(self, clock: Clock, out: TextIO) -> None:
+        self._clock, self._out, self._stepped_at = clock, out, 0.0
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Begin to time the optimizer."""
+        self._stepped_at = moment()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Stop timing it."""
+        self._clock.seconds["optimizer"] += moment() - self._stepped_at
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        """Print the step's line."""
+        moment()
+        told = {"step": state.global_step, "tokens": self._clock.num_tokens, **parts(self._clock.seconds)}
+        self._out.write(json.dumps(told) + "\n")
+        self._clock.seconds.clear()
+        self._clock.num_tokens = 0
+
+
+def parts(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return parts that do not overlap, but for the old log-probabilities: that pass is a part of training, too."""
+    learning = seconds["training_step"] - seconds["prepare"] + seconds["clip"]
+    return {
+        "generation_s": seconds["generation"],
+        "training_s": learning + seconds["old_logprobs"],
+        "old_logprobs_s": seconds["old_logprobs"],
+        "optimizer_s": seconds["optimizer"],
+        "sync_s": seconds["sync"],
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+    }
+
+
+def moment() -> float:
+    """Return the time once the device has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()

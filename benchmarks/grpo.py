@@ -1,0 +1,150 @@
+"""GRPO on one GPU, Bridge against TRL's colocate mode, one after the other on the same work and the same model folder.
+
+    python -m benchmarks.grpo --sizes 1.5b 7b --steps 8
+    python -m benchmarks.grpo --sizes 7b --trl 16 "8 --no-checkpointing" "16 --liger" --ours adamw adamw-8bit
+
+A step is 64 completions of exactly 256 tokens in groups of 8, of prompts of 120 tokens, and one AdamW update of bf16
+weights with the token-mean loss, clipped gradients and truncated importance weights. The model has random weights, and
+its tokenizer's end token is none that it could sample. Each side runs in processes of its own, with no other on the
+GPU; a clock outside of both stamps the end of every step, and NVIDIA's library tells what the whole GPU holds. Steps
+that warm up are left out. What differs: TRL's AdamW keeps bf16 moments and rounds every update to bf16; ours never
+loses an update, and `--ours` names the moments that it keeps. TRL's prompts are of one length: it pads nothing.
+
+Memory is what the whole device holds at most, above what it held before, without the KV cache, which either engine
+makes as large as its share allows. Ours takes what is free for activations unless told otherwise. A run that fails,
+or for which no time is left, is a row that says so.
+
+Not covered: several GPUs, learning (rewards are a hash), training alone (`train_step.py`).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import _figures, _gpu_memory, _results, _sides, _stamped
+from benchmarks._models import SIZES
+from benchmarks._results import say
+from benchmarks._sides import Side, Work
+from benchmarks._stamped import Run
+from bridge.weights.model_folder import INDEX_NAME
+from cli import accelerator
+
+GIB = 2**30
+OURS = ("adamw-8bit", "adamw-8bit --micro-batch-tokens 1880")
+"""As fast as free memory allows, which fills it; and so small that the weights' size is saved."""
+LEAST_S = 30.0
+"""With less time than this no run is begun."""
+
+
+def main() -> None:
+    """Measure every size, and write what is known after every run."""
+    options = _flags().parse_args()
+    bench = Bench(options, deadline=time.monotonic() + options.limit_s)
+    for size in options.sizes:
+        bench.measure(size)
+    if options.json:
+        print(json.dumps(_results.document("grpo", bench.results)))
+
+
+def _flags() -> argparse.ArgumentParser:
+    flags, work = _results.parser(__doc__), Work()
+    flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5b", "7b"])
+    flags.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    flags.add_argument("--warm-up", type=int, default=2, help="steps before them, in which is compiled")
+    flags.add_argument("--rounds", type=int, default=1, help="runs of each side, in turns")
+    flags.add_argument(
+        "--trl", nargs="*", default=["16"], metavar="BATCH", help='"BATCH [flags of benchmarks._trl]", each a run'
+    )
+    flags.add_argument(
+        "--ours", nargs="*", default=list(OURS), metavar="OPTIMIZER", help='"OPTIMIZER [flags of bridge run]"'
+    )
+    flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
+    flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
+    flags.add_argument("--tokens", type=int, default=work.tokens, help="tokens of a completion")
+    flags.add_argument("--share", type=float, default=work.share, help="share of the GPU for vLLM")
+    flags.add_argument("--run-limit-s", type=float, default=600, help="seconds of one run, its start included")
+    flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
+    flags.add_argument("--keep-logs", type=Path, help="folder for the logs of every run")
+    flags.add_argument("--json", action="store_true", help="print the figures on stdout as well")
+    return flags
+
+
+@dataclass
+class Bench:
+    """What is asked, and what is known so far."""
+
+    options: argparse.Namespace
+    deadline: float
+    results: dict[str, Any] = field(default_factory=dict)
+    used_bytes: Callable[[], int] | None = field(default_factory=_gpu_memory.reader)
+
+    def measure(self, size: str) -> None:
+        """Run every side in turns on one model."""
+        with TemporaryDirectory(prefix="bridge-bench-") as scratch:
+            say(f"{size}: writing the model")
+            model = Path(scratch, "model")
+            subprocess.run([sys.executable, "-m", "benchmarks._models", size, str(model)], check=True)
+            weights_gib = _weight_bytes(model) / GIB
+            runs: dict[Side, list[Run]] = {}
+            for number, side in enumerate(self._turns()):
+                folder = Path(scratch, str(number))
+                folder.mkdir()
+                say(f"{size}: {side.name} {side.variant}")
+                runs.setdefault(side, []).append(self._run(side, model, folder))
+                self._keep_log(folder, f"{size}-{number}-{side.name}.log")
+                self._tell(size, runs, weights_gib)
+
+    def _turns(self) -> Iterator[Side]:
+        sides = [Side("trl", variant) for variant in self.options.trl]
+        sides += [Side("bridge", variant) for variant in self.options.ours]
+        for number in range(self.options.rounds):
+            yield from reversed(sides) if number % 2 else sides
+
+    def _run(self, side: Side, model: Path, folder: Path) -> Run:
+        limit_s = min(self.options.run_limit_s, self.deadline - time.monotonic())
+        if limit_s < LEAST_S:
+            return Run(failure="no time was left")
+        if side.name == "trl" and not accelerator.is_installed("trl"):
+            return Run(failure="TRL is not installed: pip install trl==1.16.0")
+        steps = self.options.warm_up + self.options.steps
+        argv, log = side.argv(self._work(), model, folder, steps), folder / "log"
+        run = _stamped.run(
+            argv, _sides.environment(), log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes
+        )
+        if self.used_bytes is not None:
+            _gpu_memory.settle(self.used_bytes, run.baseline_bytes + GIB, limit_s=30)
+        return replace(run, kv_cache_gib=side.kv_cache_gib(log, folder))
+
+    def _work(self) -> Work:
+        return Work(**{name: getattr(self.options, name) for name in asdict(Work())})
+
+    def _keep_log(self, folder: Path, name: str) -> None:
+        kept, log = self.options.keep_logs, folder / "log"
+        if kept is not None and log.exists():
+            kept.mkdir(parents=True, exist_ok=True)
+            copyfile(log, kept / name)
+
+    def _tell(self, size: str, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
+        rows = [_figures.row(side, of_side, warm_up=self.options.warm_up) for side, of_side in runs.items()]
+        rows = _figures.compare(rows, weights_gib=weights_gib)
+        self.results[size] = {"work": asdict(self._work()), "weights_gib": weights_gib, "rows": rows}
+        path = _results.write("grpo", self.results, self.options.out)
+        lines = [f"{size}, weights {weights_gib:.1f} GiB, in {path}", _figures.table(rows)]
+        say("\n".join([*lines, *_figures.verdicts(rows, weights_gib=weights_gib)]))
+
+
+def _weight_bytes(model: Path) -> int:
+    index = json.loads((model / INDEX_NAME).read_text())
+    return int(index["metadata"]["total_size"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What bf16 loses of an update, and what each optimizer keeps: the demo's task, at a learning rate below bf16's reach.
+
+Every optimizer trains the demo's model from the same weights, by the same seed, on one live server, in place. The
+reference holds a float32 master of every weight, steps that with torch's own AdamW, and rounds it into the live one;
+`bf16` is torch's AdamW on the live bf16 weights themselves. Compared are the rewards, and how far and where to the
+weights went: the reference's distance from the first weights is one, and the cosine is with its direction.
+
+Runs on a CPU, in about two minutes an optimizer. Not covered: time, and memory (`bridge plan`).
+"""
+
+import math
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import _results
+from benchmarks._results import say
+from bridge.client import BridgeClient
+from bridge.config import ServeConfig, TrainConfig
+from bridge.run_directory import RunDirectory
+from bridge.training import loop, optimizer
+from bridge.training.in_place import EPS, InPlaceOptimizer, StateBytes
+from bridge.weights import fence, manifest, model_folder
+from bridge.weights.attach import AttachedModel, attach
+from cli.demo import demo_model_folder
+from cli.engine import ServedEngine
+from cli.serve import free_port, prepare
+from environments import registry
+
+REFERENCE, PLAIN = "float32 master", "bf16"
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {},
+    "adamw, offloaded": {"offload_optimizer": True},
+    "adamw-bf16": {"optimizer": "adamw-bf16"},
+    "adamw-8bit": {"optimizer": "adamw-8bit"},
+    "adamw-4bit": {"optimizer": "adamw-4bit"},
+}
+"""Name -> what `bridge train` is given."""
+LAST_STEPS = 20
+"""Steps at the end whose mean reward is compared: single steps are noisy."""
+
+
+class Rival(InPlaceOptimizer):
+    """torch's AdamW, on the live weights, or on float32 masters that are rounded into them."""
+
+    flags, accumulates = "", True
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig, *, has_masters: bool) -> None:
+        groups = list(groups)
+        betas = config.beta1, 0.999 if config.beta2 is None else config.beta2
+        super().__init__(groups, lr=config.lr, betas=betas, eps=EPS, weight_decay=config.weight_decay)
+        self._live = [parameter for group in groups for parameter in group["params"]]
+        self._stepped = [p.detach().float().clone() if has_masters else p for p in self._live]
+        self._inner = torch.optim.AdamW(
+            self._stepped, lr=config.lr, betas=betas, eps=EPS, weight_decay=config.weight_decay
+        )
+
+    def _step(self, norm: float, max_norm: float) -> None:
+        before = [live.detach().clone() for live in self._live]
+        scale = min(1.0, max_norm / norm) if norm else 1.0
+        for live, stepped in zip(self._live, self._stepped, strict=True):
+            stepped.grad = None if live.grad is None else live.grad.to(stepped.dtype).mul_(scale)
+        self._inner.step()
+        for live, stepped in zip(self._live, self._stepped, strict=True):
+            live.data.copy_(stepped)
+        self._num_changed = [(old != new).sum() for old, new in zip(before, self._live, strict=True)]
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Return what it holds now."""
+        masters = sum(s.nbytes for s, p in zip(self._stepped, self._live, strict=True) if s is not p)
+        moments = sum(v.nbytes for state in self._inner.state.values() for v in state.values())
+        return StateBytes(masters + moments, 0)
+
+    def allocate(self) -> None:
+        """Do nothing: what it takes is of no interest here."""
+
+    def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
+        """Refuse."""
+        raise AssertionError(max_norm)
+
+    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Refuse: it is not saved."""
+        raise AssertionError(parameter.shape)
+
+    described_parts = parts
+
+    def num_updates(self, parameter: Tensor) -> int:
+        """Refuse: it is not saved."""
+        raise AssertionError(parameter.shape)
+
+    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
+        """Refuse: it is not saved."""
+        raise AssertionError(num_updates)
+
+
+def main() -> None:
+    """Train by each optimizer and print how the others compare with the reference."""
+    options = _parser().parse_args()
+    results: dict[str, Any] = {"lr": options.lr, "steps": options.steps}
+    with tempfile.TemporaryDirectory() as folder:
+        results["rows"] = measure(options.steps, options.lr, Path(folder))
+    print(_results.table(_cells(results["rows"])))
+    say(f"written to {_results.write('lost_updates', results, options.out)}")
+
+
+def _parser() -> Any:
+    made = _results.parser(__doc__)
+    made.add_argument("--steps", type=int, default=200, help="optimizer steps of each")
+    made.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    return made
+
+
+def measure(steps: int, lr: float, folder: Path) -> list[dict[str, Any]]:
+    """Train by every optimizer on one server, each from the first weights, and return a row for each."""
+    model = demo_model_folder()
+    serve = ServeConfig(
+        model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=folder / manifest.MANIFEST_NAME
+    )
+    command = prepare(serve, [])
+    rows = []
+    with ServedEngine(command, folder / "serve.log", limit_s=300).running():
+        exported = manifest.load(command.manifest)
+        live = attach(exported)
+        first = _weights(live)
+        for name in (REFERENCE, PLAIN, *OURS):
+            _begin_again(exported, live, model)
+            rows.append(
+                {"optimizer": name, **_trained(name, _config(model, command.manifest, folder, steps, lr, name))}
+            )
+            moved = _weights(live) - first
+            if name == REFERENCE:
+                reference = moved
+            rows[-1] |= _compared(moved, reference)
+            say(f"{name}: held-out reward {rows[-1]['reward_before']:.3f} -> {rows[-1]['reward_after']:.3f}")
+    return rows
+
+
+def _config(model: Path, exported: Path, folder: Path, steps: int, lr: float, name: str) -> TrainConfig:
+    """Return what the demo trains with, at another learning rate."""
+    return TrainConfig.model_validate(
+        {
+            "model_name": str(model), "training_steps": steps, "lr": lr, "batch_size": 128, "max_new_tokens": 4,
+            "eval_samples": 16, "vllm_config_path": exported, "save_path": folder / name / "saved",
+            "run_dir": folder / name / "run", "save_optimizer": False, **OURS.get(name, {}),
+        }
+    )  # fmt: skip
+
+
+def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
+    shares: list[float] = []
+    run = RunDirectory.create(config.run_dir, environment=config.environment)
+
+    def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
+        if name in OURS:
+            return optimizer.make(config, groups)
+        return Rival(groups, config, has_masters=name == REFERENCE)
+
+    environment = registry.load(config.environment)
+    summary = loop.train(
+        config, environment, run, lambda metrics: shares.append(metrics.changed_weight_share), make_optimizer=make
+    )
+    return {
+        "reward_before": summary.reward_before,
+        "reward_after": summary.reward_after,
+        "reward_last": statistics.fmean(summary.rewards[-LAST_STEPS:]),
+        "changed_weight_share": statistics.median(shares),
+        "rewards": list(summary.rewards),
+    }
+
+
+def _begin_again(exported: manifest.Manifest, live: AttachedModel, model: Path) -> None:
+    """Load the first weights into the live ones."""
+    with BridgeClient(exported, timeout_s=60) as client:
+        version = client.status().version + 1
+        fence.restore(client, lambda: model_folder.load_into(live.model, model), version=version)
+
+
+def _weights(live: AttachedModel) -> Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in live.model.parameters()])
+
+
+def _compared(moved: Tensor, reference: Tensor) -> dict[str, float]:
+    cosine = float(moved @ reference / (moved.norm() * reference.norm()))
+    return {"distance": float(moved.norm() / reference.norm()), "cosine": cosine}
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    head = ["optimizer", "held-out before", "after", f"last {LAST_STEPS} steps", "changed", "distance", "cosine"]
+    return [
+        head,
+        *(
+            [
+                row["optimizer"], f"{row['reward_before']:.3f}", f"{row['reward_after']:.3f}",
+                f"{row['reward_last']:.3f}", f"{row['changed_weight_share']:.1%}", f"{row['distance']:.3f}",
+                f"{row['cosine']:.3f}",
+            ]
+            for row in rows
+        ),
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

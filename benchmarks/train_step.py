@@ -1,0 +1,210 @@
+"""Measure the trainer alone, without vLLM: forward and backward, the optimizer, and memory, by several settings.
+
+    python -m benchmarks.train_step --sizes 7b --settings "" "optimizer=adamw-8bit" "compile_layers=false" --profile
+
+The model has a Qwen2 shape and random bf16 weights of this process's own; the batch is made up: 64 completions of 256
+tokens in groups of 8, of prompts of 120 tokens, and all of them with advantages. A setting is any fields of
+`bridge train`'s configuration. What is timed is what a training run does with a batch (`bridge/training/learner.py`),
+from an idle device to an idle device; the first steps, in which is compiled, are left out. A setting that does not fit
+in memory, or for which no time is left, is a row that says so.
+
+Not covered: generation, the fence, several GPUs (`grpo.py` has the whole step).
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks import _results, _work
+from benchmarks._models import SIZES, model_config, spread
+from benchmarks._results import say
+from benchmarks._sides import Work
+from bridge.config import TrainConfig
+from bridge.errors import BridgeError
+from bridge.training import forward
+from bridge.training.budget import Budget
+from bridge.training.learner import Learner
+from bridge.training.optimizer import make, scaled_group
+from bridge.types import Group
+from bridge.weights.attach import leave_a_core
+
+GIB = 2**30
+SETTINGS = ("", "optimizer=adamw-8bit", "gradient_checkpointing=true", "compile_layers=false")
+TOP = 25
+"""Kernels that a profile names."""
+COLUMNS = {
+    "step_s": "step s", "forward_backward_s": "forward, backward", "optimizer_s": "optimizer", "first_s": "first step",
+    "peak_gib": "peak GiB", "beside_weights_gib": "beside weights",
+}  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure every size by every setting, and write what is known after each."""
+    options = _flags().parse_args()
+    deadline = time.monotonic() + options.limit_s
+    results: dict[str, list[Row]] = {}
+    for size in options.sizes:
+        for setting in options.settings:
+            results.setdefault(size, []).append(measure(size, setting, options, deadline))
+            path = _results.write("train_step", results, options.out)
+            say(f"{size}, in {path}\n{table(results[size])}")
+
+
+def _flags() -> argparse.ArgumentParser:
+    flags, work = _results.parser(__doc__), Work()
+    flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5b", "7b"])
+    flags.add_argument(
+        "--settings", nargs="+", default=list(SETTINGS), type=_usable, metavar="FIELDS", help='"field=value ..."'
+    )
+    flags.add_argument("--steps", type=int, default=4, help="measured steps")
+    flags.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
+    flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
+    flags.add_argument("--tokens", type=int, default=work.tokens, help="tokens of a completion")
+    flags.add_argument("--profile", action="store_true", help=f"name the {TOP} most expensive kernels of a step")
+    flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything; no step begins later")
+    return flags
+
+
+def measure(size: str, setting: str, options: argparse.Namespace, deadline: float) -> Row:
+    """Return the figures of one setting, or why there are none."""
+    say(f"{size}: {setting or 'as it is'}")
+    notes: list[str] = []
+    row: Row = {"setting": setting, "notes": notes}
+    try:
+        batch = _work.batch(
+            model_config(size).vocab_size, options.completions, group=options.group, num_tokens=options.tokens
+        )
+        steps = Steps(size, config_of(setting), batch, notes.append)
+        return {**row, **steps.figures(options, deadline)}
+    except (torch.OutOfMemoryError, BridgeError) as error:
+        return {**row, "failure": str(error).strip().splitlines()[0]}
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _usable(setting: str) -> str:
+    """Return a setting whose fields the configuration has (a ValueError is argparse's to tell)."""
+    config_of(setting)
+    return setting
+
+
+def config_of(setting: str) -> TrainConfig:
+    """Return the configuration with the fields that a setting names."""
+    fields = dict(word.split("=", 1) for word in setting.split())
+    return TrainConfig.model_validate({"model_name": "made up", **fields})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """One step, in seconds."""
+
+    forward_backward_s: float
+    """Packing, the forward and backward passes, and the gradient's norm."""
+    optimizer_s: float
+    """The update; with gradient release the passes, too."""
+
+    @property
+    def step_s(self) -> float:
+        """Return the whole."""
+        return self.forward_backward_s + self.optimizer_s
+
+
+class Steps:
+    """A model with everything that trains it, and a batch."""
+
+    def __init__(self, size: str, config: TrainConfig, batch: Sequence[Group], note: Callable[[str], None]) -> None:
+        self._device = torch.device("cuda") if torch.cuda.is_available() else leave_a_core()
+        model = build(size, self._device)
+        self._weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        forward.prepare(model, config, note)
+        optimizer = make(
+            config,
+            [scaled_group(each, 1.0, lr=config.lr, weight_decay=config.weight_decay) for each in model.parameters()],
+        )
+        optimizer.allocate()  # what is left of the memory is for activations
+        self._learner = Learner(config, model, optimizer, budget=Budget(model, config, note), reference=None)
+        self._batch = batch
+
+    def figures(self, options: argparse.Namespace, deadline: float) -> Row:
+        """Take the steps and return what they came to."""
+        first = self.step()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = [self.step() for _ in range(max(0, options.warm_up - 1) + options.steps) if time.monotonic() < deadline]
+        measured = times[max(0, options.warm_up - 1) :]
+        if not measured:
+            return {"first_s": first.step_s, "failure": "no time was left"}
+        names = ("step_s", "forward_backward_s", "optimizer_s")
+        row: Row = {name: statistics.median(getattr(step, name) for step in measured) for name in names}
+        row |= {"first_s": first.step_s, "num_steps": len(measured), "weights_gib": self._weight_bytes / GIB}
+        if self._device.type == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            row["beside_weights_gib"] = row["peak_gib"] - row["weights_gib"]
+        return {**row, "kernels": self.kernels()} if options.profile else row
+
+    def step(self) -> Times:
+        """Take one step on the batch."""
+        begin = self._idle()
+        self._learner.take(self._batch)
+        self._learner.prepare()
+        between = self._idle()
+        self._learner.write()
+        return Times(forward_backward_s=between - begin, optimizer_s=self._idle() - between)
+
+    def kernels(self) -> list[Row]:
+        """Profile one step, and return what took most of the device's time."""
+        on_gpu = self._device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+            self.step()
+        kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        say(averages.table(sort_by=kind, row_limit=TOP, max_name_column_width=80))
+        taken = sorted(averages, key=lambda event: float(getattr(event, kind)), reverse=True)[:TOP]
+        return [{"name": each.key, "calls": each.count, "ms": getattr(each, kind) / 1e3} for each in taken]
+
+    def _idle(self) -> float:
+        """Return the time once the device has nothing left to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def build(size: str, device: torch.device) -> PreTrainedModel:
+    """Return a model with random bf16 weights on `device`, in evaluation mode, as one that is attached."""
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(size), dtype=torch.bfloat16)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread(parameter, generator)
+    return model.eval()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows for a person; what failed says why below."""
+    cells = [["", *COLUMNS.values()]]
+    cells += [
+        [row["setting"] or "as it is", *(f"{row[name]:.3f}" if name in row else "-" for name in COLUMNS)]
+        for row in rows
+    ]
+    told = [f"{row['setting'] or 'as it is'}: {line}" for row in rows for line in row["notes"]]
+    faults = [f"{row['setting'] or 'as it is'}: {row['failure']}" for row in rows if "failure" in row]
+    return "\n".join([_results.table(cells), *told, *faults])
+
+
+if __name__ == "__main__":
+    main()

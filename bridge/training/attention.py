@@ -1,0 +1,134 @@
+"""Causal attention over packed sequences: each token sees its own sequence alone, and no tokens x tokens mask is made.
+
+Registered with transformers under a name of our own, for any model that calls its attention through that registry.
+Where a sequence begins travels as keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`), so
+that what is recomputed under gradient checkpointing, and what is compiled, gets it too.
+
+Not covered: what the kernel lacks (`dense_attention.py`), choosing this attention for a model and checking the choice
+(`forward.py`), dropout inside attention.
+Shape suffixes: S1 sequences and one more, T tokens of all of them, A attention heads, K key-value heads (A is a
+multiple of K), D size of a head, H hidden size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from bridge.errors import UnsupportedModelError
+from bridge.training import dense_attention
+from bridge.training.dense_attention import Rule
+
+NAME = "bridge_packed"
+"""The name in transformers' registry. Masks have a registry of their own; what is not in it gets none."""
+KERNEL_HEAD_SIZE = 256
+"""Largest head that the kernel takes."""
+_KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+"""Windows and grouped heads came to `varlen_attn` after torch 2.10."""
+
+
+def packed_hidden(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, starts_S1: Tensor, *, longest: int
+) -> Tensor:
+    """Return the last hidden states of packed sequences.
+
+    Positions tell attention functions other than ours where sequences begin: transformers makes a mask of them.
+
+    Shapes: [T], [T], [S + 1] int32 -> [T, H].
+    """
+    hidden_1TH: Tensor = (
+        model.get_decoder()(
+            input_ids=tokens_T.unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
+            use_cache=False,
+            **_boundaries(model, starts_S1, longest),
+        )
+        .last_hidden_state
+    )  # fmt: skip
+    return hidden_1TH[0]
+
+
+def _boundaries(model: PreTrainedModel, starts_S1: Tensor, longest: int) -> dict[str, Any]:
+    if model.config._attn_implementation != NAME:
+        return {}
+    return {
+        "cu_seq_lens_q": starts_S1, "cu_seq_lens_k": starts_S1, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each sequence, as transformers calls it; a batch without boundaries is one sequence a row.
+
+    Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, T, A, D].
+
+    Raises:
+        UnsupportedModelError: the layer asks for what this attention has not.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = attention_mask is None and position_bias is None and not dropout and causal
+    if not plain or query.shape[2] != key.shape[2]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} wants a mask, a bias, a cache, dropout or future tokens in its attention",
+            remedy="train another model, or report this one",
+        )
+    rule = Rule(scale=scaling, window=sliding_window, cap=softcap, sinks_A=s_aux)
+    if cu_seq_lens_q is None or max_length_q is None:
+        return dense_attention.in_rows(query, key, value, rule=rule).transpose(1, 2), None
+    q_TAD, k_TKD, v_TKD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    if _fits_kernel(q_TAD, v_TKD, rule):
+        return _kernel(q_TAD, k_TKD, v_TKD, cu_seq_lens_q, max_length_q, rule).unsqueeze(0), None
+    return dense_attention.by_blocks(q_TAD, k_TKD, v_TKD, cu_seq_lens_q, rule).unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+
+
+def _fits_kernel(q_TAD: Tensor, v_TKD: Tensor, rule: Rule) -> bool:
+    size = q_TAD.shape[-1]
+    return (
+        q_TAD.is_cuda
+        and q_TAD.dtype in (torch.bfloat16, torch.float16)
+        and rule.cap is None
+        and rule.sinks_A is None
+        and size == v_TKD.shape[-1]
+        and size <= KERNEL_HEAD_SIZE
+        and size % 8 == 0
+        and (rule.window is None or "window_size" in _KERNEL_OPTIONS)
+    )
+
+
+def _kernel(q_TAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_S1: Tensor, longest: int, rule: Rule) -> Tensor:
+    options: dict[str, Any] = {"scale": rule.scale}
+    if "window_size" in _KERNEL_OPTIONS:
+        options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
+    else:
+        options["is_causal"] = True
+    if "enable_gqa" in _KERNEL_OPTIONS:
+        options["enable_gqa"] = True
+    else:
+        groups = q_TAD.shape[1] // k_TKD.shape[1]
+        k_TKD, v_TKD = k_TKD.repeat_interleave(groups, dim=1), v_TKD.repeat_interleave(groups, dim=1)
+    output_TAD = varlen_attn(q_TAD, k_TKD, v_TKD, starts_S1, starts_S1, longest, longest, **options)
+    assert isinstance(output_TAD, Tensor), "nothing beside the output was asked for"
+    return output_TAD

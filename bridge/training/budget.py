@@ -1,0 +1,142 @@
+"""The token budget of a micro-batch: as many as fit into the memory that is free, measured and not modelled.
+
+What a token takes and what memory is free tell how many tokens fit. Where too few do, activations are recomputed. What
+does not fit after all halves the budget.
+
+Not covered: what a pass takes (`pass_cost.py`), packing (`batch.py`), doing over what did not fit (`learner.py`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.training import attention
+from bridge.training.forward import Note
+from bridge.training.layers import recompute_activations
+from bridge.training.pass_cost import Cost, free_memory, let_go, measure_cost
+from bridge.training.samples import Sample
+
+GIB = 2**30
+CPU_TOKENS = 16_384
+"""Budget on the CPU, where memory is not what bounds it."""
+MOST_TOKENS = 65_536
+"""Past this, a larger micro-batch is no faster."""
+MASKED_TOKENS = 8_192
+"""The same where attention is not ours: its mask grows by the square."""
+ENOUGH_TOKENS = 2_048
+"""Fewer would leave a GPU idle: recomputing activations is faster then."""
+SHARE = 0.85
+"""Of the memory that is free: the rest is for fragments, and for what a pass takes beside its tokens."""
+
+
+Measure = Callable[[PreTrainedModel, float], Cost | None]
+"""Measures a model at a temperature; None where not even the smallest pass fits."""
+
+
+class Budget:
+    """How many tokens one run's micro-batches have; it starts with what fits, and only ever gets smaller."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainConfig,
+        note: Note,
+        *,
+        measure: Measure | None = None,
+        free_bytes: Callable[[PreTrainedModel], float] | None = None,
+    ) -> None:
+        self._model, self._config, self._note = model, config, note
+        self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
+        self._on_gpu = measure is not None or model.device.type == "cuda"
+        self._tokens = config.micro_batch_tokens or (None if self._on_gpu else min(CPU_TOKENS, self._most))
+        self._longest = self._total = 0
+
+    def is_short(self, samples: Sequence[Sample]) -> bool:
+        """Tell whether more memory would help: now, activations would have to be recomputed or passes be small."""
+        self._see(samples)
+        return self._on_gpu and self._fitting(self._free()) < self._wanted
+
+    def max_tokens(self, samples: Sequence[Sample]) -> int:
+        """Return the budget for these samples.
+
+        It is found at the first call: then the optimizer's state has to be there, and nothing that goes before a pass.
+        """
+        self._see(samples)
+        if self._tokens is None:
+            self._tokens = self._find()
+        return self._tokens
+
+    def shrink(self, error: torch.OutOfMemoryError) -> None:
+        """Take less memory from now on: what did not fit can be done over, from the first micro-batch on.
+
+        Raises:
+            UsageError: one sequence alone, with its activations recomputed, does not fit.
+        """
+        assert self._tokens is not None, "nothing was asked for yet"
+        let_go(error, self._model.device)
+        halved = min(self._tokens, self._total) // 2
+        if self._may_recompute and halved < max(self._longest, ENOUGH_TOKENS):
+            recompute_activations(self._model)
+            self._note("out of memory: activations are recomputed from now on, which takes longer")
+        elif self._longest < self._tokens:
+            self._tokens = max(halved, self._longest)
+            self._note(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
+        else:
+            raise UsageError(
+                f"a sequence of {self._longest:,} tokens does not fit into the memory that is free: "
+                f"{str(error).strip().splitlines()[0]}",
+                remedy=self._remedy(),
+            ) from error
+
+    @property
+    def _most(self) -> int:
+        return MOST_TOKENS if self._model.config._attn_implementation == attention.NAME else MASKED_TOKENS
+
+    @property
+    def _may_recompute(self) -> bool:
+        wanted, model = self._config.gradient_checkpointing, self._model
+        return wanted is not False and model.supports_gradient_checkpointing and not model.is_gradient_checkpointing
+
+    def _see(self, samples: Sequence[Sample]) -> None:
+        self._longest = max(sample.num_tokens for sample in samples)
+        self._total = sum(sample.num_tokens for sample in samples)
+
+    @property
+    def _wanted(self) -> int:
+        """Tokens that have to fit at once for a GPU to be busy."""
+        return max(self._longest, min(self._tokens or ENOUGH_TOKENS, self._total))
+
+    def _find(self) -> int:
+        free = self._free()
+        fitting = self._fitting(free)
+        if fitting < self._wanted and self._may_recompute:
+            self._note(f"activations are recomputed: without, {fitting:,} tokens fit at once, not {self._wanted:,}")
+            recompute_activations(self._model)
+            fitting = self._fitting(free)
+        tokens = min(max(fitting, self._longest), self._most)
+        self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
+        return tokens
+
+    def _free(self) -> float:
+        pending = _gradient_bytes(self._model, released=self._config.gradient_release)
+        return SHARE * (self._free_bytes(self._model) - pending)
+
+    def _fitting(self, free: float) -> int:
+        cost = self._measure(self._model, self._config.temperature)
+        return 0 if cost is None else cost.tokens_in(free)
+
+    def _remedy(self) -> str:
+        if self._config.gradient_checkpointing is False:
+            return "--gradient-checkpointing, which recomputes activations"
+        return (
+            "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with less state"
+        )
+
+
+def _gradient_bytes(model: PreTrainedModel, *, released: bool) -> int:
+    """Return the bytes of the gradients that are still to be allocated; one at a time where each is released."""
+    sizes = [p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None]
+    return max(sizes, default=0) if released else sum(sizes)

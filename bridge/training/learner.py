@@ -1,0 +1,252 @@
+"""One batch of rollouts turned into updates: all that can be computed before a weight changes, and the changes.
+
+    take       the groups become samples, one share of them per update
+    prepare    forward and backward passes up to where the first weight would change
+    write      the update, and where a batch makes several, the passes and the updates that follow
+
+With one update a batch nothing but the optimizer's step is left to write. Where gradients are released, each parameter
+is stepped in the middle of the backward pass, which is part of writing then.
+
+Not covered: the fence around writing (`loop.py`), advantages (`advantages.py`), forward and backward (`gradients.py`),
+the optimizer (`optimizer.py`), how many tokens a pass takes (`budget.py`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.modes.mode import OpenedModel
+from bridge.training import forward, optimizer, reference
+from bridge.training.advantages import samples, with_advantages
+from bridge.training.batch import packs
+from bridge.training.budget import Budget
+from bridge.training.forward import Note
+from bridge.training.gradients import Gradients, Part, Sums
+from bridge.training.in_place import InPlaceOptimizer
+from bridge.training.mismatch import Mismatch, share
+from bridge.training.policy_loss import LossShares, LossSpec
+from bridge.training.reference import Reference
+from bridge.training.samples import Sample
+from bridge.types import Group
+
+MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """What the updates of one batch came to."""
+
+    loss: float
+    """Mean over the updates."""
+    grad_norm: float
+    """Global norm of the gradient before it is scaled down, mean over the updates."""
+    entropy: float
+    """Mean entropy of the policy where a token was sampled, before the first update, in nats."""
+    mismatch: Mismatch
+    """How far the server and the trainer were apart before the first update."""
+    shares: LossShares
+    """How much was clipped, and how far the policy is from its reference."""
+    num_tokens: int
+    """Sampled tokens that were trained on."""
+    num_updates: int
+    """Optimizer steps that were taken."""
+
+
+class Learner:
+    """A model that is trained in place, batch by batch."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: PreTrainedModel,
+        optimizer: InPlaceOptimizer,
+        *,
+        budget: Budget,
+        reference: Reference | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._config, self._model, self._budget = config, model, budget
+        self._spec = LossSpec.of(config)
+        self._gradients = Gradients(model=model, spec=self._spec, temperature=config.temperature, reference=reference)
+        self._take([])
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, opened: OpenedModel, note: Note, *, make_optimizer: MakeOptimizer = optimizer.make
+    ) -> Self:
+        """Prepare a model for training, and take all memory that does not depend on the batch.
+
+        Raises:
+            UsageError: it does not fit.
+            UnsupportedModelError: the model cannot be trained as it is wanted to be.
+        """
+        model = opened.model
+        forward.prepare(model, config, note)
+        groups = [
+            optimizer.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
+            for name, factor in opened.lr_factors.items()
+        ]
+        made = make_optimizer(config, groups)
+        try:
+            made.allocate()
+            beside = reference.open_reference(config, model, opened.device, note)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
+                remedy=f"bridge plan --model {config.model_name} tells what fits: a lower --gpu-memory-utilization, an"
+                " --optimizer with less state, --offload-optimizer",
+            ) from error
+        return cls(config, model, made, budget=Budget(model, config, note), reference=beside)
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Make `groups` the batch at hand.
+
+        Raises:
+            UsageError: advantages from outside cannot be used.
+        """
+        whole = with_advantages(groups, self._spec.advantage_scale)
+        size = len(whole) // self._config.updates_per_batch
+        cut = [whole[start : start + size] for start in range(0, len(whole), size)]
+        self._take([samples(each, self._spec, max_new_tokens=self._config.max_new_tokens) for each in cut])
+
+    def wants_sleep(self) -> bool | None:
+        """Tell whether the batch lacks memory, which a sleeping KV cache would give; None: it is empty."""
+        if not any(self._shares):
+            return None
+        return self._budget.is_short(max(self._shares, key=lambda each: sum(sample.num_tokens for sample in each)))
+
+    def prepare(self) -> None:
+        """Compute what comes before the first change of a weight, once; what is interrupted leaves nothing.
+
+        Raises:
+            UsageError: it does not fit in memory, or the gradient is no number.
+        """
+        while not self._prepared:
+            try:
+                self._prepare()
+            except torch.OutOfMemoryError as error:
+                self.forget()
+                self._budget.shrink(error)
+            except BaseException:
+                self.forget()
+                raise
+
+    def write(self) -> None:
+        """Take every update of the batch.
+
+        After the first one, what is no number or does not fit in memory ends the batch early: the weights are those of
+        the update before, and the next batch tells.
+
+        Raises:
+            UsageError: gradients are released, and memory ran out in the middle of an update.
+        """
+        for number in range(self._config.passes_per_batch * len(self._parts)):
+            parts = self._parts[number % len(self._parts)]
+            if parts and not self._update(parts, first=number == 0):
+                break
+        self._model.zero_grad(set_to_none=True)  # a KV cache that slept needs their memory
+        self._is_written = True
+
+    def forget(self) -> None:
+        """Drop what was computed of the batch at hand; what was measured stays if it is written."""
+        self._model.zero_grad(set_to_none=True)
+        if not self._is_written:
+            self._take(self._shares)
+
+    def learnt(self) -> Learnt:
+        """Wait for the device, and return what was found."""
+        sums, num_updates = self._sums, self._num_updates
+        num_tokens = sum(len(sample.token_ids) for each in self._shares for sample in each)
+        return Learnt(
+            loss=sums.loss.item() / max(num_updates, 1),
+            grad_norm=sum(self._norms[:num_updates]) / max(num_updates, 1),
+            entropy=share(sums.entropy.item(), num_tokens),
+            mismatch=sums.tally.read(),
+            shares=sums.statistics.read(),
+            num_tokens=num_tokens,
+            num_updates=num_updates,
+        )
+
+    def _take(self, shares: list[list[Sample]]) -> None:
+        self._shares, self._parts = shares, list[list[Part]]()
+        self._prepared = self._is_written = False
+        self._sums, self._norms, self._num_updates = Sums(self._model.device), list[float](), 0
+
+    def _prepare(self) -> None:
+        self._parts = [self._pack(each) for each in self._shares]
+        if self._config.passes_per_batch * len(self._parts) > 1:
+            for part in (part for parts in self._parts for part in parts):
+                self._gradients.look_back(part, self._sums)
+        if not self._steps_in_backward and self._parts[0] and not self._differentiate(self._parts[0]):
+            raise UsageError(
+                f"the gradient's norm is {self._norms[-1]}; the weights were not touched", remedy="lower --lr"
+            )
+        self._prepared = True
+
+    def _pack(self, share: Sequence[Sample]) -> list[Part]:
+        if not share:
+            return []
+        max_tokens = self._budget.max_tokens(share)
+        parts = [Part(batch=batch) for batch in packs(share, max_tokens=max_tokens, device=self._model.device)]
+        if len(parts) > 1 and self._steps_in_backward:
+            raise UsageError(
+                f"--gradient-release steps each parameter after one backward pass, and the {len(share)} completions of"
+                f" an update need {len(parts)}, of at most {max_tokens:,} tokens",
+                remedy=self._smaller_updates(len(parts)),
+            )
+        return parts
+
+    def _smaller_updates(self, num_passes: int) -> str:
+        """Say what makes one pass of an update that takes several."""
+        num_groups = self._config.batch_size // self._config.group_size
+        wanted = num_passes * len(self._shares)
+        cuts = [cut for cut in range(wanted, num_groups + 1) if num_groups % cut == 0]
+        smaller = f"--updates-per-batch {cuts[0]}, " if cuts else ""
+        return smaller + "a smaller --batch-size, or --offload-optimizer, which adds gradients up in host memory"
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return self._config.gradient_release and not self._config.offload_optimizer
+
+    def _differentiate(self, parts: Sequence[Part]) -> bool:
+        """Compute the gradients of one update, and tell whether they are numbers."""
+        self._model.zero_grad(set_to_none=True)
+        max_norm = self._config.max_grad_norm
+        with self.optimizer.releasing(max_norm=max_norm) if self._config.gradient_release else nullcontext():
+            self._gradients.backward(parts, self._sums)
+        self._norms.append(self.optimizer.global_norm())
+        return math.isfinite(self._norms[-1])
+
+    def _update(self, parts: Sequence[Part], *, first: bool) -> bool:
+        """Take one update, and tell whether it was taken."""
+        if self._steps_in_backward:
+            self._step_in_backward(parts)
+        elif not first and not self._can_differentiate(parts):
+            return False
+        self.optimizer.step(grad_norm=self._norms[-1], max_norm=self._config.max_grad_norm)
+        self._num_updates += 1
+        return True
+
+    def _can_differentiate(self, parts: Sequence[Part]) -> bool:
+        try:
+            return self._differentiate(parts)
+        except torch.OutOfMemoryError as error:
+            self._budget.shrink(error)
+            return False
+
+    def _step_in_backward(self, parts: Sequence[Part]) -> None:
+        try:
+            self._differentiate(parts)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"out of memory in an update, which is half written: {str(error).strip().splitlines()[0]}",
+                remedy="go on from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
+                " --kv-sleep always",
+            ) from error

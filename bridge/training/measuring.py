@@ -1,0 +1,102 @@
+"""What one step, and a whole run, came to.
+
+Not covered: what the figures mean (`metrics.py`).
+"""
+
+import resource
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bridge.modes.mode import OpenedModel
+from bridge.training.experience import digest
+from bridge.training.learner import Learnt
+from bridge.training.metrics import StepMetrics, Summary
+from bridge.types import Group
+from bridge.weights.fence import FenceTimes
+
+
+def step(
+    number: int,
+    groups: Sequence[Group],
+    learnt: Learnt,
+    times: FenceTimes,
+    *,
+    served: int,
+    rollout_s: float,
+    train_s: float,
+    changed_weight_share: float,
+    device: torch.device,
+) -> StepMetrics:
+    """Return the metrics of one step, whose rollouts met a server of version `served`."""
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+    completions = [completion for group in groups for completion in group.completions]
+    versions = [completion.weight_version for completion in completions if completion.weight_version is not None]
+    mismatch = learnt.mismatch
+    return StepMetrics(
+        step=number,
+        weight_version=times.version,
+        reward_mean=rewards.mean().item(),
+        reward_std=rewards.std(correction=0).item(),
+        loss=learnt.loss,
+        grad_norm=learnt.grad_norm,
+        updates=learnt.num_updates,
+        entropy=learnt.entropy,
+        clipped_low_share=learnt.shares.clip_low,
+        clipped_high_share=learnt.shares.clip_high,
+        kl=learnt.shares.kl,
+        logprob_diff_mean=mismatch.mean,
+        logprob_diff_max=mismatch.max,
+        logprob_diff_histogram=mismatch.histogram,
+        corrected_share=mismatch.changed_share,
+        importance_weight=mismatch.weight_mean,
+        effective_share=mismatch.effective_share,
+        staleness=max((served - version for version in versions), default=0),
+        changed_weight_share=changed_weight_share,
+        rollout_s=rollout_s,
+        train_s=train_s + times.prepare_s,
+        fence_pause_s=times.pause_s,
+        fence_prepare_s=times.prepare_s,
+        fence_write_s=times.write_s,
+        fence_publish_s=times.publish_s,
+        rollouts=digest(groups),
+        tokens_generated=sum(len(completion.token_ids) for completion in completions),
+        tokens_trained=learnt.num_tokens,
+        peak_memory_gib=_peak_memory_gib(device),
+        device=device.type,
+    )
+
+
+def summary(
+    steps: Sequence[StepMetrics],
+    opened: OpenedModel,
+    *,
+    last: int,
+    version: int,
+    checkpoint: Path,
+    before: float | None,
+    after: float | None,
+) -> Summary:
+    """Return what a run came to that ended with step `last`."""
+    fences = [metrics.fence_pause_s + metrics.fence_publish_s for metrics in steps]
+    diffs = [metrics.logprob_diff_max for metrics in steps if metrics.logprob_diff_max >= 0]
+    return Summary(
+        steps=last,
+        weight_version=version,
+        checkpoint=checkpoint,
+        reward_before=before,
+        reward_after=after,
+        rewards=tuple(metrics.reward_mean for metrics in steps),
+        logprob_diff_max=max(diffs, default=float("nan")),
+        fence_p50_ms=statistics.median(fences) * 1e3,
+        attach_ms=opened.open_s * 1e3,
+        weight_bytes=opened.weight_bytes,
+    )
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

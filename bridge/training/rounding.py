@@ -1,0 +1,54 @@
+"""Rounding by chance: random bits that are a function of (seed, step, place), and a bf16 that is right on average.
+
+A counter that is hashed needs no state, is the same after a resume, and compiles into the kernel that uses it.
+
+Not covered: rounding the codes of moments (`moments.py`).
+Shape suffixes: R blocks, B elements of a block.
+Source: the hash is `lowbias32` of https://github.com/skeeto/hash-prospector; rounding a bf16 weight by chance is
+arXiv 2010.06192.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+_FACTORS = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit words
+_GOLDEN = 0x9E3779B9 - 2**32
+
+
+def key(*numbers: int) -> int:
+    """Return a signed 32-bit word that stands for these numbers, such as seed, tensor and step."""
+    digest = hashlib.blake2s(repr(numbers).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def random_bits(place: Tensor, like_RB: Tensor) -> Tensor:
+    """Return 32 random bits for each element of `like_RB`, as int32.
+
+    Shapes: `place` int32 [2], a key and the number of the first block.
+    """
+    (num_rows, width), device = like_RB.shape, like_RB.device
+    rows_R = torch.arange(num_rows, device=device, dtype=torch.int32) + place[1]
+    index_RB = rows_R[:, None] * width + torch.arange(width, device=device, dtype=torch.int32)
+    bits_RB = _mixed(index_RB * _GOLDEN) ^ place[0]
+    return _mixed(bits_RB)
+
+
+def round_by_chance(master: Tensor, bits: Tensor) -> Tensor:
+    """Return one of the two bf16 around each finite float32, as int16 bits: the nearer, the likelier; on average exact.
+
+    Uses the lower half of `bits`.
+    """
+    return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Return float32 numbers in [0, 1) from the upper half of `bits`."""
+    return ((bits >> 16) & 0xFFFF).float() * 2.0**-16
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _FACTORS[0]
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _FACTORS[1]
+    return bits ^ ((bits >> 16) & 0xFFFF)

@@ -1,0 +1,27 @@
+"""What the trainer learns from: single completions, each with its advantages and its share of the loss.
+
+Not covered: packing them (`batch.py`), the loss (`policy_loss.py`).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One completion that is trained on."""
+
+    prompt_token_ids: tuple[int, ...]
+    """What was asked; not trained on."""
+    token_ids: tuple[int, ...]
+    """The sampled tokens, at least one."""
+    sampled_logprobs: tuple[float, ...]
+    """Log-probability of each sampled token where it was sampled, in nats."""
+    advantages: tuple[float, ...]
+    """One per sampled token."""
+    weight: float
+    """Factor of each of its tokens' terms in the loss, which is their sum over the whole update."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length, prompt and completion together."""
+        return len(self.prompt_token_ids) + len(self.token_ids)

@@ -1,0 +1,173 @@
+"""Every way to train that `bridge plan` weighs, in the order in which it prefers them, and how each fits.
+
+Not covered: the arithmetic (`bridge/memory.py`), showing it (`plan_table.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridge import memory
+from bridge.activations import sequence_tokens
+from bridge.choices import flag
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import UsageError
+from bridge.memory import GIB, SERVERS_GPU, Need
+from bridge.model_size import ModelSize
+
+Choices = Mapping[str, Any]
+
+
+def _optimizer(kind: str, *, offloaded: bool = False, released: bool = False) -> Choices:
+    return {"optimizer": kind, "offload_optimizer": offloaded, "gradient_release": released}
+
+
+OPTIMIZERS = (
+    _optimizer("adamw"),
+    _optimizer("adamw-bf16"),
+    _optimizer("adamw-8bit"),
+    _optimizer("adamw", offloaded=True),
+    _optimizer("adamw", released=True),
+    _optimizer("adamw-bf16", released=True),
+    _optimizer("adamw-8bit", released=True),
+    _optimizer("adamw", offloaded=True, released=True),
+    _optimizer("adamw-4bit"),
+    _optimizer("adamw-4bit", released=True),
+)
+"""What keeps the exact float32 master before what rounds, and there, what clips by the norm of all gradients before
+what steps each as it comes; between two that are as exact, the one whose state need not cross to the host."""
+ELSEWHERE = "cuda:1"
+PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
+    ({"mode": "shared_vllm"}, OPTIMIZERS),
+    ({"mode": "lora_only"}, ({"lora_handover": "memory"}, {"lora_handover": "disk"})),
+    ({"mode": "none", "trainer_device": "auto"}, OPTIMIZERS),
+    ({"mode": "none", "trainer_device": ELSEWHERE}, OPTIMIZERS),
+)
+"""Where the weights and the trainer are -> what can be chosen there."""
+VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to train, and how it fits; sizes in GiB."""
+
+    mode: str
+    """How new weights reach vLLM."""
+    trainer_device: str
+    """Where the trainer is; anything but vLLM's GPU is a device of its own."""
+    name: str
+    """Its optimizer, or how its adapter is handed over, and what else is chosen."""
+    flags: tuple[str, ...]
+    """What chooses all of it."""
+    verdict: str
+    """`fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`."""
+    lacking_gib: float
+    """What is lacking, on the GPU or in the host's memory; 0: it fits."""
+    weights_gib: float
+    """vLLM's weights and the trainer's own, on one device or two."""
+    gradients_gib: float
+    """As many gradients as exist at once."""
+    state_gib: float
+    """The optimizer's state."""
+    host_gib: float
+    """The optimizer's state in the host's memory."""
+    activations_gib: float
+    """Activations of the smallest micro-batch worth training with, recomputed layer by layer."""
+    rest_gib: float
+    """Contexts, vLLM's buffers and graphs, and temporaries."""
+    kv_awake_gib: float
+    """Left for a KV cache that is always awake."""
+    kv_asleep_gib: float | None
+    """Left for one that sleeps while training; None: it cannot in this mode."""
+    kv_tokens: int
+    """Tokens of the KV cache of the verdict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What there is, and what is wanted."""
+
+    gpu_bytes: float
+    """Of the GPU."""
+    host_bytes: float
+    """Of the host's memory; infinite where it is not known."""
+    kv_tokens: int
+    """Least tokens of the KV cache."""
+
+
+def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits) -> list[Row]:
+    """Return every way to train that agrees with what `config` was given.
+
+    Raises:
+        UsageError: there is none.
+    """
+    given = {field: getattr(config, field) for field in sorted(config.model_fields_set & VARIED)}
+    found = [{**place, **way} for place, ways in PLACES for way in ways]
+    agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
+    rows = [_row(size, config.model_copy(update=choices), choices, limits) for choices in agreeing]
+    if not rows:
+        flags = " ".join(part for field, value in given.items() for part in _flag(field, value))
+        raise UsageError(f"there is no way to train with {flags}", remedy="leave one of these choices open")
+    return rows
+
+
+def _agree(choices: Choices, field: str, value: Any) -> bool:
+    """Tell whether `choices` leave the field open or have this value; of a device, whether it is vLLM's or not."""
+    if field == "trainer_device":
+        return (value in SERVERS_GPU) == (choices.get(field, "auto") in SERVERS_GPU)
+    return bool(choices.get(field, value) == value)
+
+
+def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits) -> Row:
+    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes)
+    least_kv = limits.kv_tokens * need.kv_per_token
+    found = memory.fit(need, least_kv=least_kv, kv_sleep=config.kv_sleep)
+    awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
+    lacking = max(found.lacking, need.host - limits.host_bytes, 0)
+    return Row(
+        mode=config.mode,
+        trainer_device=config.trainer_device,
+        name=_name(config),
+        flags=tuple(part for field, value in choices.items() for part in _flag(field, value)),
+        verdict="does not fit" if lacking else "fits asleep" if found.asleep else "fits",
+        lacking_gib=lacking / GIB,
+        weights_gib=(need.served + need.own) / GIB,
+        gradients_gib=need.gradients / GIB,
+        state_gib=need.state / GIB,
+        host_gib=need.host / GIB,
+        activations_gib=need.least_activations / GIB,
+        rest_gib=(need.engine + memory.CONTEXT_BYTES + need.temporaries) / GIB,
+        kv_awake_gib=awake.kv / GIB,
+        kv_asleep_gib=asleep.kv / GIB if need.can_sleep else None,
+        kv_tokens=int(found.kv / need.kv_per_token),
+    )
+
+
+def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
+    """Return the command that trains by `row`, with whatever else `config` was given."""
+    parts = ["bridge run --model", serve.model, *row.flags]
+    parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.kv_sleep)
+    for field in sorted(config.model_fields_set - VARIED - {"model_name", "kv_sleep"}):
+        parts += _flag(field, getattr(config, field))
+    longest = serve.max_model_len or size.max_tokens or 0
+    if longest > row.kv_tokens:  # vLLM does not start where its KV cache is too small for one sequence
+        longest = max(2 ** (row.kv_tokens.bit_length() - 1), sequence_tokens(config))
+    parts += ["--max-model-len", str(longest)] if longest != size.max_tokens else []
+    return " ".join(parts)
+
+
+def _name(config: TrainConfig) -> str:
+    first = config.lora_handover if config.mode == "lora_only" else config.optimizer
+    offloaded = ", offloaded" if config.offload_optimizer else ""
+    return first + offloaded + (", released" if config.gradient_release else "")
+
+
+def _flag(field: str, value: Any) -> tuple[str, ...]:
+    """Return the flag for a choice; nothing for a default."""
+    if value == _default(field):
+        return ()
+    return (flag(field) if value else flag(f"no_{field}"),) if isinstance(value, bool) else (flag(field), str(value))
+
+
+def _default(field: str) -> Any:
+    return TrainConfig.model_fields[field].default

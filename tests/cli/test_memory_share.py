@@ -1,0 +1,130 @@
+"""vLLM's share of a GPU, derived from what the trainer beside it needs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ServeConfig, TrainConfig
+from cli import memory_share
+from cli.memory_share import MemoryShare
+from tests.models.sizes import folder_of, qwen2
+
+GIB = 2**30
+
+
+def share_of(
+    tmp_path: Path,
+    *,
+    size: str = "7B",
+    gib: float = 140,
+    ranks: int = 1,
+    max_model_len: int | None = None,
+    **choices: Any,
+) -> MemoryShare:
+    folder = tmp_path / size
+    if not folder.exists():
+        folder_of(qwen2(size), folder)
+    return memory_share.derive(
+        str(folder),
+        gpu_bytes=int(gib * GIB),
+        tensor_parallel_size=ranks,
+        trainer=TrainConfig.model_validate({"model_name": "m", **choices}),
+        max_model_len=max_model_len,
+    )
+
+
+def test_weights_engine_and_the_longest_sequence_fit_and_the_trainer_gets_the_rest(tmp_path: Path) -> None:
+    found = share_of(tmp_path)
+    kv = 32768 * 57344 / GIB
+    assert 14.2 + 4.5 + kv < found.share * 140 < 14.2 + 5 + 2 * kv + 2
+    assert found.reason == ("7.62B parameters: of 140 GiB training needs 87, and at least 3 for activations")
+
+
+def test_a_longer_sequence_that_the_server_has_to_take_gets_its_kv_cache(tmp_path: Path) -> None:
+    shares = [share_of(tmp_path, max_model_len=tokens).share for tokens in (1024, 32768, 131072)]
+    assert shares == sorted(shares)
+    assert shares[2] * 140 > 14.2 + 4.5 + 131072 * 57344 / GIB
+
+
+def test_an_adapter_leaves_the_kv_cache_more_where_memory_is_short_and_a_second_copy_leaves_it_less(
+    tmp_path: Path,
+) -> None:
+    small: dict[str, Any] = {"micro_batch_tokens": 4096, "gradient_checkpointing": True}
+    adapter, full, copy = (share_of(tmp_path, mode=mode, **small) for mode in ("lora_only", "shared_vllm", "none"))
+    assert copy.share < full.share < adapter.share
+    assert full.share - copy.share == pytest.approx(14.2 / 140, abs=0.011)
+
+
+@pytest.mark.parametrize(
+    ("choices", "needs"),
+    [
+        ({}, 87),
+        ({"optimizer": "adamw-bf16"}, 59),
+        ({"optimizer": "adamw-8bit"}, 45),
+        ({"offload_optimizer": True}, 16),
+        ({"offload_optimizer": True, "gradient_release": True}, 3),
+        ({"mode": "none"}, 101),
+        ({"reference_model": "r", "kl_coef": 0.1}, 101),
+    ],
+)
+def test_what_training_needs_follows_its_choices(tmp_path: Path, choices: dict[str, Any], needs: int) -> None:
+    assert f"training needs {needs}, " in share_of(tmp_path, **choices).reason
+
+
+def test_a_run_that_fits_only_while_the_kv_cache_sleeps_gets_what_sleeping_allows(tmp_path: Path) -> None:
+    found = share_of(tmp_path, size="32B", offload_optimizer=True)
+    assert found.share == 0.9
+    assert found.reason.endswith("while the KV cache sleeps")
+    awake = share_of(tmp_path, size="32B", offload_optimizer=True, kv_sleep="never")
+    assert awake.share < 0.65
+    assert "more than there is: see bridge plan" in awake.reason
+
+
+def test_a_kv_cache_that_is_to_sleep_gets_all_that_training_leaves_it_then(tmp_path: Path) -> None:
+    always = share_of(tmp_path, kv_sleep="always")
+    assert always.share * 140 + 71 + 0.5 == pytest.approx(140, abs=1.5), "the optimizer's state stays"
+    assert always.reason.endswith("while the KV cache sleeps")
+
+
+def test_a_model_too_large_to_train_still_gets_what_vllm_needs(tmp_path: Path) -> None:
+    found = share_of(tmp_path, size="14B", gib=80)
+    assert found.share * 80 > 27.5 + 4
+    assert "more than there is: see bridge plan" in found.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_trainer_on_another_device_leaves_vllm_the_gpu(tmp_path: Path, device: str) -> None:
+    found = share_of(tmp_path, mode="none", trainer_device=device)
+    assert found == MemoryShare(0.9, "the trainer is on another device")
+
+
+def test_weights_that_are_split_are_trained_split_but_for_a_second_copy(tmp_path: Path) -> None:
+    assert "training needs 44, " in share_of(tmp_path, ranks=2).reason
+    assert "training needs 101, " in share_of(tmp_path, ranks=2, mode="none").reason
+
+
+def test_a_model_whose_size_cannot_be_told_gets_a_share_that_says_so() -> None:
+    found = memory_share.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
+    assert found.share == memory_share.UNKNOWN_SHARE
+    assert "is not known before it is loaded" in found.reason
+
+
+def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"mode": "lora_only"},
+        {"mode": "none"},
+        {"optimizer": "adamw-4bit", "gradient_release": True},
+    ]
+    for choices in ways:
+        for gib in (16, 24, 80, 180):
+            found = share_of(tmp_path, gib=gib, **choices)
+            assert "\n" not in found.reason
+            assert 0 < found.share <= 0.9
+
+
+def test_a_server_that_is_started_alone_expects_the_trainer_that_its_flags_tell_of() -> None:
+    assert memory_share.expected(ServeConfig(model="m")).mode == "shared_vllm"
+    adapter = memory_share.expected(ServeConfig(model="m", max_lora_rank=64))
+    assert (adapter.mode, adapter.lora_r) == ("lora_only", 64)

@@ -1,0 +1,255 @@
+"""`bridge plan`: what fits, what is recommended, and what a run used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import TrainConfig
+from cli import accelerator, console, plan_table
+from cli.main import answer
+from cli.plan_rows import OPTIMIZERS
+from tests.models.sizes import PARAMETERS, folder_of, qwen2
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert answer(["plan", "--json", *arguments]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what a person is told, on one line."""
+    answer(["plan", *arguments])
+    return " ".join(capsys.readouterr().err.split())
+
+
+def model(size: str, tmp_path: Path) -> str:
+    return str(folder_of(qwen2(size), tmp_path / size))
+
+
+def row_of(document: dict[str, Any], mode: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(row for row in document["rows"] if (row["mode"], row["name"]) == (mode, name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "flags"),
+    [
+        ("7B", "139.8", ""),
+        ("14B", "139.8", "--optimizer adamw-8bit"),
+        ("32B", "139.8", "--offload-optimizer --kv-sleep always"),
+        ("7B", "80", "--optimizer adamw-8bit"),
+        ("14B", "80", "--offload-optimizer"),
+        ("7B", "21", "--mode lora_only --kv-sleep always"),
+        ("1.5B", "24", "--optimizer adamw-bf16"),
+    ],
+)
+def test_the_most_exact_way_that_fits_is_recommended(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, size: str, gpu: str, flags: str
+) -> None:
+    folder = model(size, tmp_path)
+    document = planned(capsys, "--model", folder, "--gpu-memory", gpu)
+    assert document["recommended"] == f"bridge run --model {folder} {flags}".strip()
+
+
+def test_every_mode_and_optimizer_has_a_row_with_its_verdict(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = planned(capsys, "--model", model("14B", tmp_path), "--gpu-memory", "139.8")
+    places = [(row["mode"], row["trainer_device"]) for row in document["rows"]]
+    number = len(OPTIMIZERS)
+    assert places == [
+        *[("shared_vllm", "auto")] * number, *[("lora_only", "auto")] * 2, *[("none", "auto")] * number,
+        *[("none", "cuda:1")] * number,
+    ]  # fmt: skip
+    verdicts = {name: row_of(document, "shared_vllm", name)["verdict"] for name in ("adamw", "adamw-8bit")}
+    assert verdicts == {"adamw": "does not fit", "adamw-8bit": "fits"}
+    assert row_of(document, "shared_vllm", "adamw")["lacking_gib"] == pytest.approx(64, abs=3)
+    assert row_of(document, "none", "adamw, offloaded")["kv_asleep_gib"] is None
+    assert document["num_params"] == PARAMETERS["14B"]
+    assert document["exact"] is False
+
+
+def test_what_fits_only_while_the_kv_cache_sleeps_gets_the_flag(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = planned(capsys, "--model", model("14B", tmp_path), "--gpu-memory", "126", "--optimizer", "adamw-8bit")
+    assert row_of(document, "shared_vllm", "adamw-8bit")["verdict"] == "fits asleep"
+    assert document["recommended"].endswith(" --optimizer adamw-8bit --kv-sleep always")
+
+
+def test_what_is_given_leaves_other_rows_out_and_stays_in_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["--mode", "shared_vllm", "--optimizer", "adamw-8bit", "--batch-size", "128", "--kv-sleep", "never"]
+    document = planned(capsys, "--model", model("7B", tmp_path), "--gpu-memory", "139.8", *given)
+    assert [row["name"] for row in document["rows"]] == ["adamw-8bit", "adamw-8bit, released"]
+    assert document["least_kv_tokens"] == 128 * 512
+    assert document["recommended"].endswith(" --optimizer adamw-8bit --kv-sleep never --batch-size 128")
+
+
+def test_an_optimizer_that_is_given_leaves_the_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document = planned(capsys, "--model", model("7B", tmp_path), "--gpu-memory", "80", "--optimizer", "adamw-4bit")
+    assert {row["mode"] for row in document["rows"]} == {"shared_vllm", "lora_only", "none"}
+
+
+def test_a_trainer_on_the_cpu_is_planned_with_the_memory_of_the_host(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["--mode", "none", "--trainer-device", "cpu", "--reload", "in-place", "--no-offload-optimizer"]
+    document = planned(capsys, "--model", model("7B", tmp_path), "--gpu-memory", "80", *given)
+    assert {row["trainer_device"] for row in document["rows"]} == {"cpu"}
+    assert document["rows"][0]["verdict"] == "fits"
+    assert document["rows"][0]["host_gib"] > 14 * 7.6 / 1.074
+
+
+def test_choices_that_exclude_one_another_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ["--optimizer", "adamw-8bit", "--offload-optimizer"]
+    assert answer(["plan", "--model", model("7B", tmp_path), "--gpu-memory", "80", *given]) == 2
+    assert "--offload-optimizer keeps float32 states in host memory" in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_hold_the_longest_sequence_gets_a_shorter_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = str(folder_of({**qwen2("7B"), "max_position_embeddings": 1_000_000}, tmp_path / "m"))
+    document = planned(capsys, "--model", folder, "--gpu-memory", "139.8", "--mode", "shared_vllm")
+    assert document["recommended"] == f"bridge run --model {folder} --max-model-len 524288"
+    assert document["rows"][0]["kv_tokens"] >= 524288
+
+
+def test_the_table_holds_80_columns_and_says_what_is_an_estimate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.people, "width", 80)
+    for size, gpu in (("14B", "139.8"), ("32B", "24"), ("1.5B", "180")):
+        answer(["plan", "--model", model(size, tmp_path), "--gpu-memory", gpu])
+        shown = capsys.readouterr().err
+        *table, _ = shown.splitlines()
+        assert max(map(len, table)) <= 80, max(table, key=len)
+        assert "…" not in shown
+        assert "estimated from its dimensions" in shown
+        assert sum("adamw-bf16, released" in line for line in table) == 3
+
+
+def test_nothing_that_fits_is_told_and_recommends_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = model("32B", tmp_path)
+    assert planned(capsys, "--model", folder, "--gpu-memory", "24")["recommended"] is None
+    assert "nothing fits" in told(capsys, "--model", folder, "--gpu-memory", "24")
+
+
+def test_the_smallest_gpu_here_is_planned_for_with_the_memory_of_this_host(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli import plan
+
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [180 * 2**30, 80 * 2**30])
+    monkeypatch.setattr(plan, "available_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr(plan, "cgroup_left_bytes", lambda: 100 * 2**30)
+    document = planned(capsys, "--model", model("7B", tmp_path))
+    assert document["gpu_gib"] == 80
+    offloaded = row_of(document, "shared_vllm", "adamw, offloaded")
+    assert offloaded["verdict"] == "does not fit"
+    assert offloaded["lacking_gib"] == pytest.approx(12 * 7.6156 / 1.0737 - 64, abs=0.1)
+
+
+def test_without_a_gpu_its_memory_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
+    assert answer(["plan", "--model", model("7B", tmp_path)]) == 2
+    assert "--gpu-memory 80" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["plan", "--model", "org/no-such-model-anywhere", "--gpu-memory", "80"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no folder org/no-such-model-anywhere")
+
+
+def run_of(tmp_path: Path, *steps: dict[str, Any], **choices: Any) -> str:
+    """Write what a run of these choices and steps leaves behind."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = TrainConfig.model_validate({"model_name": "m", **choices})
+    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 3, "rew')
+    return str(folder)
+
+
+def test_a_run_is_compared_with_what_its_own_choices_need(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    steps = [{"peak_memory_gib": 90.0, "device": "cuda"}, {"peak_memory_gib": 93.5, "device": "cuda"}]
+    run = run_of(tmp_path, *steps, micro_batch_tokens=4096, gradient_checkpointing=True)
+    arguments = ["--model", model("7B", tmp_path), "--gpu-memory", "139.8", "--run", run]
+    found = planned(capsys, *arguments)["run"]
+    assert (found["steps"], found["measured_gib"], found["weights_gib"]) == (2, 93.5, 0)
+    assert found["gradients_gib"] + found["state_gib"] == pytest.approx(12 * 7.6156 / 1.0737, rel=1e-3)
+    assert found["ratio"] == pytest.approx(93.5 / found["planned_gib"])
+    assert found["least_activations_gib"] == found["most_activations_gib"]
+    assert "measured 93.5 1.04 times what was planned" in told(capsys, *arguments)
+
+
+def test_a_run_with_micro_batches_of_its_own_choice_says_how_far_they_may_go(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, {"peak_memory_gib": 120.0, "device": "cuda"})
+    shown = told(capsys, "--model", model("7B", tmp_path), "--gpu-memory", "139.8", "--run", run)
+    assert "its micro-batches were free to grow, to 111.7" in shown
+
+
+@pytest.mark.parametrize(("device", "why"), [("cpu", "on the CPU"), (None, "does not tell whether it was on a GPU")])
+def test_a_run_that_measured_something_else_is_not_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str | None, why: str
+) -> None:
+    step = {"peak_memory_gib": 2.5} | ({"device": device} if device else {})
+    arguments = ["--model", model("7B", tmp_path), "--gpu-memory", "80", "--run", run_of(tmp_path, step)]
+    assert planned(capsys, *arguments)["run"]["ratio"] is None
+    assert why in told(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "holds no run"),
+        ({"config.json": "{}"}, "was not written by this Bridge"),
+        ({"config.json": '{"model_name": "m"}'}, "holds no step"),
+        ({"config.json": '{"model_name": "m"}', "metrics.jsonl": '{"st'}, "holds no step"),
+    ],
+)
+def test_a_folder_that_holds_no_run_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, files: dict[str, str], said: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert answer(["plan", "--model", model("7B", tmp_path), "--gpu-memory", "80", "--run", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    heavy = ("torch", "vllm", "transformers", "numpy", "matplotlib")
+    code = (
+        "import sys; from cli.main import answer; answer(sys.argv[1:]);"
+        f"sys.exit(' '.join(name for name in {heavy!r} if name in sys.modules) or 0)"
+    )
+    arguments = ["plan", "--json", "--model", model("7B", tmp_path), "--gpu-memory", "80"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_help_cuts_nothing_off(columns: str) -> None:
+    code = "from cli.main import answer; answer(['plan', '--help'])"
+    environment = {**os.environ, "COLUMNS": columns, "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(999_499, "999k"), (1_000_000, "1.00M"), (52_300, "52k")])
+def test_tokens_are_short(count: int, shown: str) -> None:
+    assert plan_table.tokens(count) == shown

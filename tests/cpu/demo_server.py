@@ -1,0 +1,61 @@
+"""The demo's model on the real vLLM on the CPU, and what it is trained with.
+
+Not covered: models of other families (`tests/scenarios.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.client import BridgeClient
+from bridge.config import ServeConfig, TrainConfig
+from bridge.run_directory import RunDirectory
+from bridge.training import loop
+from bridge.training.metrics import StepMetrics, Summary
+from bridge.weights import fence, manifest, model_folder
+from bridge.weights.attach import attach
+from cli import demo_model
+from cli.engine import ServedEngine
+from cli.serve import free_port
+from cli.server_command import ServerCommand
+from environments import registry
+from tests.scenarios import EAGER, START_LIMIT_S
+
+
+@dataclass(frozen=True)
+class DemoServer:
+    """A patched vLLM that serves the demo's model."""
+
+    manifest: Path
+    model: Path
+    pid: int
+
+    def begin_again(self) -> None:
+        """Load the first weights into the live ones, and publish them as a version of their own."""
+        exported = manifest.load(self.manifest)
+        live = attach(exported).model
+        with BridgeClient(exported, timeout_s=60) as client:
+            version = client.status().version + 1
+            fence.restore(client, lambda: model_folder.load_into(live, self.model), version=version)
+
+    def train(self, folder: Path, report: Callable[[StepMetrics], None], **choices: Any) -> Summary:
+        """Train in this process, in place, by what the demo chooses unless `choices` say otherwise."""
+        demo = {"batch_size": 128, "max_new_tokens": 4, "lr": 2e-4, "save_path": folder / "saved"}
+        where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
+        config = TrainConfig.model_validate(where | demo | choices)
+        run = RunDirectory.create(folder / "run", environment=config.environment)
+        return loop.train(config, registry.load(config.environment), run, report)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[DemoServer]:
+    """Run a server for the demo's model, which is made once and kept."""
+    model = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None)
+    exported = folder / manifest.MANIFEST_NAME
+    config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)
+    command = ServerCommand.of(config, EAGER)
+    with ServedEngine(command, folder / "serve.log", limit_s=START_LIMIT_S).running() as engine:
+        assert engine.pid is not None
+        yield DemoServer(exported, model, engine.pid)

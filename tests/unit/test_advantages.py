@@ -1,0 +1,184 @@
+"""Advantages from rewards and from outside, and what share of the loss a completion has, worked out by hand."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.training.advantages import samples, with_advantages
+from bridge.training.policy_loss import LOSSES, LossSpec
+from bridge.training.samples import Sample
+from bridge.types import Completion, FinishReason, Group
+
+Scale = Literal["group", "batch", "none"]
+
+
+def completion(length: int, reason: FinishReason = "stop") -> Completion:
+    return Completion(
+        token_ids=tuple(range(10, 10 + length)),
+        logprobs=tuple(-index / 10 for index in range(length)),
+        text="",
+        finish_reason=reason,
+        weight_version=0,
+    )
+
+
+def group(rewards: Sequence[float], lengths: Sequence[int] = (), **given: Any) -> Group:
+    completions = tuple(completion(length) for length in lengths or [1] * len(rewards))
+    fixed = {"problem": {"prompt": "how much?"}, "prompt_token_ids": (1, 2), "completions": completions}
+    return Group(**(fixed | {"rewards": tuple(rewards)} | given))
+
+
+def advantages(groups: Sequence[Group], scale: Scale) -> list[list[float]]:
+    return [[value for (value,) in filled.advantages or ()] for filled in with_advantages(groups, scale)]
+
+
+def made(groups: Sequence[Group], max_new_tokens: int = 100, **choices: Any) -> list[Sample]:
+    config = TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only"} | choices)
+    return samples(groups, LossSpec.of(config), max_new_tokens=max_new_tokens)
+
+
+def test_advantages_are_the_rewards_standardised_within_their_group() -> None:
+    found = advantages([group([1, 0, 0, 0]), group([2, 4, 2, 4])], "group")
+    # first group: mean 1/4, variance 3/16, so 3/4 over sqrt(3)/4 = sqrt(3), and -1/sqrt(3) for the rest
+    assert found[0] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], abs=1e-5)
+    assert found[1] == pytest.approx([-1, 1, -1, 1], abs=1e-5)
+
+
+def test_without_a_scale_only_the_mean_of_the_group_is_taken_off() -> None:
+    assert advantages([group([1, 0, 0, 0]), group([2, 4])], "none") == [[0.75, -0.25, -0.25, -0.25], [-1, 1]]
+
+
+def test_by_batch_the_mean_is_the_groups_and_the_deviation_that_of_all_rewards() -> None:
+    # rewards 0, 2, 4, 4, 4, 4: mean 3, variance (9 + 1 + 4) / 6 = 7/3
+    found = advantages([group([0, 2]), group([4, 4, 4, 4])], "batch")
+    assert found[0] == pytest.approx([-((3 / 7) ** 0.5), (3 / 7) ** 0.5], rel=1e-5)
+    assert found[1] == [0, 0, 0, 0]
+
+
+def test_groups_may_differ_in_size() -> None:
+    assert [len(values) for values in advantages([group([1, 0]), group([1, 2, 3]), group([5])], "group")] == [2, 3, 1]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
+def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float, scale: Scale) -> None:
+    for size in range(1, 12):  # the mean of some of these differs from the reward by a rounding
+        assert advantages([group([reward] * size), group([0, 1])], scale)[0] == [0.0] * size
+
+
+def test_rewards_that_differ_by_rounding_alone_have_next_to_no_advantage() -> None:
+    assert max(map(abs, advantages([group([0.1 + 0.2, 0.3, 0.3, 0.3])], "group")[0])) < 1e-9
+
+
+def test_advantages_from_outside_are_taken_as_they_are_and_stay_out_of_the_batchs_deviation() -> None:
+    theirs = group([100, -100], [2, 3], advantages=((1.5, -2.5), (7.0,)))
+    filled = with_advantages([theirs, group([0, 2])], "batch")
+    assert filled[0] is theirs
+    assert [value for (value,) in filled[1].advantages or ()] == pytest.approx([-1, 1], abs=1e-5)
+    assert [sample.advantages for sample in made([theirs])] == [(1.5, -2.5), (7.0, 7.0, 7.0)]
+
+
+def test_filled_groups_stay_as_they_are_so_that_a_cut_batch_keeps_its_own_scale() -> None:
+    groups = with_advantages([group([0, 2]), group([4, 10])], "batch")
+    first, second = made(groups[:1], loss="dr_grpo"), made(groups[1:], loss="dr_grpo")
+    whole = made(groups, loss="dr_grpo")
+    assert [sample.advantages for sample in first + second] == [sample.advantages for sample in whole]
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (((1.0,),), "of 1 completions, and the group has 2"),
+        (((1.0,), (1.0, 2.0)), "completion 2 has 3 tokens and 2 advantages"),
+        (((1.0, 2.0), ()), "completion 2 has 3 tokens and 0 advantages"),
+        (((1.0,), (0.0, math.nan, 1.0)), "one of completion 2 is nan"),
+        (((math.inf,), (0.0,)), "one of completion 1 is inf"),
+    ],
+)
+def test_advantages_from_outside_that_do_not_fit_are_refused_by_their_group(
+    given: tuple[tuple[float, ...], ...], fault: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        made([group([0, 1]), group([0, 1], [2, 3], advantages=given)])
+    assert caught.value.message.startswith("the advantages of group 2 (prompt 'how much?') cannot be used: ")
+    assert fault in caught.value.message
+
+
+def test_a_sample_is_its_completion_with_one_advantage_for_each_token() -> None:
+    first, second = made([group([0, 1], [2, 3])], advantage_scale="none")
+    assert first == Sample(
+        prompt_token_ids=(1, 2),
+        token_ids=(10, 11),
+        sampled_logprobs=(0.0, -0.1),
+        advantages=(-0.5, -0.5),
+        weight=1 / 5,
+    )
+    assert second.advantages == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"),
+    [
+        ("dapo", [1 / 10] * 4),  # ten tokens in all
+        ("grpo", [1 / (4 * length) for length in (1, 2, 3, 4)]),
+        ("gspo", [1 / (4 * length) for length in (1, 2, 3, 4)]),
+        ("dr_grpo", [1 / (4 * 100)] * 4),
+    ],
+)
+def test_a_tokens_weight_is_its_losses_aggregation(loss: str, weights: list[float]) -> None:
+    found = made([group([0, 1], [1, 2]), group([3, 1], [3, 4])], loss=loss)
+    assert [sample.weight for sample in found] == weights
+
+
+@pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 10), ("grpo", 1 / 4), ("dr_grpo", 1 / 400)])
+def test_what_has_no_advantage_is_left_out_but_counts(loss: str, weight: float) -> None:
+    (first, _) = made([group([0, 1], [1, 2]), group([3, 3], [3, 4])], loss=loss)
+    assert first.weight == weight
+
+
+def test_with_a_divergence_what_has_no_advantage_stays() -> None:
+    found = made([group([3, 3], [1, 2])], kl_coef=0.1)
+    assert [sample.advantages for sample in found] == [(0.0,), (0.0, 0.0)]
+
+
+def test_one_token_with_an_advantage_keeps_its_completion() -> None:
+    (kept,) = made([group([0, 0], [3, 2], advantages=((0.0, 1.0, 0.0), (0.0, 0.0)))])
+    assert kept.advantages == (0.0, 1.0, 0.0)
+
+
+def test_a_completion_without_a_token_is_left_out_but_is_one_of_the_completions() -> None:
+    (kept,) = made([group([0, 1], [0, 2])], loss="grpo", kl_coef=0.1)
+    assert kept.weight == 1 / (2 * 2)
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+@pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 2), ("grpo", 1 / (2 * 2)), ("dr_grpo", 1 / (2 * 100))])
+def test_what_was_cut_off_is_left_out_when_asked_and_its_tokens_do_not_count(
+    loss: str, weight: float, reason: FinishReason
+) -> None:
+    cut = group([0, 1], completions=(completion(2), completion(7, reason)))
+    assert [len(sample.token_ids) for sample in made([cut], loss=loss)] == [2, 7]
+    (kept,) = made([cut], loss=loss, mask_truncated=True)
+    assert kept.weight == weight
+    assert kept.advantages == pytest.approx([made([cut], loss=loss)[0].advantages[0]] * 2)  # the mean is of all
+
+
+def test_a_batch_of_nothing_but_what_was_cut_off_leaves_nothing() -> None:
+    cut = group([0, 1], completions=(completion(2, "length"), completion(7, "abort")))
+    for loss in LOSSES:
+        assert made([cut], loss=loss, mask_truncated=True, kl_coef=0.1) == []
+
+
+def test_the_weights_of_each_aggregation_sum_to_what_their_name_says() -> None:
+    groups = [group([0, 1], [1, 2]), group([3, 1], [3, 4])]
+    sums = {}
+    for aggregation in ("token_mean", "sequence_mean", "constant"):
+        spec = replace(LOSSES["dapo"], aggregation=aggregation)
+        found = samples(groups, spec, max_new_tokens=5)
+        sums[aggregation] = sum(sample.weight * len(sample.token_ids) for sample in found)
+    assert sums == pytest.approx({"token_mean": 1, "sequence_mean": 1, "constant": 10 / 20})

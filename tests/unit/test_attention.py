@@ -1,0 +1,213 @@
+"""Packed attention against transformers' own, one sequence at a time; and the kernel's call, by a stand-in."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+from bridge.errors import UnsupportedModelError
+from bridge.training import attention, dense_attention, layers
+from bridge.training.forward import packed
+from tests.unit.varlen_kernel import kernel_on_the_cpu
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2, the last layer by a window": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "llama": LlamaConfig(**SIZES),
+    "mistral, by a window": MistralConfig(**SIZES, sliding_window=4),
+    "gemma 2": Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=0.02, query_pre_attn_scalar=3
+    ),
+    "gemma 3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4),
+    "phi": PhiConfig(**SIZES),
+    "phi 3": Phi3Config(**SIZES, sliding_window=4),
+    "olmo 2": Olmo2Config(**SIZES),
+    "starcoder 2": Starcoder2Config(**SIZES, sliding_window=4),
+    "gpt 2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=4),
+    "gpt-oss, with sinks": GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
+    ),
+    "deepseek 3, values of another size": DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 4}), kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
+        moe_intermediate_size=16,
+    ),
+}  # fmt: skip
+LENGTHS = (19, 12, 5, 5, 2, 1)
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    with kernel_on_the_cpu():
+        yield
+
+
+def tiny(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config.initializer_range = 0.5  # or attention would hardly matter
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+def alone(model: PreTrainedModel) -> Tensor:
+    parts = tokens().split(LENGTHS)
+    return torch.cat([model.get_decoder()(input_ids=x[None], use_cache=False).last_hidden_state[0] for x in parts])
+
+
+def gradients(model: PreTrainedModel, hidden: Tensor) -> list[Tensor]:
+    """Return the gradients of a loss that tells all numbers apart."""
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
+    return list(
+        torch.autograd.grad((hidden * weights).sum(), trained, materialize_grads=True)
+    )  # or an idle expert fails
+
+
+def assert_same(ours: Tensor, expected: Tensor, model: PreTrainedModel) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(gradients(model, ours), gradients(model, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_are_what_each_is_alone_forward_and_backward(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    expected = alone(model)
+    model.set_attn_implementation(attention.NAME)
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral, by a window", "gemma 3", "mixtral"])
+def test_transformers_own_attention_tells_sequences_apart_by_their_positions(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    expected = alone(model)
+    model.set_attn_implementation("sdpa")
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+
+
+def test_no_mask_of_tokens_by_tokens_is_ever_made() -> None:
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, tuple) else (result,)
+            largest = max([largest, *(x.numel() for x in outputs if torch.is_tensor(x))])
+            return result
+
+    model = tiny(FAMILIES["mistral, by a window"])
+    model.set_attn_implementation(attention.NAME)
+    lengths = (8,) * 250
+    with Watch():  # type: ignore[no-untyped-call]
+        packed(model, torch.arange(2000) % 97, lengths).sum().backward()
+    assert largest < 2000 * 2000 / 10
+
+
+def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
+    model = tiny(FAMILIES["mistral, by a window"])
+    ids = tokens()[:20].reshape(2, 10)
+    expected = model(input_ids=ids, use_cache=False).logits
+    model.set_attn_implementation(attention.NAME)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"attention_mask": torch.ones(1, 1, 3, 3)}, {"position_bias": torch.ones(3, 3)}, {"dropout": 0.1},
+              {"is_causal": False}],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused_by_the_layer_s_name(asked: dict[str, Any]) -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedModelError, match=r"Identity wants a mask, a bias"):
+        attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | asked))
+
+
+def test_a_cache_is_refused() -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedModelError, match=r"a cache"):
+        attention.attend(torch.nn.Identity(), x[:, :, :1], x, x, None)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(5,), (4, 4, 4), (9, 8, 7), (1, 9, 1, 9), (3, 2, 1) * 20, (*range(40, 0, -1),), (6,) * 50]
+)
+def test_blocks_hold_every_sequence_in_its_order_and_little_padding(lengths: tuple[int, ...]) -> None:
+    blocks = list(dense_attention._similar(lengths))
+    assert tuple(itertools.chain(*blocks)) == lengths
+    assert all(min(block) >= dense_attention.LEAST_FILLED * max(block) for block in blocks)
+
+
+def test_many_sequences_of_one_length_are_one_block() -> None:
+    assert list(dense_attention._similar([7] * 100 + [6] * 100)) == [[7] * 100, [6] * 100]
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral, by a window", "gemma 3", "gpt 2"])
+def test_the_kernel_is_told_the_boundaries_the_window_the_scale_and_the_groups(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return varlen.varlen_attn(*args, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", counted)
+    model = tiny(FAMILIES[family])
+    expected = alone(model)
+    model.set_attn_implementation(attention.NAME)
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    assert calls == 2  # one per layer
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_compiled_layers_call_the_kernel_with_any_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    model = tiny(FAMILIES["llama"])
+    expected = alone(model)
+    model.set_attn_implementation(attention.NAME)
+    layers.compile_layers(model)
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    shorter = packed(model, tokens()[LENGTHS[0] :], LENGTHS[1:])
+    torch.testing.assert_close(shorter, expected[LENGTHS[0] :], rtol=1e-4, atol=1e-4)

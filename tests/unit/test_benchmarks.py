@@ -1,0 +1,288 @@
+"""The benchmarks' own parts: what is made of runs, how a side is started and read, and the work that both sides do."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import _figures, _gpu_memory, _results, _stamped, _trl, _work, train_step
+from benchmarks._models import make_whole_model, model_config
+from benchmarks._sides import Side, Work
+from benchmarks._stamped import Run
+from environments import registry
+
+TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
+GIB = 2**30
+
+
+def trl_line(step: int, generation_s: float = 1.0) -> dict[str, float]:
+    return {
+        "step": step, "tokens": 512, "generation_s": generation_s, "training_s": 3.0, "old_logprobs_s": 0.5,
+        "optimizer_s": 0.25, "sync_s": 0.125, "peak_allocated_gib": 50.0 + step,
+    }  # fmt: skip
+
+
+def our_line(step: int) -> dict[str, float]:
+    return {
+        "step": step, "tokens_generated": 512, "rollout_s": 1.0, "train_s": 1.5, "fence_pause_s": 0.0625,
+        "fence_write_s": 0.25, "fence_publish_s": 0.0625, "peak_memory_gib": 20.0,
+    }  # fmt: skip
+
+
+def run_of(lines: list[dict[str, float]], *, step_s: float, peak_gib: float, kv_cache_gib: float = 10.0) -> Run:
+    return Run(
+        stamps=[100 + step_s * number for number in range(len(lines))], lines=lines, seconds=60.0,
+        baseline_bytes=GIB, peak_bytes=int((peak_gib + 1) * GIB), kv_cache_gib=kv_cache_gib,
+    )  # fmt: skip
+
+
+def rows() -> list[_figures.Row]:
+    slow = run_of([trl_line(n) for n in range(1, 5)], step_s=4.5, peak_gib=110)
+    ours = run_of([our_line(n) for n in range(1, 5)], step_s=3.0, peak_gib=90)
+    made = [_figures.row(TRL, [slow], warm_up=2), _figures.row(OURS, [ours], warm_up=2)]
+    return _figures.compare(made, weights_gib=14.2)
+
+
+def test_steps_that_warm_up_are_left_out_and_the_rest_is_timed_from_line_to_line() -> None:
+    run = Run(stamps=[0.0, 100.0, 104.5, 109.0], lines=[trl_line(n) for n in range(1, 5)])
+    steps = _figures.steps_of(TRL, run, warm_up=2)
+    assert [step["step_s"] for step in steps] == [4.5, 4.5]
+    assert steps[0]["other_s"] == 4.5 - 1.0 - 3.0 - 0.25 - 0.125
+
+
+def test_a_run_that_ended_while_it_warmed_up_has_no_steps() -> None:
+    for num_lines in range(3):
+        run = Run(stamps=[float(n) for n in range(num_lines)], lines=[trl_line(n) for n in range(num_lines)])
+        assert _figures.steps_of(TRL, run, warm_up=2) == []
+
+
+def test_a_row_is_the_median_over_the_steps_of_all_runs_and_the_largest_peak() -> None:
+    lines = [trl_line(1), trl_line(2, 1.0), trl_line(3, 9.0)]
+    runs = [run_of(lines, step_s=4.5, peak_gib=100), run_of([trl_line(1), trl_line(2, 2.0)], step_s=5.5, peak_gib=99)]
+    row = _figures.row(TRL, runs, warm_up=1)
+    assert (row["num_steps"], row["generation_s"], row["step_s"]) == (3, 2.0, 4.5)
+    assert (row["peak_device_gib"], row["peak_without_kv_gib"]) == (100, 90)
+    assert row["peak_allocated_gib"] == 53
+
+
+def test_ours_is_compared_with_trl_by_speed_and_by_the_peak_without_the_kv_cache() -> None:
+    trl, ours = rows()
+    assert trl["speed"] == 1
+    assert ours["speed"] == 1.5
+    assert ours["is_fast_enough"]
+    assert ours["memory_saved_gib"] == 20
+    assert ours["is_small_enough"]
+
+
+def test_the_fastest_of_several_rivals_is_compared_with() -> None:
+    runs = {TRL: 4.5, Side("trl", "8 --no-checkpointing"): 3.9, OURS: 3.0}
+    made = [
+        _figures.row(side, [run_of([(our_line if side == OURS else trl_line)(n) for n in range(3)],
+                                   step_s=step_s, peak_gib=99)], warm_up=1)
+        for side, step_s in runs.items()
+    ]  # fmt: skip
+    ours = _figures.compare(made, weights_gib=14.2)[2]
+    assert ours["speed"] == pytest.approx(1.3)
+    assert not ours["is_fast_enough"]
+    assert not ours["is_small_enough"]
+    (line,) = _figures.verdicts([ours], weights_gib=14.2)
+    assert line.count("short of the aim") == 2
+
+
+def test_a_run_that_failed_is_a_row_that_says_why() -> None:
+    failed = _figures.row(TRL, [Run(failure="CUDA out of memory")], warm_up=2)
+    ours = _figures.row(OURS, [run_of([our_line(n) for n in range(3)], step_s=3, peak_gib=90)], warm_up=1)
+    compared = _figures.compare([failed, ours], weights_gib=1.0)
+    assert _figures.verdicts(compared, weights_gib=1.0) == []
+    assert "trl 16: CUDA out of memory" in _figures.table(compared)
+    json.dumps(compared, allow_nan=False)
+
+
+def test_a_table_has_a_line_for_each_row_and_aligned_columns() -> None:
+    lines = _figures.table(rows()).splitlines()
+    assert len(lines) == 3
+    assert len({len(line) for line in lines}) == 1
+    assert "1.50x" in lines[2]
+    assert _results.table([["", "a"], ["row", "10"]]) == "      a\nrow  10"
+
+
+def test_results_name_their_command_and_versions(tmp_path: Path) -> None:
+    path = _results.write("grpo", {"tiny": {"rows": rows()}}, tmp_path / "results")
+    document = json.loads(path.read_text())
+    assert path.name.startswith("grpo-")
+    assert {"bridge", "vllm", "torch"} <= set(document["versions"])
+    assert document["results"]["tiny"]["rows"][1]["speed"] == 1.5
+
+
+def test_both_sides_are_told_the_same_work(tmp_path: Path) -> None:
+    work = Work(completions=32, group=4, tokens=17)
+    trl = TRL.argv(work, tmp_path / "model", tmp_path, 5)
+    ours = OURS.argv(work, tmp_path / "model", tmp_path, 5)
+    told = dict(zip(trl[4::2], trl[5::2], strict=True))
+    assert told["--completions"] == ours[ours.index("--batch-size") + 1] == "32"
+    assert told["--group"] == ours[ours.index("--group-size") + 1] == "4"
+    assert told["--tokens"] == ours[ours.index("--max-new-tokens") + 1] == "17"
+    assert told["--steps"] == ours[ours.index("--training-steps") + 1] == "5"
+    assert ours[ours.index("--optimizer") + 1 : ours.index("--")] == ["adamw-8bit", "--liger-kernel"]
+
+
+def test_the_rivals_flags_are_understood_by_its_process(tmp_path: Path) -> None:
+    argv = Side("trl", "8 --no-checkpointing --liger").argv(Work(), tmp_path, tmp_path, 5)
+    settings = _trl.settings(_trl.flags().parse_args(argv[3:]))
+    assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
+    assert settings["use_liger_kernel"]
+    assert not settings["gradient_checkpointing"]
+
+
+def test_the_kv_cache_is_read_where_each_sides_vllm_logs(tmp_path: Path) -> None:
+    line = "(Worker pid=1) INFO [gpu_worker.py:561] Available KV cache memory: 24.61 GiB\n"
+    log = tmp_path / "log"
+    log.write_text(line)
+    assert TRL.kv_cache_gib(log, tmp_path) == 24.61
+    assert OURS.kv_cache_gib(log, tmp_path) is None
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "serve.log").write_text(line.replace("24.61", "24.5"))
+    assert OURS.kv_cache_gib(log, tmp_path) == 24.5
+
+
+def process(code: str, log: Path, *, num_lines: int = 2, limit_s: float = 60) -> Run:
+    argv = [sys.executable, "-u", "-c", code]
+    return _stamped.run(argv, os.environ, log, num_lines=num_lines, limit_s=limit_s)
+
+
+def test_lines_are_stamped_and_the_process_is_ended_after_the_last(tmp_path: Path) -> None:
+    run = process("import time\nfor step in (1, 2): print('{\"step\": %d}' % step)\ntime.sleep(600)", tmp_path / "log")
+    assert run.lines == [{"step": 1}, {"step": 2}]
+    assert run.stamps == sorted(run.stamps)
+    assert run.failure is None
+    assert run.peak_gib is None
+
+
+def test_a_process_that_dies_keeps_its_lines_and_says_why(tmp_path: Path) -> None:
+    code = "import sys; print('{}'); print('torch.OutOfMemoryError: CUDA out of memory. Tried', file=sys.stderr); 1 / 0"
+    run = process(code, tmp_path / "log")
+    assert run.lines == [{}]
+    assert run.failure == "torch.OutOfMemoryError: CUDA out of memory. Tried"
+
+
+def test_a_process_that_hangs_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
+    run = process("import time; time.sleep(600)", tmp_path / "log", limit_s=0.5)
+    assert run.failure == "not done after 0 s"
+
+
+def test_the_most_memory_while_a_process_ran_is_kept(tmp_path: Path) -> None:
+    told = iter([1 * GIB, 3 * GIB, 9 * GIB])
+    run = _stamped.run(
+        [sys.executable, "-c", "import time; time.sleep(1)"], os.environ, tmp_path / "log",
+        num_lines=1, limit_s=60, used_bytes=lambda: next(told, 2 * GIB),
+    )  # fmt: skip
+    assert run.peak_gib == 8
+
+
+def test_memory_settles_once_no_more_is_held() -> None:
+    told = iter([5, 3, 1])
+    assert _gpu_memory.settle(lambda: next(told), 2, limit_s=60) == 1
+    assert _gpu_memory.settle(lambda: 5, 2, limit_s=0) == 5
+
+
+def test_the_rivals_parts_do_not_overlap() -> None:
+    seconds = {"training_step": 5.0, "prepare": 2.5, "generation": 1.5, "sync": 0.25, "old_logprobs": 0.5,
+               "clip": 0.125, "optimizer": 0.25}  # fmt: skip
+    parts = _trl.parts(seconds)
+    assert parts["training_s"] == 5.0 - 2.5 + 0.125 + 0.5
+    assert (parts["generation_s"], parts["sync_s"], parts["optimizer_s"]) == (1.5, 0.25, 0.25)
+
+
+def test_the_rivals_methods_are_timed_and_only_passes_without_gradient_are_old_logprobs() -> None:
+    def method(name: str) -> Callable[..., str]:
+        return lambda *_: name
+
+    trainer = SimpleNamespace(
+        use_vllm=True,
+        vllm_generation=SimpleNamespace(generate=method("generate"), sync_weights=method("sync")),
+        accelerator=SimpleNamespace(clip_grad_norm_=method("clip")),
+        _prepare_inputs=method("prepare"),
+        training_step=method("step"),
+        _get_per_token_logps_and_entropies=method("logprobs"),
+    )
+    clock = _trl.Clock()
+    _trl.watch(trainer, clock)
+    trainer._get_per_token_logps_and_entropies()
+    assert "old_logprobs" not in clock.seconds
+    with torch.no_grad():
+        assert trainer._get_per_token_logps_and_entropies() == "logprobs"
+    assert trainer.vllm_generation.generate() == "generate"
+    assert set(clock.seconds) == {"old_logprobs", "generation"}
+    assert clock.reward(["a", "b"], completion_ids=[[1, 2], [3]]) == [_work.reward("a"), _work.reward("b")]
+    assert clock.num_tokens == 3
+
+
+def test_the_task_is_an_environment_whose_rewards_differ() -> None:
+    environment = registry.load(f"{_work.__file__}:Hashed")
+    problems = list(environment)
+    assert {len(str(problem["prompt"])) for problem in problems} == {_work.PROMPT_TOKENS}
+    assert len({environment.score(problems[0], f"t{n}") for n in range(100)}) == 100
+
+
+def test_a_made_up_batch_has_the_shape_of_a_sampled_one() -> None:
+    groups = _work.batch(1024, 8, group=4, num_tokens=5)
+    assert [len(group.completions) for group in groups] == [4, 4]
+    assert {len(c.token_ids) == len(c.logprobs) == 5 for group in groups for c in group.completions} == {True}
+    assert all(len(set(group.rewards)) == 4 for group in groups)
+
+
+def test_a_whole_model_loads_and_its_end_token_cannot_be_sampled(tmp_path: Path) -> None:
+    folder = make_whole_model("tiny", tmp_path)
+    _, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = model_config("tiny").vocab_size
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert {len(ids) for ids in tokenizer(_work.prompts())["input_ids"]} == {_work.PROMPT_TOKENS}
+    assert tokenizer.eos_token_id == vocabulary
+    assert len({tokenizer.decode([token]) for token in range(300, vocabulary)}) == vocabulary - 300
+
+
+def train_step_options(**others: object) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"completions": 4, "group": 2, "tokens": 3, "steps": 2, "warm_up": 1, "profile": False, **others}
+    )
+
+
+def test_the_trainer_alone_is_measured_on_a_made_up_batch() -> None:
+    row = train_step.measure(
+        "tiny", "optimizer=adamw-8bit micro_batch_tokens=300", train_step_options(profile=True), math.inf
+    )
+    assert row["num_steps"] == 2
+    assert row["step_s"] >= row["forward_backward_s"] > 0
+    assert len(row["kernels"]) == train_step.TOP
+    assert "adamw-8bit" in train_step.table([row])
+
+
+def test_the_trainers_step_changes_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = train_step.build("tiny", torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
+    monkeypatch.setattr(train_step, "build", lambda *_: built)
+    train_step.measure("tiny", "lr=0.01", train_step_options(), math.inf)
+    assert all((parameter != before[name]).any() for name, parameter in built.named_parameters())
+
+
+def test_a_setting_that_cannot_be_trained_by_is_a_row_and_one_that_is_none_is_refused() -> None:
+    row = train_step.measure("tiny", "liger_kernel=true", train_step_options(), math.inf)
+    assert "--liger-kernel" in row["failure"]
+    assert row["failure"] in train_step.table([row])
+    with pytest.raises(ValueError, match="nonsense"):
+        train_step.config_of("nonsense=1")
+
+
+def test_no_step_of_the_trainer_is_begun_once_the_time_is_up() -> None:
+    row = train_step.measure("tiny", "", train_step_options(), -math.inf)
+    assert row["failure"] == "no time was left"

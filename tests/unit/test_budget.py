@@ -1,0 +1,230 @@
+"""The token budget: arithmetic, what it decides, and what it does when memory runs out."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.training import attention
+from bridge.training.budget import CPU_TOKENS, MASKED_TOKENS, MOST_TOKENS, SHARE, Budget
+from bridge.training.pass_cost import PROBES, Cost, measure_cost
+from bridge.training.samples import Sample
+
+MIB = 2**20
+
+
+def model() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    config._attn_implementation = attention.NAME
+    return LlamaForCausalLM(config).eval()
+
+
+def samples(*lengths: int) -> list[Sample]:
+    return [
+        Sample(
+            prompt_token_ids=(1,), token_ids=(1,) * (n - 1), sampled_logprobs=(0.0,) * (n - 1),
+            advantages=(0.0,) * (n - 1), weight=1.0,
+        )
+        for n in lengths
+    ]  # fmt: skip
+
+
+class Memory:
+    """A GPU of `free` MiB on which a token takes a few, and fewer where activations are recomputed."""
+
+    def __init__(self, free: float, *, plain: float | None, recomputed: float | None = None) -> None:
+        self.free, self.plain, self.recomputed, self.measured = free, plain, recomputed, 0
+
+    def measure(self, model: PreTrainedModel, temperature: float) -> Cost | None:
+        assert temperature == 0.7
+        self.measured += 1
+        per_token = self.recomputed if model.is_gradient_checkpointing else self.plain
+        return None if per_token is None else Cost(fixed_bytes=100 * MIB, token_bytes=per_token * MIB)
+
+    def free_bytes(self, model: PreTrainedModel) -> float:
+        gradients = sum(int(p.nbytes) for p in model.parameters() if p.grad is None)
+        return (self.free / SHARE) * MIB + gradients
+
+
+def budget(memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, **choices: Any) -> Budget:
+    config = TrainConfig(model_name="m", temperature=0.7, **choices)
+    return Budget(trained or model(), config, notes.append, measure=memory.measure, free_bytes=memory.free_bytes)
+
+
+def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:
+    cost = Cost.of([(2048, 5096 * MIB), (1024, 3048 * MIB)])
+    assert cost == Cost(fixed_bytes=1000 * MIB, token_bytes=2 * MIB)
+    assert cost.tokens_in(9000 * MIB) == 4000
+    assert cost.tokens_in(999 * MIB) == 0
+
+
+def test_a_pass_whose_size_does_not_matter_fits_any_number_of_tokens() -> None:
+    assert Cost.of([(1024, 5000), (2048, 4000)]).tokens_in(1e12) > MOST_TOKENS
+
+
+def test_as_many_tokens_fit_as_the_free_memory_holds_and_it_is_measured_once() -> None:
+    memory, notes = Memory(10_100, plain=1), list[str]()
+    found = budget(memory, notes)
+    assert found.max_tokens(samples(300, 40)) == 10_000
+    assert found.max_tokens(samples(5)) == 10_000
+    assert memory.measured == 1
+    assert notes == ["micro-batches of up to 10,000 tokens, in 9.9 GiB of free memory"]
+
+
+@pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])
+def test_memory_is_short_where_activations_would_have_to_be_recomputed(free: int, short: bool) -> None:
+    trained, notes = model(), list[str]()
+    found = budget(Memory(free, plain=1, recomputed=0.01), notes, trained)
+    assert found.is_short(samples(1_500, 1_500)) == short
+    assert not trained.is_gradient_checkpointing  # nothing is decided yet
+    assert notes == []
+
+
+def test_memory_is_short_where_less_fits_than_the_user_asked_for_and_never_on_the_cpu() -> None:
+    batch = samples(*(1_000,) * 20)
+    assert budget(Memory(4_100, plain=1), [], micro_batch_tokens=5_000).is_short(batch)
+    assert not budget(Memory(4_100, plain=1), [], micro_batch_tokens=3_000).is_short(batch)
+    assert not Budget(model(), TrainConfig(model_name="m"), list[str]().append).is_short(batch)
+
+
+def test_gradients_that_are_there_already_are_not_counted_again() -> None:
+    trained, memory = model(), Memory(10_100, plain=1)
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert budget(memory, [], trained).max_tokens(samples(300)) == 10_000
+
+
+def test_there_is_an_end_to_what_is_useful() -> None:
+    assert budget(Memory(1e9, plain=1), []).max_tokens(samples(300)) == MOST_TOKENS
+    masked = model()
+    masked.config._attn_implementation = "sdpa"
+    assert budget(Memory(1e9, plain=1), [], masked).max_tokens(samples(300)) == MASKED_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("free", "lengths", "recomputed"),
+    [
+        (4_100, (3_000,), False),  # fits
+        (4_100, (5_000,), True),  # the longest does not fit
+        (1_100, (900, 900, 900), True),  # too few for a GPU to be busy
+        (1_100, (400, 400), False),  # few, but all there are
+    ],
+)
+def test_activations_are_recomputed_only_where_too_few_tokens_fit(
+    free: int, lengths: tuple[int, ...], recomputed: bool
+) -> None:
+    trained, notes = model(), list[str]()
+    tokens = budget(Memory(free, plain=1, recomputed=0.1), notes, trained).max_tokens(samples(*lengths))
+    assert trained.is_gradient_checkpointing == recomputed
+    assert tokens == (free - 100) * (10 if recomputed else 1)
+    assert [note.startswith("activations are recomputed: without, ") for note in notes] == [True, False][
+        not recomputed :
+    ]
+
+
+def test_activations_are_never_recomputed_against_the_user_s_will() -> None:
+    trained = model()
+    found = budget(Memory(1_100, plain=1, recomputed=0.1), [], trained, gradient_checkpointing=False)
+    assert found.max_tokens(samples(5_000)) == 5_000  # one sequence has to be tried
+    assert not trained.is_gradient_checkpointing
+
+
+def test_a_probe_that_does_not_fit_leads_to_recomputing() -> None:
+    trained = model()
+    assert budget(Memory(1_100, plain=None, recomputed=0.1), [], trained).max_tokens(samples(300)) == 10_000
+    assert trained.is_gradient_checkpointing
+
+
+def test_what_the_user_gave_and_the_cpu_need_no_probe() -> None:
+    memory = Memory(1, plain=1)
+    assert budget(memory, [], micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
+    assert memory.measured == 0
+    on_the_cpu = Budget(model(), TrainConfig(model_name="m"), list[str]().append)
+    assert on_the_cpu.max_tokens(samples(5_000)) == CPU_TOKENS
+
+
+def test_running_out_of_memory_halves_then_recomputes_and_ends_with_one_sequence() -> None:
+    trained, notes = model(), list[str]()
+    found = budget(Memory(1, plain=1), notes, trained, micro_batch_tokens=16_384)
+    batch, states = samples(*(1_500,) * 20), []
+    for _ in range(5):
+        states.append((found.max_tokens(batch), trained.is_gradient_checkpointing))
+        found.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    states.append((found.max_tokens(batch), trained.is_gradient_checkpointing))
+    assert states == [
+        (16_384, False), (8_192, False), (4_096, False), (2_048, False), (2_048, True), (1_500, True),
+    ]  # fmt: skip
+    assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 5
+    with pytest.raises(UsageError, match=r"a sequence of 1,500 tokens does not fit"):
+        found.shrink(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_a_single_sequence_that_does_not_fit_is_an_error_with_a_way_out() -> None:
+    found = budget(Memory(1, plain=1), [], micro_batch_tokens=1_000, gradient_checkpointing=False)
+    found.max_tokens(samples(1_200))
+    with pytest.raises(
+        UsageError, match=r"a sequence of 1,200 tokens does not fit .* Tried to allocate 2 GiB"
+    ) as caught:
+        found.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
+    assert caught.value.remedy == "--gradient-checkpointing, which recomputes activations"
+
+
+def test_a_budget_larger_than_the_batch_is_halved_from_the_batch_on() -> None:
+    found = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000, gradient_checkpointing=False)
+    found.max_tokens(samples(1_000, 1_000, 1_000))
+    found.shrink(torch.OutOfMemoryError("out of memory"))
+    assert found.max_tokens(samples(1_000, 1_000, 1_000)) == 1_500
+
+
+def test_what_the_failed_pass_held_is_free_again() -> None:
+    class Held:
+        alive = 0
+
+        def __init__(self) -> None:
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    def fail() -> None:
+        held = Held()
+        raise torch.OutOfMemoryError(f"out of memory with {held}")
+
+    found = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000)
+    found.max_tokens(samples(1_000, 5_000))
+    try:
+        fail()
+    except torch.OutOfMemoryError as error:
+        assert Held.alive == 1
+        found.shrink(error)
+        assert Held.alive == 0
+
+
+def test_the_probe_runs_whole_passes_of_its_sizes_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA would tell is replaced: a pass takes 7 bytes, and 3 a token."""
+    trained, seen = model(), list[int]()
+    trained.get_decoder().register_forward_hook(
+        lambda _module, _inputs, output: seen.append(output.last_hidden_state.shape[1])
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1007 + 3 * seen[-1])
+    assert measure_cost(trained, 0.7) == Cost(fixed_bytes=7, token_bytes=3)
+    assert tuple(seen) == PROBES
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+def test_a_probe_that_runs_out_of_memory_tells_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", fail)
+    assert measure_cost(model(), 0.7) is None

@@ -1,0 +1,279 @@
+"""Preparing a model: what is chosen, what is refused, and that no parameter moves."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
+
+from bridge.config import TrainConfig
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.training import attention, layers
+from bridge.training.forward import packed, prepare
+from tests.unit.varlen_kernel import kernel_on_the_cpu
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LENGTHS = (11, 6, 2)
+TOKENS = torch.arange(sum(LENGTHS)) * 5 % 97
+
+
+def llama(num_layers: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_hidden_layers": num_layers}))).eval()
+
+
+def prepared(model: PreTrainedModel, **choices: Any) -> list[str]:
+    notes: list[str] = []
+    prepare(model, TrainConfig(model_name="m", **choices), notes.append)
+    return notes
+
+
+def gradients(model: PreTrainedModel) -> list[Tensor]:
+    trained = [parameter for parameter in model.get_decoder().parameters() if parameter.requires_grad]
+    hidden = packed(model, TOKENS, LENGTHS)
+    return list(torch.autograd.grad((hidden * torch.linspace(-1, 1, hidden.shape[1])).sum(), trained))
+
+
+def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_attention_is_chosen_without_a_word() -> None:
+    model = llama()
+    assert prepared(model) == []
+    assert model.config._attn_implementation == attention.NAME
+    assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json knows nothing of it
+
+
+def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)).eval()
+    for model in (bloom, mamba):
+        with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__} treats packed sequences in a way"):
+            prepared(model)
+
+
+def test_learned_positions_that_do_not_begin_anew_with_each_sequence_are_refused() -> None:
+    class Counting(GPT2LMHeadModel):
+        def get_decoder(self) -> Any:
+            return lambda position_ids=None, **inputs: self.transformer(**inputs)
+
+    torch.manual_seed(0)
+    model = Counting(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"Counting treats packed sequences in a way of its own"):
+        prepared(model)
+
+
+def test_a_window_that_never_reaches_our_attention_leaves_the_model_its_own() -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4096)).eval()
+    for layer in model.model.layers:
+        call = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, call=call, **inputs: without_window(call, *args, **inputs)
+    (note,) = prepared(model)
+    assert note.startswith("attention: the model's own (sdpa), with a mask of tokens x tokens: MistralForCausalLM")
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.sliding_window == 4096
+
+
+def without_window(call: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    """Call an attention layer as one that leaves its window to the mask."""
+    config = call.__self__.config  # type: ignore[attr-defined]
+    window, config.sliding_window = config.sliding_window, None
+    try:
+        return call(*args, **inputs)
+    finally:
+        config.sliding_window = window
+
+
+def test_windows_that_layers_hold_are_put_back_too() -> None:
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=48)).eval()
+    held = [layer.self_attn.sliding_window for layer in model.model.layers]
+    prepared(model)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == held
+    assert 48 in held
+
+
+def test_a_capped_score_is_held_against_the_exact_computation_and_not_against_sdpa() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.01, initializer_range=0.5)
+    model = Gemma2ForCausalLM(config).eval()
+    assert prepared(model) == []
+    assert model.config._attn_implementation == attention.NAME
+
+
+def test_checking_puts_windows_and_dropout_back() -> None:
+    torch.manual_seed(0)
+    model = Starcoder2ForCausalLM(Starcoder2Config(**SIZES, sliding_window=48)).eval()
+    dropout = model.model.layers[1].dropout = nn.Dropout(0.5)
+    assert dropout.training
+    prepared(model)
+    assert dropout.training
+    assert [module for module in model.modules() if module.training] == [dropout]
+    assert model.config.sliding_window == 48
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_recomputed_activations_give_the_same_gradients_behind_a_frozen_base_too(frozen: bool) -> None:
+    model = llama()
+    if frozen:
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.requires_grad_()
+    prepared(model)
+    expected = gradients(model)
+    calls = count_calls(model.model.layers[0].self_attn)
+    layers.recompute_activations(model)
+    assert_close(gradients(model), expected)
+    assert len(calls) == 2  # forward, and once more
+
+
+def count_calls(module: nn.Module) -> list[None]:
+    calls: list[None] = []
+    module.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def test_recomputing_switches_no_dropout_on() -> None:
+    torch.manual_seed(0)
+    config = Starcoder2Config(**SIZES, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
+    model = Starcoder2ForCausalLM(config).eval()
+    prepared(model)
+    expected = gradients(model)
+    layers.recompute_activations(model)
+    assert_close(gradients(model), expected)
+
+
+def test_hooks_on_gradients_see_each_parameter_once_and_nothing_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    model = llama()
+    seen: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(id(parameter)))
+    prepared(model, compile_layers=True, gradient_checkpointing=True)
+    assert seen == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    packed(model, TOKENS, LENGTHS).sum().backward()
+    assert sorted(seen) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
+
+
+def test_no_parameter_is_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    model = llama()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    prepared(model, compile_layers=True, gradient_checkpointing=True)
+    gradients(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    with kernel_on_the_cpu():
+        yield
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_layers_share_one_form_and_give_the_same_gradients(
+    recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(layers, "COMPILER", counting)
+    numbers = []
+    for num_layers in (1, 3):
+        torch._dynamo.reset()
+        graphs.clear()
+        expected, model = gradients(llama(num_layers)), llama(num_layers)
+        assert prepared(model, compile_layers=True, gradient_checkpointing=recomputed) == []
+        assert_close(gradients(model), expected)
+        numbers.append(len(graphs))
+        packed(model, TOKENS[:9], (5, 4)).sum().backward()
+        assert len(graphs) == numbers[-1] > 0  # nothing more, whatever the lengths
+    assert numbers[0] == numbers[1]  # nor by the number of layers
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(layers, "COMPILER", broken)
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    (note,) = prepared(model, compile_layers=True)
+    assert note.startswith("layers are not compiled: ")
+    assert "no compiler here" in note
+    assert_close(gradients(model), expected)
+
+
+def test_compiled_layers_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return lambda *inputs: [x * 2 if torch.is_tensor(x) and x.is_floating_point() else x for x in graph(*inputs)]
+
+    monkeypatch.setattr(layers, "COMPILER", wrong)
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    (note,) = prepared(model, compile_layers=True)
+    assert note.startswith("layers are not compiled: LlamaForCausalLM treats packed sequences in a way of its own")
+    assert_close(gradients(model), expected)
+
+
+def on_a_gpu(model_type: str) -> Any:
+    return SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(model_type=model_type))
+
+
+def test_liger_kernel_is_refused_on_the_cpu_and_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"--liger-kernel was asked for, and its kernels run on a GPU alone"):
+        layers.use_liger_kernel(llama())
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"it is not installed") as caught:
+        layers.use_liger_kernel(on_a_gpu("llama"))
+    assert "pip install liger-kernel" in caught.value.remedy
+
+
+def test_liger_kernel_is_put_in_without_its_losses_and_refused_for_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applied: list[dict[str, Any]] = []
+    package = SimpleNamespace(_apply_liger_kernel_to_instance=lambda **options: applied.append(options))
+    table = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": object()})
+    modules = {"liger_kernel.transformers": package, "liger_kernel.transformers.monkey_patch": table}
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr("importlib.import_module", modules.__getitem__)
+    model = on_a_gpu("llama")
+    layers.use_liger_kernel(model)
+    assert applied == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+    with pytest.raises(UsageError, match=r"it has nothing for models of the type other"):
+        layers.use_liger_kernel(on_a_gpu("other"))

@@ -1,0 +1,109 @@
+"""When a signal acts: at the end of a block, or at once inside of one that holds it back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from bridge.interrupt import acting_interrupt, deferred_interrupt
+
+
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+@contextmanager
+def handled(number: int, handler: object) -> Iterator[None]:
+    """Let `handler` handle the signal instead of the test run."""
+    previous = signal.signal(number, handler)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
+@contextmanager
+def noting(number: int, calls: list[str]) -> Iterator[None]:
+    """Note the signal instead of ending the test run."""
+    with handled(number, lambda *_: calls.append(signal.Signals(number).name)):
+        yield
+
+
+def test_nested_blocks_hold_an_interrupt_back_to_the_end_of_the_outermost() -> None:
+    calls: list[str] = []
+    with noting(signal.SIGINT, calls), deferred_interrupt():
+        with deferred_interrupt():
+            interrupt()
+            calls.append("inner")
+        calls.append("outer")
+    assert calls == ["inner", "outer", "SIGINT"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_inside_of_blocks_that_hold_it_back_a_signal_can_act_at_once_and_once_only(number: int) -> None:
+    calls: list[str] = []
+    with noting(number, calls), deferred_interrupt(), deferred_interrupt():
+        with acting_interrupt():
+            interrupt(number)
+            calls.append("acted")
+        interrupt(number)
+        calls.append("held back")
+    assert calls == [signal.Signals(number).name, "acted", "held back", signal.Signals(number).name]
+
+
+def test_a_signal_that_waits_acts_as_soon_as_one_may() -> None:
+    calls: list[str] = []
+    with noting(signal.SIGTERM, calls), deferred_interrupt():
+        interrupt(signal.SIGTERM)
+        with deferred_interrupt():
+            interrupt(signal.SIGTERM)
+            with acting_interrupt():
+                calls.append("open")
+    assert calls == ["SIGTERM", "open"]
+
+
+def test_a_block_that_is_interrupted_leaves_the_handlers_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
+        interrupt()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_termination_that_nobody_handles_can_be_undone_inside() -> None:
+    with handled(signal.SIGTERM, signal.SIG_DFL), pytest.raises(KeyboardInterrupt), acting_interrupt():
+        interrupt(signal.SIGTERM)
+
+
+def test_an_ignored_interrupt_stays_ignored_everywhere() -> None:
+    with handled(signal.SIGINT, signal.SIG_IGN), deferred_interrupt(), acting_interrupt():
+        interrupt()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+    before, done = signal.getsignal(signal.SIGINT), list[str]()
+
+    def work() -> None:
+        with deferred_interrupt(), acting_interrupt():
+            done.append("done" if signal.getsignal(signal.SIGINT) is before else "handled")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == ["done"]
+
+
+def test_a_terminated_process_still_ends_by_that_signal() -> None:
+    program = (
+        "import os, signal\nfrom bridge.interrupt import deferred_interrupt\n"
+        "with deferred_interrupt():\n    os.kill(os.getpid(), signal.SIGTERM); print('written', flush=True)\n"
+        "print('after', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "written\n", done.stderr
+    assert done.returncode == -signal.SIGTERM

@@ -1,0 +1,704 @@
+"""One batch turned into updates: gradients and weights against plain autograd, and what every interruption leaves."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.modes.mode import OpenedModel
+from bridge.training import gradients, optimizer, policy_loss, reference
+from bridge.training.in_place import InPlaceOptimizer, StateBytes
+from bridge.training.learner import Learner, Learnt
+from bridge.training.policy_loss import LossStatistics
+from bridge.types import Completion, Group
+from bridge.weights.adapter import Adapter
+from tests.models import tiny
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+NUM_GROUPS, GROUP_SIZE = 4, 4
+CLOSE = 1e-4
+"""Relative distance of two gradients, or of two ways, that float32 sums in another order explain."""
+FAR = 0.02
+"""Relative distance that only another formula explains, and less than Adam makes of the signs of roundings."""
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+Weights = dict[str, Tensor]
+
+
+def base(seed: int = 7, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = tiny.llama()
+    config.initializer_range = 0.08
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    """Return completions of several lengths, with log-probabilities of other weights than those that are trained."""
+    return made_by(base(seed=8))
+
+
+def made_by(sampler: PreTrainedModel) -> list[Group]:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist())
+
+    def completion(prompt: tuple[int, ...], length: int) -> Completion:
+        ids = tokens(length)
+        logprobs = tuple(naive_logprobs(sampler, prompt, ids).tolist())
+        return Completion(token_ids=ids, logprobs=logprobs, text="", finish_reason="stop", weight_version=0)
+
+    made = []
+    for number in range(NUM_GROUPS):
+        prompt = tokens(2 + number)
+        completions = tuple(completion(prompt, 1 + (3 * number + index) % 6) for index in range(GROUP_SIZE))
+        rewards = tuple(float((5 * index + number) % 4) for index in range(GROUP_SIZE))
+        made.append(Group(problem={"prompt": "?"}, prompt_token_ids=prompt, completions=completions, rewards=rewards))
+    return made
+
+
+def config_of(**choices: Any) -> TrainConfig:
+    fixed = {"model_name": "tiny", "batch_size": NUM_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE}
+    return TrainConfig.model_validate(fixed | {"lr": 1e-3, "temperature": TEMPERATURE, "max_grad_norm": 1e6} | choices)
+
+
+def learner_of(
+    model: PreTrainedModel,
+    *,
+    told: list[str] | None = None,
+    make_optimizer: Callable[..., InPlaceOptimizer] = optimizer.make,
+    lr_factors: Mapping[str, float] | None = None,
+    **choices: Any,
+) -> Learner:
+    factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
+    opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
+    notes = [] if told is None else told
+    return Learner.of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer)
+
+
+def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:
+    learner = learner_of(model, **choices)
+    learner.take(groups)
+    learner.prepare()
+    return learner
+
+
+def updated(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learnt:
+    learner = prepared(model, groups, **choices)
+    learner.write()
+    return learner.learnt()
+
+
+def gradient(model: PreTrainedModel) -> Weights:
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+def weights(model: PreTrainedModel) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def distance(found: Weights, expected: Weights) -> float:
+    """Return the norm of the difference, as a share of what is expected."""
+    assert found.keys() == expected.keys()
+    ours, theirs = (torch.cat([each[name].double().flatten() for name in expected]) for each in (found, expected))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def moved(after: Weights, before: Weights) -> Weights:
+    return {name: after[name] - before[name] for name in before}
+
+
+class Descent(InPlaceOptimizer):
+    """Plain gradient descent: unlike Adam's, its steps are as close to one another as the gradients are."""
+
+    flags = ""
+
+    def __init__(self, config: TrainConfig, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(groups, lr=config.lr, betas=(0, 0), eps=1, weight_decay=0)
+
+    def _step(self, norm: float, max_norm: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * min(1.0, max_norm / norm))
+
+    def allocate(self) -> None: ...
+
+    def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
+        raise AssertionError(max_norm)
+
+    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
+        raise AssertionError(parameter.shape)
+
+    described_parts = parts
+
+    def num_updates(self, parameter: Tensor) -> int:
+        raise AssertionError(parameter.shape)
+
+    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
+        raise AssertionError(num_updates)
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        return StateBytes(0, 0)
+
+
+# The same in as few words as possible: one completion at a time, the whole vocabulary, torch's own autograd.
+
+
+def naive_logprobs(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+    logits_TV: Tensor = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float() / TEMPERATURE
+    return logits_TV.log_softmax(dim=-1)[range(len(ids)), list(ids)]
+
+
+def naive_loss(
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    old: PreTrainedModel,
+    *,
+    weigh: Callable[[Tensor], Tensor] = lambda ratio_T: ratio_T.clamp(max=2.0),
+    kl: tuple[float, PreTrainedModel] | None = None,
+    num_clipped: list[int] | None = None,
+) -> Tensor:
+    """Return DAPO's loss with importance weights and, if asked for, a KL divergence from another model."""
+    total, num_tokens = torch.zeros(()), 0
+    for group in groups:
+        rewards = torch.tensor(group.rewards)
+        standardised = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        for index, completion in enumerate(group.completions):
+            at = group.prompt_token_ids, completion.token_ids
+            advantage = standardised[index] if group.advantages is None else torch.tensor(group.advantages[index])
+            logprobs_T, old_T = naive_logprobs(model, *at), naive_logprobs(old, *at).detach()
+            ratio_T = (logprobs_T - old_T).exp()
+            kept_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
+            term_T = -kept_T
+            if kl is not None:
+                difference_T = naive_logprobs(kl[1], *at).detach() - logprobs_T
+                term_T = term_T + kl[0] * (difference_T.exp() - difference_T - 1)
+            total = total + (term_T * weigh((old_T - torch.tensor(completion.logprobs)).exp())).sum()
+            num_tokens += len(completion.token_ids)
+            if num_clipped is not None:
+                num_clipped.append(int((kept_T != ratio_T * advantage).sum()))
+    return total / num_tokens
+
+
+def naive_gradient(model: PreTrainedModel, *arguments: Any, **choices: Any) -> Weights:
+    model.zero_grad()
+    naive_loss(model, *arguments, **choices).backward()
+    return gradient(model)
+
+
+def naive_descent(model: PreTrainedModel, updates: Iterable[Sequence[Group]], lr: float, **choices: Any) -> Weights:
+    """Take one step for each of `updates`, with ratios to the log-probabilities from before the first."""
+    old = copy.deepcopy(model)
+    for share in updates:
+        for name, tensor in naive_gradient(model, share, old, **choices).items():
+            model.get_parameter(name).data.sub_(tensor, alpha=lr)
+    return weights(model)
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, *odd: Callable[[Tensor], Tensor] | None) -> list[int]:
+    """Let `odd` happen to the loss, call by call, and to those after them nothing; return what counts the calls."""
+    original, calls = policy_loss.policy_loss, [0]
+
+    def bent(*arguments: Any) -> tuple[Tensor, LossStatistics]:
+        calls[0] += 1
+        loss, statistics = original(*arguments)
+        change = odd[calls[0] - 1] if calls[0] <= len(odd) else None
+        return (loss if change is None else change(loss)), statistics
+
+    monkeypatch.setattr(gradients, "policy_loss", bent)
+    return calls
+
+
+def no_number(loss: Tensor) -> Tensor:
+    return loss * math.nan
+
+
+def raising(error: BaseException) -> Callable[[Tensor], Tensor]:
+    """Raise in the middle of the backward pass, with some gradients there."""
+
+    def change(loss: Tensor) -> Tensor:
+        def stop(_: Tensor) -> None:
+            raise error
+
+        loss.backward(retain_graph=True)
+        loss.register_hook(stop)
+        return loss
+
+    return change
+
+
+def test_the_gradient_is_that_of_plain_autograd(groups: list[Group]) -> None:
+    model = base()
+    expected = naive_gradient(copy.deepcopy(model), groups, model)
+    prepared(model, groups)
+    assert distance(gradient(model), expected) < CLOSE
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "gspo"])
+def test_the_gradient_depends_on_neither_the_budget_nor_the_order(groups: list[Group], loss: str) -> None:
+    one, cut, turned = base(), base(), base()
+    learnt = prepared(one, groups, loss=loss).learnt()
+    in_parts = prepared(cut, groups, loss=loss, micro_batch_tokens=1).learnt()
+    prepared(turned, groups[::-1], loss=loss)
+    assert distance(gradient(cut), gradient(one)) < CLOSE
+    assert same(gradient(turned), gradient(one))
+    assert in_parts.grad_norm == pytest.approx(learnt.grad_norm, rel=1e-4)
+    assert in_parts.entropy == pytest.approx(learnt.entropy, rel=1e-4)
+    assert in_parts.mismatch.mean == pytest.approx(learnt.mismatch.mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("max_norm", [1e6, 1e-2])
+def test_what_is_written_is_one_step_of_adamw(groups: list[Group], max_norm: float) -> None:
+    model = base()
+    plain, before = copy.deepcopy(model), weights(model)
+    naive_loss(plain, groups, model).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1).step()
+    learnt = updated(model, groups, weight_decay=0.1, max_grad_norm=max_norm)
+    assert learnt.num_updates == 1
+    assert distance(moved(weights(model), before), moved(weights(plain), before)) < FAR
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_is_written_before_it_is_time_to(groups: list[Group]) -> None:
+    model = base()
+    before = weights(model)
+    learner = prepared(model, groups, updates_per_batch=2, passes_per_batch=2)
+    assert same(weights(model), before)
+    learner.write()
+    assert not same(weights(model), before)
+
+
+LARGE = 0.1
+"""Learning rate of a descent whose first step takes log-probabilities past their clips."""
+
+
+@pytest.mark.parametrize(("updates", "passes"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("tokens", [None, 1])
+def test_later_updates_are_by_ratios_to_the_weights_before_the_first(
+    groups: list[Group], updates: int, passes: int, tokens: int | None
+) -> None:
+    model = base()
+    plain, before, clipped = copy.deepcopy(model), weights(model), list[int]()
+    shares = [groups[:2], groups[2:]] if updates == 2 else [groups]
+    expected = naive_descent(plain, shares * passes, LARGE, num_clipped=clipped)
+    learnt = updated(
+        model, groups, make_optimizer=Descent, lr=LARGE, micro_batch_tokens=tokens,
+        updates_per_batch=updates, passes_per_batch=passes,
+    )  # fmt: skip
+    assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
+    assert learnt.num_updates == updates * passes
+    num_tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
+    assert learnt.num_tokens == num_tokens
+    assert sum(clipped) > 0
+    assert learnt.shares.clip_low + learnt.shares.clip_high == pytest.approx(sum(clipped) / (num_tokens * passes))
+
+
+def test_what_is_compared_with_the_server_is_the_model_before_the_first_update(groups: list[Group]) -> None:
+    model = base()
+    differences_N = torch.cat(
+        [
+            naive_logprobs(model, group.prompt_token_ids, each.token_ids).detach() - torch.tensor(each.logprobs)
+            for group in groups
+            for each in group.completions
+        ]
+    )
+    once = updated(base(), groups)
+    often = updated(model, groups, lr=LARGE, make_optimizer=Descent, updates_per_batch=2, passes_per_batch=2)
+    for learnt in (once, often):
+        assert learnt.mismatch.mean == pytest.approx(float(differences_N.abs().mean()), rel=1e-3)
+        assert learnt.mismatch.max == pytest.approx(float(differences_N.abs().max()), rel=1e-3)
+        assert learnt.mismatch.weight_mean == pytest.approx(float(differences_N.exp().clamp(max=2).mean()), rel=1e-3)
+        assert learnt.entropy == pytest.approx(once.entropy, rel=1e-5)
+
+
+def flat(group: Group) -> Group:
+    return replace(group, rewards=(1.0,) * GROUP_SIZE)
+
+
+@pytest.mark.parametrize("teaches", [0, 1])
+def test_a_share_without_a_gradient_is_no_update(groups: list[Group], teaches: int) -> None:
+    model = base()
+    shares = [groups[:2], groups[2:]]
+    shares[1 - teaches] = [flat(group) for group in shares[1 - teaches]]
+    plain, before = copy.deepcopy(model), weights(model)
+    expected = naive_descent(plain, [shares[teaches]], LARGE)
+    learnt = updated(model, [*shares[0], *shares[1]], make_optimizer=Descent, lr=LARGE, updates_per_batch=2)
+    assert learnt.num_updates == 1
+    assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing_and_measures_nothing(groups: list[Group]) -> None:
+    model = base()
+    before = weights(model)
+    learnt = updated(model, [flat(group) for group in groups], updates_per_batch=2, passes_per_batch=2)
+    assert same(weights(model), before)
+    assert (learnt.num_updates, learnt.num_tokens, learnt.loss, learnt.grad_norm) == (0, 0, 0, 0)
+    assert math.isnan(learnt.mismatch.mean)
+
+
+@pytest.mark.parametrize(
+    ("choices", "weigh"),
+    [
+        ({"mismatch": "truncate"}, lambda ratio_T: ratio_T.clamp(max=2.0)),
+        ({"mismatch": "truncate", "mismatch_high": 1.25}, lambda ratio_T: ratio_T.clamp(max=1.25)),
+        ({"mismatch": "mask"}, lambda ratio_T: torch.where((ratio_T < 0.5) | (ratio_T > 5), 0.0, ratio_T)),
+        ({"mismatch": "none"}, torch.ones_like),
+    ],
+)
+def test_stale_rollouts_weigh_what_the_correction_says(
+    groups: list[Group], choices: dict[str, Any], weigh: Callable[[Tensor], Tensor]
+) -> None:
+    model = base()
+    expected = naive_gradient(copy.deepcopy(model), groups, model, weigh=weigh)
+    learnt = prepared(model, groups, **choices).learnt()
+    found = gradient(model)
+    assert distance(found, expected) < CLOSE
+    assert (learnt.mismatch.changed_share > 0) == (choices["mismatch"] != "none")
+    uncorrected = naive_gradient(copy.deepcopy(model), groups, model, weigh=lambda ratio_T: ratio_T)
+    assert distance(found, uncorrected) > FAR
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_divergence_is_from_the_frozen_reference(groups: list[Group], tmp_path: Path, passes: int) -> None:
+    folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
+    frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = base()
+    plain, before = copy.deepcopy(model), weights(model)
+    expected = naive_descent(plain, [groups] * passes, LARGE, kl=(0.5, frozen))
+    learnt = updated(
+        model, groups, make_optimizer=Descent, lr=LARGE, passes_per_batch=passes,
+        kl_coef=0.5, reference_model=str(folder),
+    )  # fmt: skip
+    assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
+    assert learnt.shares.kl > 0.01
+
+
+def test_completions_without_an_advantage_are_still_kept_near_the_reference(groups: list[Group]) -> None:
+    model = base()
+    adapter = with_adapter(model)
+    learnt = updated(model, [flat(group) for group in groups], **of_adapter(adapter))
+    assert (learnt.num_updates, learnt.num_tokens) == (1, 52)
+    assert learnt.grad_norm > 0
+
+
+def with_adapter(model: PreTrainedModel) -> Adapter:
+    model.requires_grad_(False)
+    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for matrices in adapter.modules.values():
+            for matrix in (matrices.lora_a, matrices.lora_b):
+                matrix.copy_(torch.randn(matrix.shape, generator=generator) * 0.1)
+    return adapter
+
+
+def of_adapter(adapter: Adapter, **choices: Any) -> dict[str, Any]:
+    return {"mode": "lora_only", "lora_r": 8, "kl_coef": 0.5, "lr_factors": adapter.lr_factors()} | choices
+
+
+def test_an_adapter_is_compared_with_its_base_which_is_asked_once(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, model = base(), base()
+    adapter = with_adapter(model)
+    plain = copy.deepcopy(model)
+    original, calls = reference.adapter_off, 0
+
+    @contextmanager
+    def counted(model: PreTrainedModel) -> Iterator[None]:
+        nonlocal calls
+        calls += 1
+        with original(model):
+            yield
+
+    monkeypatch.setattr(reference, "adapter_off", counted)
+    expected = naive_gradient(plain, groups, copy.deepcopy(plain), kl=(0.5, alone))
+    learner = prepared(model, groups, **of_adapter(adapter, passes_per_batch=3))
+    assert gradient(model).keys() == adapter.lr_factors().keys()
+    assert distance(gradient(model), expected) < CLOSE
+    learner.write()
+    assert learner.learnt().num_updates == 3
+    assert calls == 1
+
+
+def test_advantages_from_outside_reach_the_tokens_they_are_of(groups: list[Group]) -> None:
+    def outside(number: int, group: Group) -> Group:
+        values = tuple(
+            tuple(math.sin(number + 3 * index + place) for place in range(len(each.token_ids)))
+            for index, each in enumerate(group.completions)
+        )
+        return replace(group, advantages=values)
+
+    given = [outside(number, group) for number, group in enumerate(groups)]
+    model = base()
+    expected = naive_gradient(copy.deepcopy(model), given, model)
+    prepared(model, given, micro_batch_tokens=20)
+    assert distance(gradient(model), expected) < CLOSE
+    turned = [replace(each, advantages=tuple(row[::-1] for row in each.advantages or ())) for each in given]
+    assert distance(naive_gradient(copy.deepcopy(model), turned, model), expected) > FAR
+
+
+def cut_off(group: Group, *token_ids: int) -> Group:
+    """Let the last completion have been cut off after these tokens."""
+    last = replace(
+        group.completions[-1], token_ids=token_ids, logprobs=(-1.5,) * len(token_ids), finish_reason="length"
+    )
+    return replace(group, completions=(*group.completions[:-1], last))
+
+
+def test_completions_that_were_cut_off_leave_no_trace_where_they_are_masked(groups: list[Group]) -> None:
+    found = []
+    for tokens in [(5, 6, 7), (250,) * 40]:
+        model = base()
+        learner = prepared(model, [cut_off(group, *tokens) for group in groups], mask_truncated=True)
+        gradients = gradient(model)
+        learner.write()
+        found.append((gradients, weights(model), learner.learnt()))
+    (one, written, learnt), (other, written_other, learnt_other) = found
+    assert same(one, other)
+    assert same(written, written_other)
+    assert learnt == learnt_other
+    assert one["model.norm.weight"].any()
+    model = base()
+    prepared(model, [cut_off(group, 5, 6, 7) for group in groups])
+    assert distance(gradient(model), one) > FAR
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"updates_per_batch": 2}, {"offload_optimizer": True, "gradient_release": True}]
+)
+def test_a_gradient_that_is_no_number_is_refused_before_a_weight_changes(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
+) -> None:
+    model = base()
+    before = weights(model)
+    poisoned(monkeypatch, no_number)
+    learner = learner_of(model, **choices)
+    learner.take(groups)
+    with pytest.raises(UsageError, match="norm is nan; the weights were not touched"):
+        learner.prepare()
+    assert same(weights(model), before)
+    assert gradient(model) == {}
+    learner.take(groups)  # and the next batch is none the worse
+    learner.prepare()
+    learner.write()
+    assert all(tensor.isfinite().all() for tensor in weights(model).values())
+
+
+def test_a_gradient_that_is_no_number_ends_the_batch_with_the_updates_before_it(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, straight = base(), base()
+    calls = poisoned(monkeypatch, None, no_number)
+    learnt = updated(model, groups, updates_per_batch=2, passes_per_batch=2)
+    assert calls == [2]
+    monkeypatch.undo()
+    updated(straight, [*groups[:2], *map(flat, groups[2:])], updates_per_batch=2)
+    assert same(weights(model), weights(straight))
+    assert learnt.num_updates == 1
+    assert gradient(model) == {}
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"updates_per_batch": 2}, {"offload_optimizer": True, "gradient_release": True}]
+)
+def test_what_is_interrupted_leaves_nothing_and_is_done_over(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
+) -> None:
+    straight, model = base(), base()
+    expected = updated(straight, groups, micro_batch_tokens=20, **choices)
+    before = weights(model)
+    calls = poisoned(monkeypatch, None, raising(KeyboardInterrupt()))
+    learner = learner_of(model, micro_batch_tokens=20, **choices)
+    learner.take(groups)
+    with pytest.raises(KeyboardInterrupt):
+        learner.prepare()
+    assert calls == [2]
+    assert gradient(model) == {}
+    assert same(weights(model), before)
+    nothing = learner.learnt()
+    assert (nothing.num_updates, nothing.loss, nothing.grad_norm, nothing.entropy) == (0, 0, 0, 0)
+    assert math.isnan(nothing.mismatch.mean)
+    assert math.isnan(nothing.shares.clip_low)
+    learner.prepare()
+    learner.write()
+    assert learner.learnt() == expected
+    assert same(weights(model), weights(straight))
+
+
+def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base()
+    calls = poisoned(monkeypatch)
+    learner = prepared(model, groups)
+    found = gradient(model)
+    learner.prepare()
+    assert calls == [1]
+    assert same(gradient(model), found)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({}, "activations are recomputed from now on"),
+        ({"gradient_checkpointing": False}, "micro-batches have at most 54 tokens from now on"),
+        ({"gradient_checkpointing": True, "micro_batch_tokens": 40}, "micro-batches have at most 20 tokens"),
+    ],
+)
+def test_what_did_not_fit_is_done_over_in_less_memory(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], words: str
+) -> None:
+    straight, model, told = base(), base(), list[str]()
+    expected = updated(straight, groups, make_optimizer=Descent)
+    poisoned(monkeypatch, raising(OUT_OF_MEMORY))
+    learnt = updated(model, groups, told=told, make_optimizer=Descent, **choices)
+    assert len(told) == 1
+    assert words in told[0]
+    assert distance(moved(weights(model), weights(base())), moved(weights(straight), weights(base()))) < CLOSE
+    assert learnt.num_updates == 1
+    assert learnt.mismatch.mean == pytest.approx(expected.mismatch.mean, rel=1e-4)
+    assert learnt.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_what_never_fits_is_refused_with_every_weight_as_it_was(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, told = base(), list[str]()
+    before = weights(model)
+    calls = poisoned(monkeypatch, *[raising(OUT_OF_MEMORY)] * 99)
+    learner = learner_of(model, told=told)
+    learner.take(groups)
+    with pytest.raises(UsageError, match=r"a sequence of 11 tokens does not fit .* Tried to allocate 2.00 GiB"):
+        learner.prepare()
+    assert calls[0] == len(told) + 1
+    assert len(told) > 2
+    assert same(weights(model), before)
+    assert gradient(model) == {}
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
+    class Large(Descent):
+        def allocate(self) -> None:
+            raise OUT_OF_MEMORY
+
+    with pytest.raises(UsageError, match=r"the optimizer's state does not fit beside the server: CUDA out") as caught:
+        learner_of(base(), make_optimizer=Large)
+    assert "--offload-optimizer" in caught.value.remedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"])
+def test_released_gradients_make_the_same_weights(groups: list[Group], kind: str, dtype: torch.dtype) -> None:
+    straight, model = base(dtype=dtype), base(dtype=dtype)
+    choices: dict[str, Any] = {"optimizer": kind, "updates_per_batch": 2}
+    expected = updated(straight, groups, **choices)
+    learner = prepared(model, groups, gradient_release=True, **choices)
+    assert same(weights(model), weights(base(dtype=dtype)))
+    learner.write()
+    learnt = learner.learnt()
+    assert same(weights(model), weights(straight))
+    assert not same(weights(model), weights(base(dtype=dtype)))
+    assert learnt.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert replace(learnt, grad_norm=0.0) == replace(expected, grad_norm=0.0)
+    assert learner.optimizer.changed_weight_share > 0
+
+
+@pytest.mark.parametrize("tokens", [54, 40])
+def test_released_gradients_are_of_one_pass_and_whoever_does_what_a_refusal_says_gets_there(
+    groups: list[Group], tokens: int
+) -> None:
+    def refusal(number: int) -> UsageError | None:
+        learner = learner_of(model, gradient_release=True, micro_batch_tokens=tokens, updates_per_batch=number)
+        learner.take(groups)
+        try:
+            learner.prepare()
+        except UsageError as error:
+            return error
+        learner.write()
+        return None
+
+    model, updates = base(), [1]
+    before = weights(model)
+    while error := refusal(updates[-1]):
+        assert same(weights(model), before)
+        assert f"of at most {tokens} tokens" in error.message
+        flag, number, *_ = error.remedy.replace(",", "").split()
+        assert flag == "--updates-per-batch"
+        updates.append(int(number))
+        assert updates[-1] > updates[-2]
+    assert not same(weights(model), before)
+    assert len(updates) > 1
+
+
+@pytest.mark.parametrize("max_norm", [1e6, 1e-2])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_gradients_that_add_up_in_host_memory_may_be_of_several_passes(
+    groups: list[Group], updates: int, max_norm: float
+) -> None:
+    straight, model = base(), base()
+    choices: dict[str, Any] = {"offload_optimizer": True, "micro_batch_tokens": 20, "updates_per_batch": updates}
+    choices["max_grad_norm"] = max_norm
+    expected = updated(straight, groups, **choices)
+    learner = prepared(model, groups, gradient_release=True, **choices)
+    assert same(weights(model), weights(base()))
+    assert gradient(model) == {}
+    learner.write()
+    assert same(weights(model), weights(straight))
+    assert learner.learnt() == expected
+
+
+KINDS = [
+    *({"optimizer": kind} for kind in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit")),
+    {"offload_optimizer": True},
+]
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("choices", KINDS)
+def test_every_optimizer_makes_good_completions_likelier_than_bad_ones(
+    groups: list[Group], choices: dict[str, Any], released: bool
+) -> None:
+    model = base(dtype=torch.bfloat16)
+    before = weights(model)
+    learner = learner_of(model, gradient_release=released, max_grad_norm=1.0, **choices)
+    losses = [float(learning(model, groups))]
+    for _ in range(4):
+        learner.take(groups)
+        learner.prepare()
+        learner.write()
+        assert learner.optimizer.changed_weight_share > 0
+        losses.append(float(learning(model, groups)))
+    assert losses == sorted(losses, reverse=True), losses
+    assert losses[-1] < losses[0] - 0.1
+    assert not same(weights(model), before)
+
+
+def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
+    """Return the mean over the tokens of -advantage * log-probability."""
+    with torch.no_grad():
+        rows = [
+            -torch.tensor(group.rewards).sub(sum(group.rewards) / GROUP_SIZE)[index]
+            * naive_logprobs(model, group.prompt_token_ids, each.token_ids)
+            for group in groups
+            for index, each in enumerate(group.completions)
+        ]
+    return torch.cat(rows).mean()

@@ -1,0 +1,157 @@
+"""The sleep pool over a fake of vLLM's: what stays out of it, and that waking it is all or nothing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patches import memory_pool
+
+GIB = 2**30
+
+
+@dataclass
+class Allocation:
+    """vLLM's `AllocationData`."""
+
+    handle: tuple[int, int]
+    tag: str = "kv_cache"
+    cpu_backup_tensor: object = None
+    is_asleep: bool = False
+
+
+@dataclass
+class Gpu:
+    """What is free, and what is mapped there: each address once at most."""
+
+    free_bytes: int
+    mapped: set[int] = field(default_factory=set)
+    fails_after: int = 99
+    """Mappings until CUDA refuses one, whatever is free."""
+
+    def map(self, handle: tuple[int, int]) -> None:
+        address, num_bytes = handle
+        if address in self.mapped:
+            raise RuntimeError("CUDA Error: invalid argument")
+        if num_bytes > self.free_bytes or self.fails_after == 0:
+            raise RuntimeError("CUDA Error: out of memory")
+        self.mapped.add(address)
+        self.free_bytes -= num_bytes
+        self.fails_after -= 1
+
+    def unmap(self, handle: tuple[int, int]) -> None:
+        self.mapped.remove(handle[0])
+        self.free_bytes += handle[1]
+
+
+class FakeWorker:
+    """vLLM's worker and its pool as 0.26 has them: each sleep and each waking concerns everything in it."""
+
+    def __init__(self, gpu: Gpu, allocations: dict[int, Allocation]) -> None:
+        self.gpu, self.allocations = gpu, allocations
+        for data in allocations.values():
+            gpu.map(data.handle)
+
+    def sleep(self, level: int = 1) -> None:
+        assert level == 1, "a deeper sleep loses what vLLM could not bring back"
+        for data in self.allocations.values():
+            self.gpu.unmap(data.handle)
+            data.cpu_backup_tensor, data.is_asleep = (data.tag != "kv_cache" or None), True
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        for data in self.allocations.values():
+            self.gpu.map(data.handle)
+            data.cpu_backup_tensor, data.is_asleep = None, False
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand in for vLLM's module of the pool, and return it."""
+    for name in ("vllm", "vllm.device_allocator", "vllm.device_allocator.cumem"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    return sys.modules["vllm.device_allocator.cumem"]
+
+
+@pytest.fixture
+def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeWorker]:
+    def start(*sizes_gib: int, free_gib: int = 100, tag: str = "kv_cache") -> FakeWorker:
+        gpu = Gpu(free_gib * GIB)
+        worker = FakeWorker(
+            gpu, {number: Allocation((number, size * GIB), tag) for number, size in enumerate(sizes_gib)}
+        )
+        pool = SimpleNamespace(pointer_to_data=worker.allocations)
+        vllm.CuMemAllocator = SimpleNamespace(get_instance=lambda: pool)
+        vllm.unmap_and_release = gpu.unmap
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.free_bytes, 140 * GIB))
+        return worker
+
+    return start
+
+
+def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm: Any) -> None:
+    entered: list[str | None] = []
+
+    class CuMemAllocator:
+        @contextmanager
+        def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+            entered.append(tag)
+            yield
+
+    vllm.CuMemAllocator = CuMemAllocator
+    memory_pool.patch()
+    once = CuMemAllocator.use_memory_pool
+    memory_pool.patch()
+    assert CuMemAllocator.use_memory_pool is once
+    for tag in ("weights", "runtime", "kv_cache", "workspace"):
+        with CuMemAllocator().use_memory_pool(tag=tag):
+            pass
+    with CuMemAllocator().use_memory_pool():
+        pass
+    assert entered == ["kv_cache", "workspace", None]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "backend", "expected"),
+    [(True, "cumem", True), (False, "cumem", False), (True, "cuda_checkpoint", False)],
+)
+def test_a_vllm_can_sleep_if_its_own_pool_is_switched_on(enabled: bool, backend: str, expected: bool) -> None:
+    config = SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=backend)
+    assert memory_pool.can_sleep(config) is expected
+
+
+def test_the_memory_is_free_in_between_and_each_way_is_gone_once(start: Callable[..., FakeWorker]) -> None:
+    worker = start(20, 30)
+    assert memory_pool.wake(worker) is None  # it is awake
+    for _ in range(2):
+        memory_pool.sleep(worker)
+        assert (worker.gpu.free_bytes, worker.gpu.mapped) == (100 * GIB, set())
+    for _ in range(2):
+        assert memory_pool.wake(worker) is None
+        assert (worker.gpu.free_bytes, worker.gpu.mapped) == (50 * GIB, {0, 1})
+
+
+def test_too_little_memory_is_told_in_figures_and_nothing_of_it_is_kept(start: Callable[..., FakeWorker]) -> None:
+    worker = start(20, 30)
+    memory_pool.sleep(worker)
+    worker.gpu.free_bytes -= 60 * GIB
+    for _ in range(2):
+        told = memory_pool.wake(worker)
+        assert told == "50.00 GiB are needed, and 40.00 GiB of the GPU are free (CUDA Error: out of memory)"
+        assert (worker.gpu.free_bytes, worker.gpu.mapped) == (40 * GIB, set())
+        assert all(data.is_asleep for data in worker.allocations.values())
+    worker.gpu.free_bytes += 60 * GIB
+    assert memory_pool.wake(worker) is None
+    assert worker.gpu.mapped == {0, 1}
+
+
+def test_what_vllm_brought_back_with_its_content_is_not_taken_away_again(start: Callable[..., FakeWorker]) -> None:
+    worker = start(1, 1, 1, tag="cudagraph")
+    memory_pool.sleep(worker)
+    worker.gpu.fails_after = 2
+    assert memory_pool.wake(worker) is not None
+    assert worker.gpu.mapped == {0, 1}

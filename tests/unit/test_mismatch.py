@@ -1,0 +1,144 @@
+"""Importance weights and the measure of two engines' distance, against numbers worked out by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge.config import TrainConfig
+from bridge.training.mismatch import HISTOGRAM_EDGES, Correction, Mismatch, Tally, alarm, measure
+
+CPU = torch.device("cpu")
+SAMPLED_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
+RATIOS = (0.25, 0.5, 1.0, 2.0, 8.0)
+"""Probability by the trainer over that by the server; all powers of two, so that bounds are met exactly."""
+
+
+def old() -> Tensor:
+    return SAMPLED_N + torch.tensor(RATIOS).log()
+
+
+def correction(**choices: Any) -> Correction:
+    return Correction.of(TrainConfig.model_validate({"model_name": "tiny"} | choices))
+
+
+@pytest.mark.parametrize(
+    ("choices", "weights"),
+    [
+        ({"mismatch": "none"}, [1, 1, 1, 1, 1]),
+        ({"mismatch": "truncate"}, [0.25, 0.5, 1, 2, 2]),
+        ({"mismatch": "truncate", "mismatch_high": 1.5}, [0.25, 0.5, 1, 1.5, 1.5]),
+        ({"mismatch": "mask"}, [0, 0.5, 1, 2, 0]),
+        ({"mismatch": "mask", "mismatch_low": 0.1, "mismatch_high": 9.0}, [0.25, 0.5, 1, 2, 8]),
+        ({"mismatch": "mask", "mismatch_low": 0.9, "mismatch_high": 1.1}, [0, 0, 1, 0, 0]),
+    ],
+)
+def test_a_token_weighs_what_the_papers_say(choices: dict[str, Any], weights: list[float]) -> None:
+    found_N = correction(**choices).weights(old(), SAMPLED_N)
+    torch.testing.assert_close(found_N, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
+
+
+def test_what_lies_on_a_bound_is_kept() -> None:
+    both = Correction(kind="mask", low=0.5, high=2.0)
+    ratios_N = torch.tensor([0.5, 2.0])
+    sampled_N = torch.zeros(2)
+    assert not both.changed(ratios_N.log(), sampled_N).any()
+    assert (both.weights(ratios_N.log(), sampled_N) > 0).all()
+
+
+def test_a_weight_has_no_gradient() -> None:
+    old_N = old().requires_grad_()
+    for kind in ("truncate", "mask", "none"):
+        assert not correction(mismatch=kind).weights(old_N, SAMPLED_N).requires_grad
+
+
+def test_a_difference_past_what_float32_can_exponentiate_gives_finite_weights() -> None:
+    old_N, sampled_N = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])
+    assert correction(mismatch="truncate").weights(old_N, sampled_N).tolist() == [2.0, 0.0]
+    assert correction(mismatch="mask").weights(old_N, sampled_N).tolist() == [0.0, 0.0]
+
+
+def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
+    for kind in ("truncate", "mask"):
+        assert correction(mismatch=kind).weights(torch.tensor([math.nan]), torch.tensor([0.0])).isnan().all()
+
+
+def test_the_measure_is_what_a_person_would_count() -> None:
+    differences_N = torch.tensor([0.0, 0.0005, 0.002, 0.004, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0])
+    signs_N = torch.tensor([1.0, -1.0] * 5)
+    sampled_N = torch.full((10,), -3.0)
+    found = measure(sampled_N + differences_N * signs_N, sampled_N, Correction(kind="truncate", high=2.0)).read()
+    assert found.mean == pytest.approx(3.7765 / 10, rel=1e-5)
+    assert found.max == pytest.approx(2.0)
+    assert len(found.histogram) == len(HISTOGRAM_EDGES) + 1 == 8
+    assert found.histogram == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
+    # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is cut off at 2
+    weights = [1, math.exp(0.002), math.exp(0.02), math.exp(0.2), 2]
+    weights += [math.exp(-0.0005), math.exp(-0.004), math.exp(-0.05), math.exp(-0.5), math.exp(-2)]
+    assert found.changed_share == pytest.approx(0.1)
+    assert found.weight_mean == pytest.approx(sum(weights) / 10, rel=1e-5)
+    squares = sum(weight * weight for weight in weights)
+    assert found.effective_share == pytest.approx(sum(weights) ** 2 / (10 * squares), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "weight"), [("none", 0.0, 1.0), ("truncate", 0.2, 5.75 / 5), ("mask", 0.4, 3.5 / 5)]
+)
+def test_the_share_that_is_truncated_or_left_out_is_told(kind: str, changed: float, weight: float) -> None:
+    found = measure(old(), SAMPLED_N, correction(mismatch=kind)).read()
+    assert found.changed_share == pytest.approx(changed)
+    assert found.weight_mean == pytest.approx(weight, rel=1e-6)
+
+
+def test_no_bound_is_told_to_have_changed_anything_where_nothing_is_corrected() -> None:
+    assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).read().changed_share == 0
+
+
+def test_engines_that_agree_are_measured_as_such() -> None:
+    assert measure(SAMPLED_N, SAMPLED_N, correction()).read() == Mismatch(
+        mean=0, max=0, histogram=(1.0, 0, 0, 0, 0, 0, 0, 0), changed_share=0, weight_mean=1, effective_share=1
+    )
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17, 40])
+def test_parts_of_a_batch_add_up_to_the_whole(cut: int) -> None:
+    torch.manual_seed(0)
+    old_N, sampled_N = torch.randn(40), torch.randn(40)
+    by = correction(mismatch="mask")
+    whole = measure(old_N, sampled_N, by).read()
+    parts = measure(old_N[:cut], sampled_N[:cut], by) + measure(old_N[cut:], sampled_N[cut:], by)
+    summed = (Tally.zero(CPU) + parts).read()
+    assert summed.max == whole.max
+    assert summed.histogram == whole.histogram
+    assert summed.changed_share == whole.changed_share
+    for name in ("mean", "weight_mean", "effective_share"):
+        assert getattr(summed, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+def test_no_value_is_waited_for_before_it_is_read() -> None:
+    """Tensors on the meta device have no values: whoever asked for one would fail."""
+    old_N, sampled_N = old().to("meta"), SAMPLED_N.to("meta")
+    for kind in ("truncate", "mask", "none"):
+        tally = measure(old_N, sampled_N, correction(mismatch=kind)) + Tally.zero(torch.device("meta"))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            tally.read()
+
+
+def test_a_step_without_tokens_has_no_measure_and_no_alarm() -> None:
+    found = Tally.zero(CPU).read()
+    assert all(math.isnan(value) for value in (found.mean, found.max, found.weight_mean, *found.histogram))
+    assert alarm(found, 0.1) is None
+
+
+def test_a_mean_at_the_threshold_is_told_in_one_line_with_its_causes() -> None:
+    sampled_N = torch.zeros(4)
+    found = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).read()
+    assert found.mean == 0.25
+    line = alarm(found, 0.25)
+    assert line is not None
+    assert "\n" not in line
+    for words in ("0.25 nats", "up to 0.5", "0.013 to 0.024", "prefix cache", "temperature", "dtype", "top-p"):
+        assert words in line
+    assert alarm(found, 0.26) is None

@@ -1,0 +1,148 @@
+"""How many parameters a folder holds, without loading any."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.dimensions import Dimensions
+from bridge.errors import UsageError
+from bridge.model_size import ModelSize
+from tests.models.sizes import PARAMETERS, folder_of, qwen2
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN15_MOE = {
+    "model_type": "qwen2_moe", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_experts": 60,
+    "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632, "vocab_size": 151936,
+    "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def weights(path: Path, *shapes: tuple[int, ...]) -> None:
+    """Write the head of a file of safetensors, without its tensors."""
+    header = {str(place): {"dtype": "BF16", "shape": shape} for place, shape in enumerate(shapes)}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_a_dense_model_is_counted_by_its_dimensions_to_the_last_parameter(size: str, tmp_path: Path) -> None:
+    found = ModelSize.of(folder_of(qwen2(size), tmp_path / "m"))
+    assert (found.num_params, found.exact, found.max_tokens) == (PARAMETERS[size], False, 32768)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_params", "active"),
+    [
+        (QWEN3_30B_A3B, 30_532_122_624, 8 * 768),
+        (MIXTRAL_8X7B, 46_702_792_704, 2 * 14336),
+        (QWEN15_MOE, 14_315_784_192, 4 * 1408 + 5632),
+    ],
+)
+def test_a_mixture_of_experts_is_counted_with_all_and_run_with_some(
+    config: dict[str, Any], num_params: int, active: int
+) -> None:
+    dimensions = Dimensions.of(config)
+    assert dimensions.num_params == pytest.approx(num_params, rel=1e-4)
+    assert dimensions.active == active
+
+
+def test_layers_without_experts_are_counted_as_dense_ones() -> None:
+    none = Dimensions.of({**QWEN3_30B_A3B, "mlp_only_layers": list(range(48))})
+    half = Dimensions.of({**QWEN3_30B_A3B, "decoder_sparse_step": 2})
+    first = Dimensions.of({**QWEN3_30B_A3B, "first_k_dense_replace": 3})
+    assert [found.num_dense_layers for found in (none, half, first)] == [48, 24, 3]
+    assert none.num_params < half.num_params < first.num_params < Dimensions.of(QWEN3_30B_A3B).num_params
+
+
+def test_a_transformers_model_has_as_many_parameters() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    found = Dimensions.of(config.to_dict())
+    assert found.num_params == Qwen2ForCausalLM(config).num_parameters()
+
+
+def test_an_adapter_has_as_many_parameters_per_rank_as_peft_gives_it() -> None:
+    assert 16 * Dimensions.of(qwen2("7B")).adaptable == 40_370_176
+
+
+def test_weights_that_are_there_are_counted_exactly(tmp_path: Path) -> None:
+    folder = folder_of({**qwen2("7B"), "model_type": "of-tomorrow"}, tmp_path / "m")
+    weights(folder / "model.safetensors", (10, 20), (7,), ())
+    found = ModelSize.of(folder)
+    assert (found.num_params, found.exact) == (208, True)
+
+
+def test_all_files_of_an_index_are_counted_and_a_missing_one_makes_it_an_estimate(tmp_path: Path) -> None:
+    folder = folder_of(qwen2("7B"), tmp_path / "m")
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights(folder / "1.safetensors", (3,))
+    assert not ModelSize.of(folder).exact
+    weights(folder / "2.safetensors", (4,), (5,))
+    assert ModelSize.of(folder).num_params == 12
+
+
+def test_the_part_that_speaks_is_planned_for_where_a_model_has_others(tmp_path: Path) -> None:
+    folder = folder_of({"model_type": "sees", "text_config": qwen2("7B"), "vision_config": {}}, tmp_path / "m")
+    with pytest.raises(UsageError, match="'sees'"):
+        ModelSize.of(folder)
+    weights(folder / "model.safetensors", (9,))
+    assert ModelSize.of(folder).dimensions.hidden == 3584
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gpt_neox"}, "'gpt_neox' model cannot be counted"),
+        ({"hidden_size": None}, "dimensions are no numbers"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        ModelSize.of(folder_of({**qwen2("7B"), **change}, tmp_path / "m"))
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers"])
+def test_a_dimension_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
+    config = {name: value for name, value in qwen2("7B").items() if name != key}
+    with pytest.raises(UsageError, match=key):
+        ModelSize.of(folder_of(config, tmp_path / "m"))
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 20, (3).to_bytes(8, "little") + b"[1]"])
+def test_a_file_of_weights_that_is_not_whole_is_named(content: bytes, tmp_path: Path) -> None:
+    folder = folder_of(qwen2("7B"), tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match=r"model\.safetensors"):
+        ModelSize.of(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_configuration_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        ModelSize.of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["org/no-such-model-anywhere", "/no/such/folder", "not a name!"])
+def test_a_model_that_is_not_here_is_told(name: str) -> None:
+    with pytest.raises(UsageError, match="nor a model of that name in the hub's cache"):
+        ModelSize.of(name)
