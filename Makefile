@@ -30,11 +30,11 @@ lint: $(INSTALLED) ## ruff's rules and format, and the directions of imports
 type: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy
 
-test: $(INSTALLED) ## Every test that needs no GPU, those with the real vLLM on the CPU included, the slowest left out
-	@$(BIN)/python -m pytest --ignore=tests/gpu -m "not slow"
+test: test-unit ## Every test that needs no GPU, those with the real vLLM on the CPU included, the slowest left out
+	@$(BIN)/python -m pytest tests/cpu -m "not slow"
 
-test-unit: $(INSTALLED) ## The tests that finish in seconds
-	@$(BIN)/python -m pytest --ignore=tests/gpu --ignore=tests/cpu
+test-unit: $(INSTALLED) ## Those of them that need no vLLM, on all cores
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --ignore=tests/gpu --ignore=tests/cpu -m "not slow"
 
 test-cpu: $(INSTALLED) ## The real vLLM on the CPU, end to end
 	@$(BIN)/python -m pytest tests/cpu

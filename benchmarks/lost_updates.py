@@ -23,9 +23,10 @@ from benchmarks import _results
 from benchmarks._results import say
 from bridge.client import BridgeClient
 from bridge.config import ServeConfig, TrainConfig
-from bridge.run_directory import RunDirectory
-from bridge.training import loop, optimizer
-from bridge.training.in_place import EPS, InPlaceOptimizer, StateBytes
+from bridge.files.run_directory import RunDirectory
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
+from bridge.training import loop
 from bridge.weights import fence, manifest, model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
@@ -159,7 +160,7 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
 
     def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
         if name in OURS:
-            return optimizer.make(config, groups)
+            return factory.make(config, groups)
         return Rival(groups, config, has_masters=name == REFERENCE)
 
     environment = registry.load(config.environment)

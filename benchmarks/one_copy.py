@@ -27,8 +27,8 @@ from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
 from bridge.rollouts import Endpoint, Sampler
-from bridge.run_directory import RunDirectory
 from bridge.training.loop import train
 from bridge.verify import logprob_diffs, sample, verify
 from bridge.weights import fence, manifest

@@ -29,10 +29,10 @@ from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError
-from bridge.training import forward
-from bridge.training.budget import Budget
+from bridge.optimizers.factory import make, scaled_group
+from bridge.passes import preparation
+from bridge.passes.budget import Budget
 from bridge.training.learner import Learner
-from bridge.training.optimizer import make, scaled_group
 from bridge.types import Group
 from bridge.weights.attach import leave_a_core
 
@@ -130,7 +130,7 @@ class Steps:
         self._device = torch.device("cuda") if torch.cuda.is_available() else leave_a_core()
         model = build(size, self._device)
         self._weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        forward.prepare(model, config, note)
+        preparation.prepare(model, config, note)
         optimizer = make(
             config,
             [scaled_group(each, 1.0, lr=config.lr, weight_decay=config.weight_decay) for each in model.parameters()],

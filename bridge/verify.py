@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from bridge.checks.result import Check, failed, passed
 from bridge.client import BridgeClient
+from bridge.passes.batch import packs
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.samples import Sample
 from bridge.protocol import Element
 from bridge.rollouts import Endpoint, Sampler
-from bridge.training.batch import packs
-from bridge.training.logprobs import model_logprobs
-from bridge.training.samples import Sample
 from bridge.types import Group
 from bridge.weights import fence, manifest
 from bridge.weights.attach import AttachedModel, attach

@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 
 from bridge.errors import BridgeError, UsageError
-from bridge.run_directory import RunDirectory, write_json
+from bridge.files.run_directory import RunDirectory, write_json
 from cli import accelerator, console
 from cli.demo import HOST, LEARNING_RATE, Where, demo_model_folder
 from cli.options import Json

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from bridge import claim
 from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.run_directory import RunDirectory, write_json
+from bridge.files import claim
+from bridge.files.run_directory import RunDirectory, write_json
 from cli import console
 from cli.engine import ServedEngine
 from cli.options import Json

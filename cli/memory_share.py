@@ -1,16 +1,16 @@
 """How much of a GPU vLLM may take so that training fits beside it.
 
-Not covered: the arithmetic (`bridge/memory.py`), and a table of what else would fit (`plan.py`).
+Not covered: the arithmetic (`bridge/planning/memory.py`), and a table of what else would fit (`plan.py`).
 """
 
 import math
 from dataclasses import dataclass
 
-from bridge import memory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.memory import GIB, Fit, Need
-from bridge.model_size import ModelSize
+from bridge.planning import memory
+from bridge.planning.memory import GIB, Fit, Need
+from bridge.planning.model_size import ModelSize
 
 UNKNOWN_SHARE = 0.45
 """Of the GPU, for a model whose size cannot be told."""

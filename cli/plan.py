@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from bridge import memory
 from bridge.checks.memory import available_bytes, cgroup_left_bytes
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.memory import GIB
-from bridge.model_size import ModelSize
+from bridge.planning import memory
+from bridge.planning.memory import GIB
+from bridge.planning.model_size import ModelSize
 from cli import accelerator, console, plan_run, plan_table
 from cli.options import Json, from_config
 from cli.plan_rows import Limits, command, plan_rows

@@ -1,19 +1,19 @@
 """Every way to train that `bridge plan` weighs, in the order in which it prefers them, and how each fits.
 
-Not covered: the arithmetic (`bridge/memory.py`), showing it (`plan_table.py`).
+Not covered: the arithmetic (`bridge/planning/memory.py`), showing it (`plan_table.py`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge import memory
-from bridge.activations import sequence_tokens
 from bridge.choices import flag
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.memory import GIB, SERVERS_GPU, Need
-from bridge.model_size import ModelSize
+from bridge.planning import memory
+from bridge.planning.activations import sequence_tokens
+from bridge.planning.memory import GIB, SERVERS_GPU, Need
+from bridge.planning.model_size import ModelSize
 
 Choices = Mapping[str, Any]
 

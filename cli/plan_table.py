@@ -9,8 +9,8 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from bridge.memory import GIB, SERVERS_GPU
-from bridge.model_size import ModelSize
+from bridge.planning.memory import GIB, SERVERS_GPU
+from bridge.planning.model_size import ModelSize
 from cli import console
 from cli.plan_rows import Limits, Row
 from cli.plan_run import Comparison

@@ -9,7 +9,7 @@ import typer
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.run_directory import write_json
+from bridge.files.run_directory import write_json
 from cli import console
 from cli.engine import START_LIMIT_S, ServedEngine, reachable
 from cli.options import Json, from_config

@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge import claim
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.run_directory import RunDirectory, to_json
+from bridge.files import claim
+from bridge.files.run_directory import RunDirectory, to_json
 from bridge.training.metrics import StepMetrics
 from bridge.types import Environment
 from cli import console
@@ -65,8 +65,9 @@ def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
 
 
 def _open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
+    from bridge.loss import reference
     from bridge.modes import MODES
-    from bridge.training import checkpoint, reference
+    from bridge.training import checkpoint
 
     reference.check(config)
     prefix = MODES[config.mode].checkpoint_prefix

@@ -16,10 +16,10 @@ import httpx
 from bridge.client import CONTROL_LIMIT_S, BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
 from bridge.modes.handover import ADAPTER, discard, post, saved, unload, unload_earlier
 from bridge.rollouts import Endpoint
-from bridge.run_directory import RunDirectory
 from bridge.weights import fence
 from bridge.weights.adapter import Adapter
 from bridge.weights.fence import FenceTimes

@@ -13,10 +13,10 @@ import httpx
 
 from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
 from bridge.errors import UsageError
+from bridge.files.whole_folder import written_whole
 from bridge.rollouts import Endpoint
 from bridge.weights.adapter import Adapter
 from bridge.weights.fence import FenceTimes
-from bridge.whole_folder import written_whole
 
 ADAPTER = "bridge-adapter"
 """The name under which the server serves what is trained."""

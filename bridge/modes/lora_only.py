@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, UsageError
+from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.rollouts import Endpoint
-from bridge.run_directory import RunDirectory
 from bridge.weights import loaded, manifest
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import AttachedModel, attach, attach_again

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.modes.reload import InPlace, Reload, Restart
 from bridge.rollouts import Endpoint
-from bridge.run_directory import RunDirectory
 from bridge.weights import fence, loaded, model_folder
 from bridge.weights.fence import FenceTimes
 from bridge.weights.loaded import LoadedModel

@@ -11,14 +11,14 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from bridge import whole_folder
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.files import whole_folder
+from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.mode import Engine
 from bridge.modes.served import PatchedServer
 from bridge.rollouts import Endpoint
-from bridge.run_directory import RunDirectory
 from bridge.weights import model_folder
 
 

@@ -1,8 +1,7 @@
-"""Training: from rollouts to one optimizer step on weights that somebody else also reads.
+"""Training: the loop from rollouts to published weights, what it learns from, and what it leaves behind.
 
-Words: *advantage* (a reward against its group), *micro-batch* (what one forward and backward pass holds),
-*master* (the float32 value of a weight, half of it the weight itself), *checkpoint* (a plain Hugging Face folder).
-
-May import: `bridge`'s plain types and errors, torch, transformers; of Bridge nothing that knows a server or a mode
-except in `loop.py`.
+Words: *experience* (problems, completions and rewards), *update* (one optimizer step), *checkpoint* (a plain Hugging
+Face folder with what a run needs to go on).
+May import: `bridge.passes`, `bridge.loss`, `bridge.optimizers`, `bridge.files`; modes are known by their protocol,
+but in `loop.py`.
 """

@@ -1,6 +1,6 @@
 """Forward and backward passes over the micro-batches of one update, and what they are measured by.
 
-Not covered: which micro-batches there are (`batch.py`), the loss (`policy_loss.py`), what is done with the gradients
+Not covered: which micro-batches there are (`bridge/passes`), the loss (`bridge/loss`), what is done with the gradients
 (`learner.py`).
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.training.batch import MicroBatch
-from bridge.training.logprobs import model_logprobs
-from bridge.training.mismatch import Tally, measure
-from bridge.training.policy_loss import LossSpec, LossStatistics, policy_loss
-from bridge.training.reference import Reference
+from bridge.loss.mismatch import Tally, measure
+from bridge.loss.policy_loss import LossSpec, LossStatistics, policy_loss
+from bridge.loss.reference import Reference
+from bridge.passes.batch import MicroBatch
+from bridge.passes.logprobs import model_logprobs
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@
 With one update a batch nothing but the optimizer's step is left to write. Where gradients are released, each parameter
 is stepped in the middle of the backward pass, which is part of writing then.
 
-Not covered: the fence around writing (`loop.py`), advantages (`advantages.py`), forward and backward (`gradients.py`),
-the optimizer (`optimizer.py`), how many tokens a pass takes (`budget.py`).
+Not covered: the fence around writing (`loop.py`), forward and backward (`gradients.py`), the loss (`bridge/loss`), the
+optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/budget.py`).
 """
 
 import math
@@ -22,18 +22,20 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.loss import reference
+from bridge.loss.advantages import samples, with_advantages
+from bridge.loss.mismatch import Mismatch, share
+from bridge.loss.policy_loss import LossShares, LossSpec
+from bridge.loss.reference import Reference
 from bridge.modes.mode import OpenedModel
-from bridge.training import forward, optimizer, reference
-from bridge.training.advantages import samples, with_advantages
-from bridge.training.batch import packs
-from bridge.training.budget import Budget
-from bridge.training.forward import Note
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.passes import preparation
+from bridge.passes.batch import packs
+from bridge.passes.budget import Budget
+from bridge.passes.preparation import Note
+from bridge.passes.samples import Sample
 from bridge.training.gradients import Gradients, Part, Sums
-from bridge.training.in_place import InPlaceOptimizer
-from bridge.training.mismatch import Mismatch, share
-from bridge.training.policy_loss import LossShares, LossSpec
-from bridge.training.reference import Reference
-from bridge.training.samples import Sample
 from bridge.types import Group
 
 MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
@@ -79,7 +81,7 @@ class Learner:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, opened: OpenedModel, note: Note, *, make_optimizer: MakeOptimizer = optimizer.make
+        cls, config: TrainConfig, opened: OpenedModel, note: Note, *, make_optimizer: MakeOptimizer = factory.make
     ) -> Self:
         """Prepare a model for training, and take all memory that does not depend on the batch.
 
@@ -88,9 +90,9 @@ class Learner:
             UnsupportedModelError: the model cannot be trained as it is wanted to be.
         """
         model = opened.model
-        forward.prepare(model, config, note)
+        preparation.prepare(model, config, note)
         groups = [
-            optimizer.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
+            factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
             for name, factor in opened.lr_factors.items()
         ]
         made = make_optimizer(config, groups)

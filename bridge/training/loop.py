@@ -15,16 +15,18 @@ import torch
 
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError, UsageError
+from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
+from bridge.loss import mismatch, reference
+from bridge.loss.mismatch import Mismatch
 from bridge.modes import MODES
 from bridge.modes.mode import Engine, Mode
-from bridge.run_directory import RunDirectory
-from bridge.training import measuring, mismatch, optimizer, reference
+from bridge.optimizers import factory
+from bridge.training import measuring
 from bridge.training.checkpoint import Found
 from bridge.training.experience import Experience
 from bridge.training.learner import Learner, MakeOptimizer
 from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.mismatch import Mismatch
 from bridge.training.series import Series
 from bridge.types import Environment, Group
 
@@ -42,7 +44,7 @@ def train(
     *,
     engine: Engine | None = None,
     resume: Found | None = None,
-    make_optimizer: MakeOptimizer = optimizer.make,
+    make_optimizer: MakeOptimizer = factory.make,
 ) -> Summary:
     """Train up to step `config.training_steps`, leave metrics and checkpoints behind, and tell `report` of each step.
 

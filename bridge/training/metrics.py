@@ -1,6 +1,6 @@
 """What is measured: one object of `metrics.jsonl` a step, and what a whole run came to.
 
-Not covered: measuring it (`loop.py`) and writing it (`bridge/run_directory.py`).
+Not covered: measuring it (`loop.py`) and writing it (`bridge/files/run_directory.py`).
 """
 
 from dataclasses import dataclass

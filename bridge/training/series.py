@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import nn
 
 from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Mode
-from bridge.run_directory import RunDirectory
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.training import checkpoint, trainer_state
 from bridge.training.checkpoint import Found, Progress
-from bridge.training.in_place import InPlaceOptimizer
 
 
 class Series:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bridge.errors import CheckpointError
-from bridge.training.in_place import InPlaceOptimizer
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 
 FOLDER = "optimizer"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import UsageError
-from bridge.run_directory import RunDirectory, write_json
+from bridge.files.run_directory import RunDirectory, write_json
 from cli import compare
 from cli.compare import Agreement, Row
 

@@ -9,7 +9,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.run_directory import RunDirectory
+from bridge.files.run_directory import RunDirectory
 from bridge.training import checkpoint
 from bridge.training.checkpoint import Found, Progress
 from cli import train

@@ -12,7 +12,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.run_directory import RunDirectory
+from bridge.files.run_directory import RunDirectory
 from bridge.training.metrics import StepMetrics, Summary
 
 FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]

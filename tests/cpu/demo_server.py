@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.client import BridgeClient
 from bridge.config import ServeConfig, TrainConfig
-from bridge.run_directory import RunDirectory
+from bridge.files.run_directory import RunDirectory
 from bridge.training import loop
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.weights import fence, manifest, model_folder

@@ -45,7 +45,7 @@ class Logged:
 UNDISTURBED = "from cli.main import main; main()"
 PRELUDE = f"""
 import os, re, resource, signal, threading, time, urllib.request
-from bridge.run_directory import RunDirectory
+from bridge.files.run_directory import RunDirectory
 from bridge.training import checkpoint, experience, trainer_state
 
 STEP = {KILLED_IN_STEP}

@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.files.run_directory import RunDirectory
 from bridge.rollouts import Endpoint, Sampler
-from bridge.run_directory import RunDirectory
 from bridge.training import loop
 from bridge.training.metrics import StepMetrics
 from bridge.types import Group

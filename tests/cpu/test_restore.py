@@ -45,8 +45,8 @@ class Uneven:
 """Its groups always have a gradient: without one there is nothing to write."""
 KILLED_WHILE_IT_WRITES = """
 import os, signal
-from bridge.training import slabs
-from bridge.training.split_adamw import SplitMasterAdamW
+from bridge.optimizers import slabs
+from bridge.optimizers.split_adamw import SplitMasterAdamW
 from cli.main import main
 
 slabs.SMALL_ELEMENTS = 0  # or all parameters of a small model are written at once

@@ -10,8 +10,8 @@ import pytest
 
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
-from bridge.run_directory import RunDirectory
 from bridge.weights import fence
 from tests import scenarios
 from tests.models import tiny

@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError
+from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Engine, OpenedModel
+from bridge.passes import preparation
 from bridge.rollouts import Endpoint
-from bridge.run_directory import RunDirectory
-from bridge.training import checkpoint, forward, loop
+from bridge.training import checkpoint, loop
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.types import Problem
 from bridge.weights import model_folder
@@ -220,7 +221,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
             mode = FakeMode(toy, server.url, **choices)
             monkeypatch.setattr(loop, "MODES", {"shared_vllm": lambda *_: mode})
             if mode.dropout:  # two passes then differ
-                monkeypatch.setattr(forward, "prepare", lambda *_: None)
+                monkeypatch.setattr(preparation, "prepare", lambda *_: None)
             yield Run(tmp_path / folder, mode, server.asked)
 
     return start

@@ -9,9 +9,9 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training.advantages import samples, with_advantages
-from bridge.training.policy_loss import LOSSES, LossSpec
-from bridge.training.samples import Sample
+from bridge.loss.advantages import samples, with_advantages
+from bridge.loss.policy_loss import LOSSES, LossSpec
+from bridge.passes.samples import Sample
 from bridge.types import Completion, FinishReason, Group
 
 Scale = Literal["group", "batch", "none"]

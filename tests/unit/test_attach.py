@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from bridge.errors import AttachError, BridgeError, ManifestError, UnsupportedModelError, UsageError
+from bridge.optimizers.factory import SplitMasterAdamW
 from bridge.process import ProcessIdentity
-from bridge.training.optimizer import SplitMasterAdamW
 from bridge.weights import shared_memory
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.manifest import Manifest

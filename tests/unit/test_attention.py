@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from bridge.errors import UnsupportedModelError
-from bridge.training import attention, dense_attention, layers
-from bridge.training.forward import packed
+from bridge.passes import attention, dense_attention, layers
+from bridge.passes.preparation import packed
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.training.batch import MicroBatch, packs
-from bridge.training.samples import Sample
+from bridge.passes.batch import MicroBatch, packs
+from bridge.passes.samples import Sample
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training import attention
-from bridge.training.budget import CPU_TOKENS, MASKED_TOKENS, MOST_TOKENS, SHARE, Budget
-from bridge.training.pass_cost import PROBES, Cost, measure_cost
-from bridge.training.samples import Sample
+from bridge.passes import attention
+from bridge.passes.budget import CPU_TOKENS, MASKED_TOKENS, MOST_TOKENS, SHARE, Budget
+from bridge.passes.cost import PROBES, Cost, measure_cost
+from bridge.passes.samples import Sample
 
 MIB = 2**20
 

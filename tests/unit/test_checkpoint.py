@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bridge import whole_folder
 from bridge.errors import CheckpointError, UsageError
+from bridge.files import whole_folder
 from bridge.training import checkpoint
 from bridge.training.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
 from tests.unit.killed_saver import KILLS

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bridge import claim
 from bridge.errors import UsageError
+from bridge.files import claim
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from bridge import claim
+from bridge.files import claim
 claim.make(Path(sys.argv[1]), what="run directory", flag="--run-dir")
 child = os.fork() if "fork" in sys.argv else os.getpid()
 if child:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.training import slabs
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS, join
+from bridge.optimizers import slabs
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS, join
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++"))
 DEVICES = [CPU, *(["cuda"] if torch.cuda.is_available() else [])]

@@ -27,8 +27,8 @@ from transformers import (
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.training import attention, layers
-from bridge.training.forward import packed, prepare
+from bridge.passes import attention, layers
+from bridge.passes.preparation import packed, prepare
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.loss import policy_loss, reference
+from bridge.loss.policy_loss import LossStatistics
 from bridge.modes.mode import OpenedModel
-from bridge.training import gradients, optimizer, policy_loss, reference
-from bridge.training.in_place import InPlaceOptimizer, StateBytes
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import InPlaceOptimizer, StateBytes
+from bridge.training import gradients
 from bridge.training.learner import Learner, Learnt
-from bridge.training.policy_loss import LossStatistics
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -78,7 +80,7 @@ def learner_of(
     model: PreTrainedModel,
     *,
     told: list[str] | None = None,
-    make_optimizer: Callable[..., InPlaceOptimizer] = optimizer.make,
+    make_optimizer: Callable[..., InPlaceOptimizer] = factory.make,
     lr_factors: Mapping[str, float] | None = None,
     **choices: Any,
 ) -> Learner:

@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from bridge.errors import UnsupportedModelError
-from bridge.training import logits
-from bridge.training.batch import MicroBatch, packs
-from bridge.training.logprobs import check_head, model_logprobs, token_logprobs
-from bridge.training.samples import Sample
+from bridge.passes import logits
+from bridge.passes.batch import MicroBatch, packs
+from bridge.passes.logprobs import check_head, model_logprobs, token_logprobs
+from bridge.passes.samples import Sample
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCABULARY = 301

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.run_directory import to_json
-from bridge.training import batch, gradients, policy_loss
-from bridge.training.budget import Budget
+from bridge.files.run_directory import to_json
+from bridge.loss import policy_loss
+from bridge.loss.policy_loss import LossStatistics
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.passes import batch
+from bridge.passes.budget import Budget
+from bridge.training import gradients
 from bridge.training.learner import Learner
 from bridge.training.metrics import StepMetrics
-from bridge.training.policy_loss import LossStatistics
-from bridge.training.split_adamw import SplitMasterAdamW
 from tests.unit.http_server import Asked, as_json
 from tests.unit.loop_runs import STEPS, Letters, Run, Running, runner
 

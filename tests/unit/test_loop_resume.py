@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
+from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.training import loop, trainer_state
 from bridge.training.metrics import StepMetrics
-from bridge.training.split_adamw import SplitMasterAdamW
 from bridge.weights.attach import attach
 from tests.unit.loop_runs import STEPS, FakeEngine, Killed, Run, Running, once, runner, spoil
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training.layers import recompute_activations
-from bridge.training.optimizer import SplitMasterAdamW, scaled_group
+from bridge.optimizers.factory import SplitMasterAdamW, scaled_group
+from bridge.passes.layers import recompute_activations
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import ManifestError, UsageError
+from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
 from bridge.modes.mode import OpenedModel
-from bridge.run_directory import RunDirectory
 from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
 from tests.models import tiny

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from bridge import memory
-from bridge.activations import activation_bytes, micro_batch_tokens
 from bridge.config import TrainConfig
-from bridge.dimensions import Dimensions
-from bridge.memory import GIB, Need
-from bridge.model_size import ModelSize
-from bridge.training.optimizer_bytes import MOMENT_BYTES
+from bridge.optimizers.state_bytes import MOMENT_BYTES
+from bridge.planning import memory
+from bridge.planning.activations import activation_bytes, micro_batch_tokens
+from bridge.planning.dimensions import Dimensions
+from bridge.planning.memory import GIB, Need
+from bridge.planning.model_size import ModelSize
 from tests.models.sizes import PARAMETERS, qwen2
 
 H200 = 139.8 * GIB

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.training.moments import (
+from bridge.optimizers.moments import (
     EIGHT_BIT,
     FOUR_BIT,
     pack,
@@ -16,9 +16,9 @@ from bridge.training.moments import (
     signed_level,
     unpack,
 )
-from bridge.training.rounding import key, random_bits
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS
+from bridge.optimizers.rounding import key, random_bits
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 
 CODED = [EIGHT_BIT, FOUR_BIT]
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
+from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
 from bridge.modes.none import NoneMode
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
-from bridge.run_directory import RunDirectory
 from bridge.training import loop
 from bridge.types import Problem
 from bridge.vocabulary import Vocabulary

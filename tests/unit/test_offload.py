@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UsageError
-from bridge.training import offload
-from bridge.training.in_place import StateBytes
-from bridge.training.offload import OffloadedAdamW
-from bridge.training.optimizer import scaled_group
+from bridge.optimizers import offload
+from bridge.optimizers.factory import scaled_group
+from bridge.optimizers.in_place import StateBytes
+from bridge.optimizers.offload import OffloadedAdamW
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = [(37, 64), (5,), (130, 70)]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training.in_place import InPlaceOptimizer, global_norm
-from bridge.training.offload import OffloadedAdamW
-from bridge.training.optimizer import make, scaled_group
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS, Coefficients, join, split
+from bridge.optimizers.factory import make, scaled_group
+from bridge.optimizers.in_place import InPlaceOptimizer, global_norm
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS, Coefficients, join, split
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.training.in_place import InPlaceOptimizer
-from bridge.training.offload import OffloadedAdamW
-from bridge.training.optimizer_bytes import MOMENT_BYTES, BytesPerParameter
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
+from bridge.optimizers.state_bytes import MOMENT_BYTES, BytesPerParameter
 
 SHAPES = [(1000, 300), (64, 128), (16, 520), (300,)]
 NUM_PARAMETERS = 300_000 + 64 * 128 + 16 * 520 + 300
@@ -50,5 +50,5 @@ def test_every_kind_is_in_the_table_with_its_block() -> None:
 
 
 def test_it_is_read_without_torch() -> None:
-    program = "import sys, bridge.training.optimizer_bytes; sys.exit('torch' in sys.modules)"
+    program = "import sys, bridge.optimizers.state_bytes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.training.advantages import samples
-from bridge.training.batch import MicroBatch, packs
-from bridge.training.mismatch import Correction
-from bridge.training.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
-from bridge.training.samples import Sample
+from bridge.loss.advantages import samples
+from bridge.loss.mismatch import Correction
+from bridge.loss.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
+from bridge.passes.batch import MicroBatch, packs
+from bridge.passes.samples import Sample
 from bridge.types import Completion, Group
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def loss_and_gradient(batch: MicroBatch, spec: LossSpec, ratios: Sequence[float]
 
 
 def spec_of(**choices: Any) -> LossSpec:
-    return LossSpec.of(TrainConfig.model_validate({"model_name": "tiny", "mismatch": "none"} | choices))
+    return LossSpec.of(TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "mismatch": "none"} | choices))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

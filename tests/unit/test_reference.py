@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training import forward
-from bridge.training.batch import MicroBatch, packs
-from bridge.training.logprobs import model_logprobs
-from bridge.training.reference import Reference, adapter_off, check, open_reference
-from bridge.training.samples import Sample
+from bridge.loss.reference import Reference, adapter_off, check, open_reference
+from bridge.passes import preparation
+from bridge.passes.batch import MicroBatch, packs
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.samples import Sample
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -192,7 +192,7 @@ def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
     )
     assert asked is not None
     assert asked.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
-    forward.prepare(model, config_of(), note)
+    preparation.prepare(model, config_of(), note)
     before = logprobs(model)
     with torch.no_grad():
         for parameter in model.parameters():

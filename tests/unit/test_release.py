@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bridge.errors import UsageError
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

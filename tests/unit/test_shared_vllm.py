@@ -9,10 +9,10 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
+from bridge.files.run_directory import RunDirectory
 from bridge.modes.shared_vllm import SharedVllm
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
-from bridge.run_directory import RunDirectory
 from bridge.weights import manifest as manifests
 from tests.models import tiny
 from tests.unit import toy_server

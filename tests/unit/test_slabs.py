@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.training import slabs
-from bridge.training.optimizer import scaled_group
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS
+from bridge.optimizers import slabs
+from bridge.optimizers.factory import scaled_group
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37)]
 
@@ -47,7 +47,7 @@ def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: 
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
         optimizer = SplitMasterAdamW(weights, lr=1e-3, kind=KINDS[name])
-        monkeypatch.setattr("bridge.training.split_adamw.key", lambda *numbers: numbers[-1])  # alike in all slabs
+        monkeypatch.setattr("bridge.optimizers.split_adamw.key", lambda *numbers: numbers[-1])  # alike in all slabs
         for step in range(4):
             for index, weight in enumerate(weights):
                 weight.grad = None if (step, index) == (2, 1) else torch.randn(weight.shape).bfloat16()

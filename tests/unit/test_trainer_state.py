@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bridge.errors import CheckpointError, UsageError
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 from bridge.training import trainer_state
-from bridge.training.in_place import InPlaceOptimizer
-from bridge.training.offload import OffloadedAdamW
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS
 from bridge.training.trainer_state import FOLDER, STATE_NAME
 
 Trained = dict[str, nn.Parameter]

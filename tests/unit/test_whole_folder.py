@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bridge import whole_folder
 from bridge.errors import ServerUnreachableError, UsageError
-from bridge.whole_folder import written_whole
+from bridge.files import whole_folder
+from bridge.files.whole_folder import written_whole
 
 HALF_WRITTEN = """
 import os, signal, sys
 from pathlib import Path
-from bridge.whole_folder import written_whole
+from bridge.files.whole_folder import written_whole
 
 with written_whole(Path(sys.argv[1]), replaceable=lambda _: True) as scratch:
     (scratch / "half").write_text("half")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.training import dense_attention
-from bridge.training.dense_attention import Rule
+from bridge.passes import dense_attention
+from bridge.passes.dense_attention import Rule
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bridge.training.moments import BFLOAT16, EIGHT_BIT, FLOAT32, FOUR_BIT, Moments, Part
-from bridge.training.rounding import random_bits, round_by_chance
+from bridge.optimizers.moments import BFLOAT16, EIGHT_BIT, FLOAT32, FOUR_BIT, Moments, Part
+from bridge.optimizers.rounding import random_bits, round_by_chance
 
 REMAINDER = "remainder"
 

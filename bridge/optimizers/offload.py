@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.training.in_place import EPS, InPlaceOptimizer, StateBytes, norm_of
-from bridge.training.release import each_gradient
-from bridge.training.staging import CHUNK_ELEMENTS, ToDevice, ToHost
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes, norm_of
+from bridge.optimizers.release import each_gradient
+from bridge.optimizers.staging import CHUNK_ELEMENTS, ToDevice, ToHost
 
 PARTS = "master", "exp_avg", "exp_avg_sq"
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training import forward
-from bridge.training.batch import MicroBatch
-from bridge.training.logprobs import model_logprobs
+from bridge.passes import preparation
+from bridge.passes.batch import MicroBatch
+from bridge.passes.logprobs import model_logprobs
 from bridge.weights import loaded, skeleton
 
 
@@ -74,7 +74,7 @@ def open_reference(
     assert config.reference_model is not None, "refused by the configuration"
     _check_memory(config.reference_model, device, model.dtype)
     own = loaded.load(config.reference_model, device=str(device), dtype=model.dtype)
-    forward.prepare(own.model, config.model_copy(update={"gradient_checkpointing": False}), note)
+    preparation.prepare(own.model, config.model_copy(update={"gradient_checkpointing": False}), note)
     return Reference(own.model, weight_bytes=own.weight_bytes, frozen=nullcontext)
 
 

@@ -4,7 +4,7 @@ A completion that is left out because its advantages are zero counts in every me
 useful groups takes a smaller step, not a steeper one. One that is masked because it was cut off counts among the
 completions, but its tokens do not count among the tokens, as in TRL.
 
-Not covered: packing (`batch.py`), the loss itself (`policy_loss.py`).
+Not covered: packing (`bridge/passes/batch.py`), the loss itself (`policy_loss.py`).
 """
 
 import math
@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Literal
 
 from bridge.errors import UsageError
-from bridge.training.policy_loss import LossSpec
-from bridge.training.samples import Sample
+from bridge.loss.policy_loss import LossSpec
+from bridge.passes.samples import Sample
 from bridge.types import Completion, Group
 
 STD_EPSILON = 1e-6

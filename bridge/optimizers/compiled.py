@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from bridge.training.split_master import Coefficients, Kind, update
+from bridge.optimizers.split_master import Coefficients, Kind, update
 
 Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor, Tensor], Tensor]
 """`update` of one kind: (weight, gradient, state, coefficients, norm, place) -> words changed in each block."""

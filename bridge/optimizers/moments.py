@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bridge.training.optimizer_bytes import BLOCK_OF_4_BIT, BLOCK_OF_8_BIT
-from bridge.training.rounding import uniform
+from bridge.optimizers.rounding import uniform
+from bridge.optimizers.state_bytes import BLOCK_OF_4_BIT, BLOCK_OF_8_BIT
 
 State = Mapping[str, Tensor]
 FIRST, SECOND, BOTH = "exp_avg", "exp_avg_sq", "exp_avg_both"

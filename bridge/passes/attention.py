@@ -5,7 +5,7 @@ Where a sequence begins travels as keyword arguments of the decoder's call (tran
 that what is recomputed under gradient checkpointing, and what is compiled, gets it too.
 
 Not covered: what the kernel lacks (`dense_attention.py`), choosing this attention for a model and checking the choice
-(`forward.py`), dropout inside attention.
+(`preparation.py`), dropout inside attention.
 Shape suffixes: S1 sequences and one more, T tokens of all of them, A attention heads, K key-value heads (A is a
 multiple of K), D size of a head, H hidden size.
 """
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
-from bridge.training import dense_attention
-from bridge.training.dense_attention import Rule
+from bridge.passes import dense_attention
+from bridge.passes.dense_attention import Rule
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own; what is not in it gets none."""

@@ -1,13 +1,13 @@
 """Bytes of activations that a forward and backward pass holds, by a model's dimensions.
 
-Not covered: logits (`bridge/training/logits.py` holds one block at a time), compiled layers and liger-kernel's, which
+Not covered: logits (`bridge/passes/logits.py` holds one block at a time), compiled layers and liger-kernel's, which
 save about a quarter less.
 Source: transformers' decoder layers in bf16, tensor by tensor as autograd saves them, with attention that keeps no
 matrix of scores.
 """
 
 from bridge.config import TrainConfig
-from bridge.dimensions import Dimensions
+from bridge.planning.dimensions import Dimensions
 
 SLACK = 1.15
 """For what the allocator cannot fill: 7.6B took 7.2 MB a token on an H200, 6.3 MB follow from its widths."""

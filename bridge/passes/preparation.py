@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
-from bridge.training import attention, layers
-from bridge.training.logprobs import check_head
+from bridge.passes import attention, layers
+from bridge.passes.logprobs import check_head
 
 Note = Callable[[str], None]
 

@@ -1,6 +1,6 @@
 """Micro-batches: samples packed behind one another, without padding, up to a bounded number of tokens.
 
-Not covered: the bound (`budget.py`), attention that keeps them apart (`attention.py`), the loss (`policy_loss.py`).
+Not covered: the bound (`budget.py`), attention that keeps them apart (`attention.py`), the loss (`bridge/loss`).
 Shape suffixes: S sequences, S1 one more, T tokens of all of them, N rows (positions that predict a sampled token).
 
 Alignment, for a prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from bridge.training.samples import Sample
+from bridge.passes.samples import Sample
 
 
 @dataclass(frozen=True, kw_only=True)

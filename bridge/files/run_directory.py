@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from bridge import atomic_file, claim
-from bridge.atomic_file import one_line_errors
 from bridge.errors import UsageError
+from bridge.files import atomic_file, claim
+from bridge.files.atomic_file import one_line_errors
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.weights.manifest import MANIFEST_NAME
 

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.training.attention import packed_hidden
-from bridge.training.batch import MicroBatch
-from bridge.training.logits import LogitTransform, blocks, multiply, operand, project
+from bridge.passes.attention import packed_hidden
+from bridge.passes.batch import MicroBatch
+from bridge.passes.logits import LogitTransform, blocks, multiply, operand, project
 
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""

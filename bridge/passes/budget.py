@@ -3,7 +3,7 @@
 What a token takes and what memory is free tell how many tokens fit. Where too few do, activations are recomputed. What
 does not fit after all halves the budget.
 
-Not covered: what a pass takes (`pass_cost.py`), packing (`batch.py`), doing over what did not fit (`learner.py`).
+Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit (`bridge/training/learner.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.training import attention
-from bridge.training.forward import Note
-from bridge.training.layers import recompute_activations
-from bridge.training.pass_cost import Cost, free_memory, let_go, measure_cost
-from bridge.training.samples import Sample
+from bridge.passes import attention
+from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
+from bridge.passes.layers import recompute_activations
+from bridge.passes.preparation import Note
+from bridge.passes.samples import Sample
 
 GIB = 2**30
 CPU_TOKENS = 16_384

@@ -1,6 +1,6 @@
 """Gradients that are taken away as soon as they are complete, in the middle of a backward pass.
 
-Not covered: what is done with them (`optimizer.py` steps, `offload.py` adds them up in host memory).
+Not covered: what is done with them (`factory.py` steps, `offload.py` adds them up in host memory).
 """
 
 from collections.abc import Callable, Iterable, Iterator

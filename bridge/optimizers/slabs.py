@@ -5,7 +5,7 @@ parameter begins with a row of its own, so that it comes out the same beside oth
 slab's rows that is stepped at once. A large parameter is stepped where it lies; small ones are gathered into a copy and
 scattered back, because 400 small kernels take longer to launch than to run.
 
-Not covered: the update itself (`split_master.py`), when it is taken (`optimizer.py`).
+Not covered: the update itself (`split_master.py`), when it is taken (`factory.py`).
 Shape suffixes: R blocks, B elements of a block.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.training.split_master import Kind
+from bridge.optimizers.split_master import Kind
 
 SMALL_ELEMENTS = 2**22
 """Up to this size a parameter is gathered with others: a kernel of its own is over before the next is launched."""

@@ -22,11 +22,11 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from bridge.activations import activation_bytes, micro_batch_tokens, sequence_tokens
 from bridge.config import TrainConfig
-from bridge.dimensions import Dimensions
-from bridge.model_size import ModelSize
-from bridge.training.optimizer_bytes import BytesPerParameter
+from bridge.optimizers.state_bytes import BytesPerParameter
+from bridge.planning.activations import activation_bytes, micro_batch_tokens, sequence_tokens
+from bridge.planning.dimensions import Dimensions
+from bridge.planning.model_size import ModelSize
 
 GIB = 2**30
 BF16_BYTES = 2
@@ -39,14 +39,14 @@ ones it takes less: 2048 and 256 up to 70 GiB, and in proportion here, which is 
 SAMPLER_BYTES = 16
 """Of vLLM's sampler per logit: float32 logits and probabilities, sorted, and their places."""
 LOGITS_BYTES = 3 * 4 * 2**26
-"""Float32 logits of one block of the vocabulary, and what is made of them (`bridge/training/logits.py`)."""
+"""Float32 logits of one block of the vocabulary, and what is made of them (`bridge/passes/logits.py`)."""
 LARGEST_SHARE = 0.9
 """Of a GPU that vLLM gets at most."""
 ENGINE_MARGIN_BYTES = 2 * GIB
 """For what vLLM takes beyond its estimate: its KV cache would be smaller by it."""
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
 """Of a step in the middle of a backward pass, per element of the piece that is stepped at once
-(`bridge/training/slabs.py`): master, gradient and moments in float32, and two temporaries."""
+(`bridge/optimizers/slabs.py`): master, gradient and moments in float32, and two temporaries."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 """Values of `--trainer-device` that are taken for the GPU of the server."""
 

@@ -1,6 +1,6 @@
 """The optimizer of a run: AdamW that writes bf16 weights in place, as the configuration wants it.
 
-Not covered: the two of them (`split_adamw.py`, `offload.py`), keeping their state (`trainer_state.py`), float16,
+Not covered: the two of them (`split_adamw.py`, `offload.py`), keeping their state (`bridge/training/trainer_state.py`), float16,
 DTensors.
 """
 
@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.training.in_place import EPS, InPlaceOptimizer
-from bridge.training.offload import OffloadedAdamW
-from bridge.training.split_adamw import SplitMasterAdamW
-from bridge.training.split_master import KINDS
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 
 __all__ = ["SplitMasterAdamW", "make", "scaled_group"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bridge.dimensions import Dimensions
 from bridge.errors import UsageError
+from bridge.planning.dimensions import Dimensions
 
 COUNTABLE = frozenset({
     "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral",

@@ -2,7 +2,7 @@
 
 None of it moves or replaces a parameter: they are vLLM's memory.
 
-Not covered: attention (`attention.py`), whether what comes out is still right (`forward.py`).
+Not covered: attention (`attention.py`), whether what comes out is still right (`preparation.py`).
 """
 
 import importlib

@@ -12,10 +12,10 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from bridge.training.batch import packs
-from bridge.training.forward import first_trained
-from bridge.training.logprobs import model_logprobs
-from bridge.training.samples import Sample
+from bridge.passes.batch import packs
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.preparation import first_trained
+from bridge.passes.samples import Sample
 
 PROBES = (1_024, 2_048)
 """Tokens of the two passes that are measured."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UsageError
-from bridge.training.compiled import Update, compiled, eager
-from bridge.training.in_place import EPS, InPlaceOptimizer, StateBytes
-from bridge.training.release import each_gradient
-from bridge.training.rounding import key
-from bridge.training.slabs import Piece, hyperparameters, slabs
-from bridge.training.split_master import KINDS, Coefficients, Kind
+from bridge.optimizers.compiled import Update, compiled, eager
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
+from bridge.optimizers.release import each_gradient
+from bridge.optimizers.rounding import key
+from bridge.optimizers.slabs import Piece, hyperparameters, slabs
+from bridge.optimizers.split_master import KINDS, Coefficients, Kind
 
 
 class SplitMasterAdamW(InPlaceOptimizer):

@@ -3,7 +3,7 @@
 A pure function. The aggregation lies in the weights of the tokens (`advantages.py`): the losses of an update's
 micro-batches, and their gradients, add up to those of one pass over everything, however it was cut.
 
-Not covered: advantages and weights (`advantages.py`), the model's forward pass (`logprobs.py`).
+Not covered: advantages and weights (`advantages.py`), the model's forward pass (`bridge/passes/logprobs.py`).
 Shape suffixes: S sequences, N rows (positions that predict a sampled token).
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.training.batch import MicroBatch
-from bridge.training.mismatch import Correction, share
+from bridge.loss.mismatch import Correction, share
+from bridge.passes.batch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log ratio before it is exponentiated: past it the gradient is zero instead of inf * 0, not a number."""

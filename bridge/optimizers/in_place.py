@@ -1,6 +1,6 @@
 """What every optimizer offers that writes into weights which somebody else also reads.
 
-Not covered: the two of them, with their state beside the weights (`optimizer.py`) or in host memory (`offload.py`).
+Not covered: the two of them, with their state beside the weights (`factory.py`) or in host memory (`offload.py`).
 """
 
 import math

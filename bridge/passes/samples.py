@@ -1,6 +1,6 @@
 """What the trainer learns from: single completions, each with its advantages and its share of the loss.
 
-Not covered: packing them (`batch.py`), the loss (`policy_loss.py`).
+Not covered: packing them (`batch.py`), the loss (`bridge/loss`).
 """
 
 from dataclasses import dataclass

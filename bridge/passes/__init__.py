@@ -1,0 +1,6 @@
+"""Forward and backward passes over packed sequences: from samples to log-probabilities, and how many fit at once.
+
+Words: *sample* (a completion to learn from), *pack* and *micro-batch* (samples behind one another, one pass),
+*budget* (tokens of a micro-batch).
+May import: torch, transformers, `bridge.config`, `bridge.errors`; nothing that knows a server, a mode or a loss.
+"""
