@@ -3,7 +3,8 @@
 What a token takes and what memory is free tell how many tokens fit. Where too few do, activations are recomputed. What
 does not fit after all halves the budget.
 
-Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit (`bridge/training/learner.py`).
+Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit
+(`bridge/training/learner.py`).
 """
 
 from collections.abc import Callable, Sequence

@@ -71,7 +71,9 @@ def loss_and_gradient(batch: MicroBatch, spec: LossSpec, ratios: Sequence[float]
 
 
 def spec_of(**choices: Any) -> LossSpec:
-    return LossSpec.of(TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "mismatch": "none"} | choices))
+    return LossSpec.of(
+        TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "mismatch": "none"} | choices)
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
