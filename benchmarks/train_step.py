@@ -29,10 +29,8 @@ from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError
-from bridge.optimizers.factory import make, scaled_group
-from bridge.passes import preparation
-from bridge.passes.budget import Budget
-from bridge.training.learner import Learner
+from bridge.modes.mode import OpenedModel
+from bridge.training.opening import learner_of
 from bridge.types import Group
 from bridge.weights.attach import leave_a_core
 
@@ -130,13 +128,9 @@ class Steps:
         self._device = torch.device("cuda") if torch.cuda.is_available() else leave_a_core()
         model = build(size, self._device)
         self._weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        preparation.prepare(model, config, note)
-        optimizer = make(
-            config,
-            [scaled_group(each, 1.0, lr=config.lr, weight_decay=config.weight_decay) for each in model.parameters()],
-        )
-        optimizer.allocate()  # what is left of the memory is for activations
-        self._learner = Learner(config, model, optimizer, budget=Budget(model, config, note), reference=None)
+        factors = {name: 1.0 for name, _ in model.named_parameters()}
+        opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
+        self._learner = learner_of(config, opened, note)
         self._batch = batch
 
     def figures(self, options: argparse.Namespace, deadline: float) -> Row:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.loss.mismatch import Tally, measure
-from bridge.loss.policy_loss import LossSpec, LossStatistics, policy_loss
+from bridge.loss.mismatch import Mismatch, Tally, measure, share
+from bridge.loss.policy_loss import LossShares, LossSpec, LossStatistics, policy_loss
 from bridge.loss.reference import Reference
 from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
@@ -31,13 +31,49 @@ class Part:
     """The frozen reference's; None: not computed yet, or not needed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """What the updates of one batch came to."""
+
+    loss: float
+    """Mean over the updates."""
+    grad_norm: float
+    """Global norm of the gradient before it is scaled down, mean over the updates."""
+    entropy: float
+    """Mean entropy of the policy where a token was sampled, before the first update, in nats."""
+    mismatch: Mismatch
+    """How far the server and the trainer were apart before the first update."""
+    shares: LossShares
+    """How much was clipped, and how far the policy is from its reference."""
+    num_tokens: int
+    """Sampled tokens that were trained on."""
+    num_updates: int
+    """Optimizer steps that were taken."""
+
+
 class Sums:
-    """What is measured of one batch, on its device: nothing here waits for it."""
+    """What is measured of one batch, on its device: only `read` waits for it."""
 
     def __init__(self, device: torch.device) -> None:
+        self.norms: list[float] = []
+        """Of the gradients of each update, and of one that was refused."""
+        self.num_updates = 0
+        """Updates that were taken."""
         self.loss, self.entropy = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums over the updates, and over the tokens."""
         self.tally, self.statistics = Tally.zero(device), LossStatistics.zero(device)
+
+    def read(self, num_tokens: int) -> Learnt:
+        """Return what `num_tokens` sampled tokens came to."""
+        return Learnt(
+            loss=self.loss.item() / max(self.num_updates, 1),
+            grad_norm=sum(self.norms[: self.num_updates]) / max(self.num_updates, 1),
+            entropy=share(self.entropy.item(), num_tokens),
+            mismatch=self.tally.read(),
+            shares=self.statistics.read(),
+            num_tokens=num_tokens,
+            num_updates=self.num_updates,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

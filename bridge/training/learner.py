@@ -12,53 +12,23 @@ optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/bu
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.loss import reference
 from bridge.loss.advantages import samples, with_advantages
-from bridge.loss.mismatch import Mismatch, share
-from bridge.loss.policy_loss import LossShares, LossSpec
+from bridge.loss.policy_loss import LossSpec
 from bridge.loss.reference import Reference
-from bridge.modes.mode import OpenedModel
-from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.passes import preparation
 from bridge.passes.batch import packs
 from bridge.passes.budget import Budget
-from bridge.passes.preparation import Note
 from bridge.passes.samples import Sample
-from bridge.training.gradients import Gradients, Part, Sums
+from bridge.training.gradients import Gradients, Learnt, Part, Sums
 from bridge.types import Group
-
-MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learnt:
-    """What the updates of one batch came to."""
-
-    loss: float
-    """Mean over the updates."""
-    grad_norm: float
-    """Global norm of the gradient before it is scaled down, mean over the updates."""
-    entropy: float
-    """Mean entropy of the policy where a token was sampled, before the first update, in nats."""
-    mismatch: Mismatch
-    """How far the server and the trainer were apart before the first update."""
-    shares: LossShares
-    """How much was clipped, and how far the policy is from its reference."""
-    num_tokens: int
-    """Sampled tokens that were trained on."""
-    num_updates: int
-    """Optimizer steps that were taken."""
 
 
 class Learner:
@@ -78,34 +48,6 @@ class Learner:
         self._spec = LossSpec.of(config)
         self._gradients = Gradients(model=model, spec=self._spec, temperature=config.temperature, reference=reference)
         self._take([])
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, opened: OpenedModel, note: Note, *, make_optimizer: MakeOptimizer = factory.make
-    ) -> Self:
-        """Prepare a model for training, and take all memory that does not depend on the batch.
-
-        Raises:
-            UsageError: it does not fit.
-            UnsupportedModelError: the model cannot be trained as it is wanted to be.
-        """
-        model = opened.model
-        preparation.prepare(model, config, note)
-        groups = [
-            factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
-            for name, factor in opened.lr_factors.items()
-        ]
-        made = make_optimizer(config, groups)
-        try:
-            made.allocate()
-            beside = reference.open_reference(config, model, opened.device, note)
-        except torch.OutOfMemoryError as error:
-            raise UsageError(
-                f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
-                remedy=f"bridge plan --model {config.model_name} tells what fits: a lower --gpu-memory-utilization, an"
-                " --optimizer with less state, --offload-optimizer",
-            ) from error
-        return cls(config, model, made, budget=Budget(model, config, note), reference=beside)
 
     def take(self, groups: Sequence[Group]) -> None:
         """Make `groups` the batch at hand.
@@ -164,22 +106,12 @@ class Learner:
 
     def learnt(self) -> Learnt:
         """Wait for the device, and return what was found."""
-        sums, num_updates = self._sums, self._num_updates
-        num_tokens = sum(len(sample.token_ids) for each in self._shares for sample in each)
-        return Learnt(
-            loss=sums.loss.item() / max(num_updates, 1),
-            grad_norm=sum(self._norms[:num_updates]) / max(num_updates, 1),
-            entropy=share(sums.entropy.item(), num_tokens),
-            mismatch=sums.tally.read(),
-            shares=sums.statistics.read(),
-            num_tokens=num_tokens,
-            num_updates=num_updates,
-        )
+        return self._sums.read(sum(len(sample.token_ids) for each in self._shares for sample in each))
 
     def _take(self, shares: list[list[Sample]]) -> None:
         self._shares, self._parts = shares, list[list[Part]]()
         self._prepared = self._is_written = False
-        self._sums, self._norms, self._num_updates = Sums(self._model.device), list[float](), 0
+        self._sums = Sums(self._model.device)
 
     def _prepare(self) -> None:
         self._parts = [self._pack(each) for each in self._shares]
@@ -188,7 +120,7 @@ class Learner:
                 self._gradients.look_back(part, self._sums)
         if not self._steps_in_backward and self._parts[0] and not self._differentiate(self._parts[0]):
             raise UsageError(
-                f"the gradient's norm is {self._norms[-1]}; the weights were not touched", remedy="lower --lr"
+                f"the gradient's norm is {self._sums.norms[-1]}; the weights were not touched", remedy="lower --lr"
             )
         self._prepared = True
 
@@ -223,8 +155,8 @@ class Learner:
         max_norm = self._config.max_grad_norm
         with self.optimizer.releasing(max_norm=max_norm) if self._config.gradient_release else nullcontext():
             self._gradients.backward(parts, self._sums)
-        self._norms.append(self.optimizer.global_norm())
-        return math.isfinite(self._norms[-1])
+        self._sums.norms.append(self.optimizer.global_norm())
+        return math.isfinite(self._sums.norms[-1])
 
     def _update(self, parts: Sequence[Part], *, first: bool) -> bool:
         """Take one update, and tell whether it was taken."""
@@ -232,8 +164,8 @@ class Learner:
             self._step_in_backward(parts)
         elif not first and not self._can_differentiate(parts):
             return False
-        self.optimizer.step(grad_norm=self._norms[-1], max_norm=self._config.max_grad_norm)
-        self._num_updates += 1
+        self.optimizer.step(grad_norm=self._sums.norms[-1], max_norm=self._config.max_grad_norm)
+        self._sums.num_updates += 1
         return True
 
     def _can_differentiate(self, parts: Sequence[Part]) -> bool:

@@ -25,8 +25,8 @@ from bridge.optimizers import factory
 from bridge.training import measuring
 from bridge.training.checkpoint import Found
 from bridge.training.experience import Experience
-from bridge.training.learner import Learner, MakeOptimizer
 from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.opening import MakeOptimizer, learner_of
 from bridge.training.series import Series
 from bridge.types import Environment, Group
 
@@ -84,7 +84,7 @@ class _Trainer:
         self._experience = Experience(config, environment, run.note)
         self._opened = mode.open()
         self._device = self._opened.device
-        self._learner = Learner.of(config, self._opened, run.note, make_optimizer=make_optimizer)
+        self._learner = learner_of(config, self._opened, run.note, make_optimizer=make_optimizer)
         trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
         self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
         self._sleeps = self._sleeps_always()

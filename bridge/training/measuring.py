@@ -12,7 +12,7 @@ import torch
 
 from bridge.modes.mode import OpenedModel
 from bridge.training.experience import digest
-from bridge.training.learner import Learnt
+from bridge.training.gradients import Learnt
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.types import Group
 from bridge.weights.fence import FenceTimes

@@ -20,8 +20,9 @@ from bridge.loss.policy_loss import LossStatistics
 from bridge.modes.mode import OpenedModel
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer, StateBytes
-from bridge.training import gradients
-from bridge.training.learner import Learner, Learnt
+from bridge.training import gradients, opening
+from bridge.training.gradients import Learnt
+from bridge.training.learner import Learner
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -87,7 +88,7 @@ def learner_of(
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if told is None else told
-    return Learner.of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer)
+    return opening.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:

@@ -1,0 +1,50 @@
+"""Everything that trains a model, made ready: all memory is taken that does not depend on a batch.
+
+Not covered: opening the model itself (`bridge/modes`).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.loss import reference
+from bridge.modes.mode import OpenedModel
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.passes import preparation
+from bridge.passes.budget import Budget
+from bridge.passes.preparation import Note
+from bridge.training.learner import Learner
+
+MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
+
+
+def learner_of(
+    config: TrainConfig, opened: OpenedModel, note: Note, *, make_optimizer: MakeOptimizer = factory.make
+) -> Learner:
+    """Prepare the model, and return what trains it; `note` hears what was chosen and why.
+
+    Raises:
+        UsageError: it does not fit.
+        UnsupportedModelError: the model cannot be trained as it is wanted to be.
+    """
+    model = opened.model
+    preparation.prepare(model, config, note)
+    groups = [
+        factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
+        for name, factor in opened.lr_factors.items()
+    ]
+    optimizer = make_optimizer(config, groups)
+    try:
+        optimizer.allocate()
+        beside = reference.open_reference(config, model, opened.device, note)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
+            remedy=f"bridge plan --model {config.model_name} tells what fits: a lower --gpu-memory-utilization, an"
+            " --optimizer with less state, --offload-optimizer",
+        ) from error
+    return Learner(config, model, optimizer, budget=Budget(model, config, note), reference=beside)
