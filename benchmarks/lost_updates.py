@@ -106,7 +106,7 @@ def main() -> None:
     options = _parser().parse_args()
     results: dict[str, Any] = {"lr": options.lr, "steps": options.steps}
     with tempfile.TemporaryDirectory() as folder:
-        results["rows"] = measure(options.steps, options.lr, Path(folder))
+        results["rows"] = measure([REFERENCE, *options.optimizers], options.steps, options.lr, Path(folder))
     print(_results.table(_cells(results["rows"])))
     say(f"written to {_results.write('lost_updates', results, options.out)}")
 
@@ -114,12 +114,14 @@ def main() -> None:
 def _parser() -> Any:
     made = _results.parser(__doc__)
     made.add_argument("--steps", type=int, default=200, help="optimizer steps of each")
+    others = (PLAIN, *OURS)
+    made.add_argument("--optimizers", nargs="+", choices=others, default=others, help="beside the reference")
     made.add_argument("--lr", type=float, default=1e-5, help="learning rate")
     return made
 
 
-def measure(steps: int, lr: float, folder: Path) -> list[dict[str, Any]]:
-    """Train by every optimizer on one server, each from the first weights, and return a row for each."""
+def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[dict[str, Any]]:
+    """Train by each of the optimizers on one server, each from the first weights, and return a row for each."""
     model = demo_model_folder()
     serve = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=folder / manifest.MANIFEST_NAME
@@ -130,7 +132,7 @@ def measure(steps: int, lr: float, folder: Path) -> list[dict[str, Any]]:
         exported = manifest.load(command.manifest)
         live = attach(exported)
         first = _weights(live)
-        for name in (REFERENCE, PLAIN, *OURS):
+        for name in names:
             _begin_again(exported, live, model)
             rows.append(
                 {"optimizer": name, **_trained(name, _config(model, command.manifest, folder, steps, lr, name))}
