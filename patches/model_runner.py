@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.passes import wide_linear
 from bridge.weights import shared_memory
 from bridge.weights.shared_memory import SharedBlock
 from patches import cpu_lora, lora_slots
@@ -122,6 +123,6 @@ def _keep_plain_linear() -> None:
     from vllm.model_executor.layers import utils
 
     def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
-        layer.cpu_linear = nn.functional.linear
+        layer.cpu_linear = wide_linear.linear if wide_linear.is_wanted() else nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear

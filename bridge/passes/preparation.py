@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, layers
+from bridge.passes import attention, layers, wide_linear
 from bridge.passes.logprobs import check_head
 
 Note = Callable[[str], None]
@@ -50,6 +50,8 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note) -> None:
     """
     check_head(model)
     expected = _Expected(model)
+    if model.device.type == "cpu" and wide_linear.is_wanted():
+        wide_linear.widen(model)
     if config.liger_kernel:
         layers.use_liger_kernel(model)
     _choose_attention(model, expected, note)
