@@ -4,6 +4,7 @@ Not covered: fakes, which live beside the tests that use them.
 """
 
 import shutil
+import signal
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
 REAL_VLLM_TIMEOUT_S = 900
+
+# What is started in the background of a script ignores SIGINT, and so does all that it starts: Ctrl-C is tested here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

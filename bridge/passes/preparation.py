@@ -50,12 +50,13 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note) -> None:
     """
     check_head(model)
     expected = _Expected(model)
-    if model.device.type == "cpu" and wide_linear.is_wanted():
-        wide_linear.widen(model)
+    compiles = model.device.type == "cuda" if config.compile_layers is None else config.compile_layers
+    if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
+        wide_linear.widen(model)  # not both: torch would compile every layer for itself
     if config.liger_kernel:
         layers.use_liger_kernel(model)
     _choose_attention(model, expected, note)
-    if config.compile_layers if config.compile_layers is not None else model.device.type == "cuda":
+    if compiles:
         _compile(model, expected, note)
     if config.gradient_checkpointing:
         layers.recompute_activations(model)

@@ -7,6 +7,7 @@ Not covered: a GPU, and CPUs that can (AVX-512 and later), where nothing is chan
 """
 
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,22 +33,15 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def widen(model: nn.Module) -> None:
     """Let the linear layers of a model on the CPU, an adapter's too, multiply as float32; no parameter changes."""
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            module.forward = _Forward(module)  # type: ignore[method-assign, assignment]
+        if type(module) is nn.Linear and (module.weight.device.type, module.weight.dtype) == ("cpu", torch.bfloat16):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
-class _Forward:
-    """The forward pass of one layer."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        weight, bias = self._module.weight, self._module.bias
-        if rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-            return functional.linear(rows, weight, bias)
-        widened: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
-        return widened
+def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
+    if rows.dtype != torch.bfloat16:
+        return functional.linear(rows, module.weight, module.bias)
+    widened: Tensor = _Linear.apply(rows, module.weight, module.bias)  # type: ignore[no-untyped-call]
+    return widened
 
 
 class _Linear(torch.autograd.Function):
