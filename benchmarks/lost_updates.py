@@ -50,7 +50,7 @@ LAST_STEPS = 20
 class Rival(InPlaceOptimizer):
     """torch's AdamW, on the live weights, or on float32 masters that are rounded into them."""
 
-    flags, accumulates = "", True
+    flags = ""
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig, *, has_masters: bool) -> None:
         groups = list(groups)
