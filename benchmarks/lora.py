@@ -35,7 +35,8 @@ from bridge.config import TrainConfig
 from bridge.files.run_directory import RunDirectory
 from bridge.modes import handover
 from bridge.modes.lora_only import LoraOnly
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.training.loop import train
 from bridge.types import Group
 from bridge.verify import logprob_diffs, sample

@@ -28,7 +28,8 @@ from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serv
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.files.run_directory import RunDirectory
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.training.loop import train
 from bridge.verify import logprob_diffs, sample, verify
 from bridge.weights import fence, manifest

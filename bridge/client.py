@@ -1,6 +1,6 @@
 """Talk to a patched vLLM: the routes under `/bridge/*`, over one pooled connection.
 
-Not covered: generation (`rollouts.py`).
+Not covered: generation (`bridge/rollouts`).
 """
 
 from pathlib import Path

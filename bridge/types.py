@@ -3,8 +3,8 @@
 Not covered: what a person configures (`config.py`) and what a server exports (`weights/manifest.py`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 Message = dict[str, str]
@@ -47,13 +47,25 @@ class Completion:
     token_ids: tuple[int, ...]
     """The sampled tokens, the end-of-sequence token included when it was sampled."""
     logprobs: tuple[float, ...]
-    """Log-probability of each sampled token under the server's sampling distribution, in nats."""
+    """Log-probability of each sampled token under the server's sampling distribution, in nats; NaN where unknown."""
     text: str
     """The decoded completion without special tokens."""
     finish_reason: FinishReason
     """Why the server stopped; `length` means that it was truncated."""
     weight_version: int | None
     """Version of the weights that made it; None if the server tells none or several made it."""
+    sampled: tuple[bool, ...] | None = None
+    """Which of the tokens the model sampled; the others, such as a tool's answer, are not trained on. Absent: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unscored:
+    """A completion without a reward."""
+
+    completion: Completion
+    """What was to be scored."""
+    fault: str
+    """What its score did instead, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +77,7 @@ class Group:
     prompt_token_ids: tuple[int, ...]
     """The prompt as it was sent to the server."""
     completions: tuple[Completion, ...]
-    """The sampled completions."""
+    """The sampled completions that have a reward; there may be none."""
     rewards: tuple[float, ...]
     """One finite reward per completion, in the same order."""
     advantages: tuple[tuple[float, ...], ...] | None = None
@@ -73,3 +85,7 @@ class Group:
 
     Absent: they come from the rewards.
     """
+    reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Where the reward is a sum of several: name of each -> one per completion, before its weight."""
+    unscored: tuple[Unscored, ...] = ()
+    """Completions that were sampled and are not in the group, since their score failed."""

@@ -15,7 +15,8 @@ from bridge.passes.batch import packs
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.samples import Sample
 from bridge.protocol import Element
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.types import Group
 from bridge.weights import fence, manifest
 from bridge.weights.attach import AttachedModel, attach

@@ -19,8 +19,13 @@ from bridge.choices import Config
 from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {
-    None: ("model", "model_name", "mode", "environment", "training_steps", "save_path", "device"),
+    None: ("model", "model_name", "mode", "environment", "data", "training_steps", "save_path", "device"),
     "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
+    "Problems and rewards": (
+        "prompt_column", "answer_column", "system_prompt", "reward", "reward_timeout_s", "reward_processes",
+        "max_unscored_share",
+    ),
+    "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (
         "loss", "clip_low", "clip_high", "ratio_level", "advantage_scale", "mask_truncated", "kl_coef",
         "reference_model", "mismatch", "mismatch_low", "mismatch_high", "mismatch_alarm",
@@ -30,7 +35,8 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "optimizer", "offload_optimizer", "gradient_release",
     ),
     "Evaluation and what is kept": (
-        "eval_samples", "save_interval", "keep_last", "save_optimizer", "resume", "run_dir",
+        "eval_samples", "eval_interval", "eval_data", "save_interval", "keep_last", "save_optimizer", "resume",
+        "run_dir", "save_rollouts", "tensorboard", "wandb",
     ),
     "Mode lora_only": (
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_handover", "max_lora_rank",
@@ -40,7 +46,10 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "gpu_memory_utilization", "max_model_len", "dtype", "tensor_parallel_size",
         "micro_batch_tokens", "gradient_checkpointing", "compile_layers", "liger_kernel", "kv_sleep",
     ),
-    "Server": ("port", "host", "vllm_port", "vllm_host", "vllm_config_path", "in_flight", "request_timeout_s"),
+    "Server": (
+        "port", "host", "vllm_port", "vllm_host", "server_url", "vllm_config_path", "in_flight", "request_timeout_s",
+        "max_retries", "max_concurrency",
+    ),
 }  # fmt: skip
 """Panel of the help text -> its fields, both in the order in which they are shown; None is typer's own first panel."""
 

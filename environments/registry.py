@@ -1,6 +1,6 @@
 """Find an environment by name, `arithmetic` or `file.py:ClassName`, and check it before anything is started.
 
-Not covered: scoring (`bridge/rewards.py`), and what a class needs beyond its problems and its score.
+Not covered: scoring (`bridge/rewards`), and what a class needs beyond its problems and its score.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from bridge.errors import RewardError, UsageError
-from bridge.rewards import foreign_code, shortened, source_file
+from bridge.rewards.foreign_code import foreign_code, shortened, source_file
 from bridge.types import Environment
 from environments.arithmetic import Arithmetic
 

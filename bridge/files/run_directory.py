@@ -87,6 +87,21 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Return the file of the completions, one JSON object a line."""
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """Return the file of the evaluations on held-out problems, one JSON object a line."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Return the folder of what TensorBoard reads."""
+        return self.path / "tensorboard"
+
+    @property
     def summary(self) -> Path:
         """Return the file of what the whole run came to."""
         return self.path / "summary.json"
@@ -195,6 +210,8 @@ def _step_of(line: bytes) -> float:
 def _finite(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_finite(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -19,7 +19,7 @@ from bridge.errors import UsageError
 from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
 from bridge.modes.handover import ADAPTER, discard, post, saved, unload, unload_earlier
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import fence
 from bridge.weights.adapter import Adapter
 from bridge.weights.fence import FenceTimes

@@ -14,7 +14,7 @@ import httpx
 from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
 from bridge.errors import UsageError
 from bridge.files.whole_folder import written_whole
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights.adapter import Adapter
 from bridge.weights.fence import FenceTimes
 

@@ -21,7 +21,7 @@ from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
 from bridge.modes.mode import Engine, OpenedModel
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import loaded, manifest
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import AttachedModel, attach, attach_again

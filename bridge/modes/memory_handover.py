@@ -15,7 +15,7 @@ from bridge.errors import AttachError
 from bridge.files.run_directory import RunDirectory
 from bridge.modes.handover import ADAPTER, discard, saved, seat
 from bridge.modes.served import PatchedServer
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import open_handles
 from bridge.weights.fence import FenceTimes

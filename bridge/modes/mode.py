@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights.fence import FenceTimes
 
 

@@ -15,7 +15,7 @@ from bridge.config import TrainConfig
 from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.modes.reload import InPlace, Reload, Restart
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import fence, loaded, model_folder
 from bridge.weights.fence import FenceTimes
 from bridge.weights.loaded import LoadedModel

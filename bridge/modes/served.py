@@ -12,7 +12,7 @@ from bridge.errors import ManifestError
 from bridge.interrupt import deferred_interrupt
 from bridge.modes.mode import Engine
 from bridge.protocol import Written
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import fence, manifest, skeleton
 from bridge.weights.attach import AttachedModel, attach, attach_again
 from bridge.weights.fence import FenceTimes

@@ -11,7 +11,7 @@ from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.modes.served import PatchedServer
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import model_folder
 from bridge.weights.fence import FenceTimes
 

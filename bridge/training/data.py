@@ -1,6 +1,6 @@
 """The order of the problems, and their prompts as token ids.
 
-Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts.py`).
+Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts`).
 """
 
 import random
@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from bridge.errors import RewardError
-from bridge.rewards import shortened
+from bridge.rewards.foreign_code import shortened
 from bridge.types import Environment, Message, Problem
 
 

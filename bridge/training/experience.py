@@ -1,6 +1,6 @@
 """What is learnt from: problems in their order, completions of them by the server, and their rewards.
 
-Not covered: the order itself and prompts as token ids (`data.py`), the endpoint (`bridge/rollouts.py`), what a reward
+Not covered: the order itself and prompts as token ids (`data.py`), the endpoint (`bridge/rollouts`), what a reward
 is (`environments`).
 """
 
@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from bridge.config import TrainConfig
-from bridge.rewards import score_all
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rewards.scoring import score_all
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.training import data
 from bridge.types import Environment, Group, Problem
-from bridge.vocabulary import Vocabulary
 from bridge.weights import skeleton
 
 EVALUATION_SEED = 2**31
@@ -33,6 +34,8 @@ class Experience:
         """
         self.num_drawn = 0
         """Problems taken so far."""
+        self.num_retries = 0
+        """Requests of the last step that were sent again."""
         self._config, self._environment, self._tell = config, environment, tell
         self._tokenizer = skeleton.tokenizer(config.model_name)
         self._vocabulary = Vocabulary(self._tokenizer)

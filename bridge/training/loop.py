@@ -199,7 +199,7 @@ class _Trainer:
             learnt = self._learner.learnt()
             metrics = measuring.step(
                 step, groups, learnt, times,
-                served=served, rollout_s=seconds[0], train_s=seconds[1],
+                served=served, retries=self._experience.num_retries, rollout_s=seconds[0], train_s=seconds[1],
                 changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._device,
             )  # fmt: skip
             self._steps.append(metrics)

@@ -3,6 +3,7 @@
 Not covered: what the figures mean (`metrics.py`).
 """
 
+import math
 import resource
 import statistics
 from collections.abc import Sequence
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from bridge.loss.mismatch import share
 from bridge.modes.mode import OpenedModel
 from bridge.training.experience import digest
 from bridge.training.gradients import Learnt
 from bridge.training.metrics import StepMetrics, Summary
-from bridge.types import Group
+from bridge.types import Completion, Group
 from bridge.weights.fence import FenceTimes
 
 
@@ -25,6 +27,7 @@ def step(
     times: FenceTimes,
     *,
     served: int,
+    retries: int,
     rollout_s: float,
     train_s: float,
     changed_weight_share: float,
@@ -33,6 +36,7 @@ def step(
     """Return the metrics of one step, whose rollouts met a server of version `served`."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
     versions = [completion.weight_version for completion in completions if completion.weight_version is not None]
     mismatch = learnt.mismatch
     return StepMetrics(
@@ -40,6 +44,11 @@ def step(
         weight_version=times.version,
         reward_mean=rewards.mean().item(),
         reward_std=rewards.std(correction=0).item(),
+        reward_parts=reward_parts(groups),
+        unscored=sum(len(group.unscored) for group in groups),
+        completion_tokens_mean=statistics.fmean(lengths) if lengths else math.nan,
+        truncated_share=truncated_share(completions),
+        retries=retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
         updates=learnt.num_updates,
@@ -94,6 +103,19 @@ def summary(
         attach_ms=opened.open_s * 1e3,
         weight_bytes=opened.weight_bytes,
     )
+
+
+def reward_parts(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean of each reward that the groups' rewards are a sum of."""
+    names = dict.fromkeys(name for group in groups for name in group.reward_parts)
+    return {
+        name: statistics.fmean(part for group in groups for part in group.reward_parts.get(name, ())) for name in names
+    }
+
+
+def truncated_share(completions: Sequence[Completion]) -> float:
+    """Return the share of the completions that were cut off by their length; not a number where there are none."""
+    return share(sum(completion.finish_reason == "length" for completion in completions), len(completions))
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -3,6 +3,7 @@
 Not covered: measuring it (`loop.py`) and writing it (`bridge/files/run_directory.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,16 @@ class StepMetrics:
     """Mean reward of the step's completions, sampled before the update."""
     reward_std: float
     """Standard deviation of the same rewards."""
+    reward_parts: Mapping[str, float]
+    """Where the reward is a sum of several: name of each -> its mean, before its weight."""
+    unscored: int
+    """Completions that are left out since their score failed."""
+    completion_tokens_mean: float
+    """Mean length of the completions, in tokens."""
+    truncated_share: float
+    """Share of the completions that were cut off by their length."""
+    retries: int
+    """Requests that were sent again."""
     loss: float
     """Policy loss, mean over the step's updates."""
     grad_norm: float
@@ -79,6 +90,32 @@ class StepMetrics:
     def fence_s(self) -> float:
         """Return how long no token was generated, in seconds."""
         return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The held-out problems, sampled and scored as in training; nothing is learnt from them."""
+
+    step: int
+    """Steps taken before; 0: it was done before training."""
+    weight_version: int
+    """Version that made the completions."""
+    reward_mean: float
+    """Mean reward of the completions."""
+    reward_std: float
+    """Standard deviation of the same rewards."""
+    reward_parts: Mapping[str, float]
+    """Where the reward is a sum of several: name of each -> its mean, before its weight."""
+    unscored: int
+    """Completions that are left out since their score failed."""
+    num_problems: int
+    """Held-out problems."""
+    completion_tokens_mean: float
+    """Mean length of the completions, in tokens."""
+    truncated_share: float
+    """Share of the completions that were cut off by their length."""
+    seconds: float
+    """Time that it took."""
 
 
 @dataclass(frozen=True, kw_only=True)

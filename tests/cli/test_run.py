@@ -65,7 +65,8 @@ def test_a_step_is_one_line() -> None:
         logprob_diff_max=0.03, changed_weight_share=0.01, rollout_s=2.0, train_s=1.0, fence_pause_s=0.004,
         fence_write_s=0.002, fence_publish_s=0.001, tokens_generated=4000, peak_memory_gib=1.0,
         rollouts="", updates=1, entropy=1.0, clipped_low_share=0.0, clipped_high_share=0.0, kl=0.0,
-        logprob_diff_histogram=(1.0,), corrected_share=0.0, importance_weight=1.0, effective_share=1.0, staleness=0,
+        logprob_diff_histogram=(1.0,), corrected_share=0.0, reward_parts={}, unscored=0, completion_tokens_mean=62.5,
+        truncated_share=0.0, retries=0, importance_weight=1.0, effective_share=1.0, staleness=0,
         fence_prepare_s=0.0, tokens_trained=4000, device="cpu",
     )  # fmt: skip
     line = train.step_line(step, 60)

@@ -19,8 +19,14 @@ FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]
 
 
 def metrics(step: int, **changed: float) -> StepMetrics:
-    known = {"step": step, "weight_version": step, "tokens_generated": 9, "rollouts": "0a1b", "device": "cpu"}
-    known["logprob_diff_histogram"] = (0.5, 0.5)
+    known: dict[str, object] = {
+        "step": step,
+        "weight_version": step,
+        "tokens_generated": 9,
+        "rollouts": "0a1b",
+        "device": "cpu",
+    }
+    known |= {"logprob_diff_histogram": (0.5, 0.5), "reward_parts": {"exact": 0.5}}
     values = dict.fromkeys(FIELDS, 0.5) | known | changed
     return StepMetrics(**values)  # type: ignore[arg-type]
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from bridge.client import BridgeClient
 from bridge.errors import AttachError
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.types import Group
 from bridge.verify import NEW_TOKENS, NUM_SAMPLES, logprob_diffs, sample, verify
 from bridge.weights import fence, shared_memory
@@ -117,10 +118,6 @@ def sampled_long(server: LiveServer, name: str) -> list[Group]:
     return [Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=rewards)]
 
 
-def tokens(groups: list[Group]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for group in groups for completion in group.completions]
-
-
 def largest_difference(model: Any, groups: list[Group]) -> float:
     return logprob_diffs(model.get_base_model(), groups).max().item()
 
@@ -164,7 +161,7 @@ def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
             assert largest_difference(model, first) > 5 * PARITY_LIMIT
             assert_slot_holds(llama, slot, model)  # vLLM has not written its own copy over it
         after = sampled(llama, None)
-    assert tokens(after) == tokens(base)
+    assert scenarios.alike(after, base)
 
 
 def test_requests_for_both_names_at_once_leave_the_slot_alone(llama: LiveServer, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.files.run_directory import RunDirectory
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.training import loop
 from bridge.training.metrics import StepMetrics
 from bridge.types import Group

@@ -15,7 +15,8 @@ import torch
 from bridge.client import BridgeClient
 from bridge.errors import AttachError
 from bridge.protocol import VERSION_HEADER, Element, InFlight
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.types import Group
 from bridge.verify import NUM_SAMPLES, logprob_diffs
 from bridge.weights import fence

@@ -83,7 +83,7 @@ def fill_the_gpu() -> torch.Tensor:
 
 
 def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: LiveServer) -> None:
-    attached, samples = attach(llama.manifest), scenarios.tokens(llama.sample())
+    attached, samples = attach(llama.manifest), llama.sample()
     weights = {name: tensor.clone() for name, tensor in attached.model.named_parameters()}
     before, total = torch.cuda.mem_get_info()
     inside: list[int] = []
@@ -100,12 +100,12 @@ def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: L
     assert times.version == version + 1
     assert inside[0] - before > LEAST_KV_SHARE * total
     assert inside[0] - torch.cuda.mem_get_info()[0] > LEAST_KV_SHARE * total
-    assert scenarios.tokens(llama.sample()) == samples
+    assert scenarios.alike(llama.sample(), samples)
 
 
 def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_there_is_some(llama: LiveServer) -> None:
     attach(llama.manifest)
-    samples, kept = scenarios.tokens(llama.sample()), list[torch.Tensor]()
+    samples, kept = llama.sample(), list[torch.Tensor]()
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         version = client.status().version
         with pytest.raises(AttachError, match="GiB are needed, and") as refused:
@@ -117,12 +117,12 @@ def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_ther
         kept.clear()
         torch.cuda.empty_cache()
         assert client.publish().version == version + 1
-    assert scenarios.tokens(llama.sample()) == samples
+    assert scenarios.alike(llama.sample(), samples)
 
 
 def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_version(llama: LiveServer) -> None:
     attach(llama.manifest)
-    samples = scenarios.tokens(llama.sample())
+    samples = llama.sample()
 
     def prepare() -> None:
         room = fill_the_gpu()
@@ -133,7 +133,7 @@ def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_vers
         with pytest.raises(ZeroDivisionError):
             fence.update(client, lambda: pytest.fail("it wrote"), in_flight="keep", prepare=prepare, sleep=True)
         assert client.status() == before
-    assert scenarios.tokens(llama.sample()) == samples
+    assert scenarios.alike(llama.sample(), samples)
 
 
 def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -> None:

@@ -18,7 +18,7 @@ from bridge.errors import ServerUnreachableError
 from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.passes import preparation
-from bridge.rollouts import Endpoint
+from bridge.rollouts.endpoint import Endpoint
 from bridge.training import checkpoint, loop
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.types import Problem

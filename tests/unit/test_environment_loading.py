@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bridge.errors import RewardError, UsageError
-from bridge.rewards import score_all
+from bridge.rewards.scoring import score_all
 from bridge.types import Problem
 from environments import registry
 from environments.arithmetic import Arithmetic

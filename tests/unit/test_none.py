@@ -22,9 +22,9 @@ from bridge.interrupt import deferred_interrupt
 from bridge.modes.none import NoneMode
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.training import loop
 from bridge.types import Problem
-from bridge.vocabulary import Vocabulary
 from bridge.weights import manifest as manifests
 from bridge.weights import skeleton
 from bridge.weights.shard import View

@@ -8,10 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from bridge import rollouts
+from bridge.rollouts import sampler as rollouts
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.openai_api import IdsOf
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.openai_api import IdsOf
+from bridge.rollouts.sampler import Sampler
 from bridge.types import FinishReason
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain

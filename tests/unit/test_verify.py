@@ -12,7 +12,8 @@ from bridge import verify
 from bridge.checks.result import Check
 from bridge.client import BridgeClient
 from bridge.protocol import Element
-from bridge.rollouts import Endpoint, Sampler
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
 from tests.models import tiny

@@ -3,18 +3,14 @@
 Not covered: loading an environment and checking its problems (`environments/registry.py`).
 """
 
-import inspect
 import math
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
-from bridge.errors import BridgeError, RewardError
+from bridge.errors import RewardError
+from bridge.rewards.foreign_code import foreign_code, shortened, source_file
 from bridge.types import Environment, Problem
-
-MAX_SHOWN_CHARACTERS = 60
 
 
 def score_all(environment: Environment, problem: Problem, completions: Sequence[str]) -> tuple[float, ...]:
@@ -24,39 +20,6 @@ def score_all(environment: Environment, problem: Problem, completions: Sequence[
         RewardError: a score raised, or returned what is no finite number.
     """
     return tuple(_score(environment, problem, completion) for completion in completions)
-
-
-@contextmanager
-def foreign_code(doing: str, file: str, subject: str = "") -> Iterator[None]:
-    """Turn whatever foreign code raises inside into an error that names the exception and its line in `file`.
-
-    Raises:
-        RewardError: "`doing` raised ..., `subject`".
-    """
-    try:
-        yield
-    except BridgeError:  # ours, and clear already
-        raise
-    except (Exception, SystemExit) as error:  # foreign code may raise anything, and may even call sys.exit
-        what = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), 200)
-        raise RewardError(
-            f"{doing} raised {what} ({_place(error, file)}){subject}",
-            remedy=f"mend that line of {Path(file).name}, then run the same command again",
-        ) from error
-
-
-def shortened(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Return `value` on one line of at most `limit` characters; strings inside are as Python quotes them."""
-    line = " ".join(str(value).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
-def source_file(kind: type) -> str:
-    """Return the file that defines the class `kind`, or its module's name when there is none."""
-    try:
-        return inspect.getfile(kind)
-    except (TypeError, OSError):  # defined interactively, or in C
-        return kind.__module__
 
 
 def _score(environment: Environment, problem: Problem, completion: str) -> float:
@@ -88,12 +51,3 @@ def _as_float(value: object) -> float | None:
 def _definition(environment: Environment, file: str) -> str:
     code = getattr(environment.score, "__code__", None)
     return f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
-
-
-def _place(error: BaseException, file: str) -> str:
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # no frame of the file ever ran
-        return f"{Path(error.filename).name} line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
-    last = (own or frames)[-1]
-    return f"{Path(last.filename).name} line {last.lineno}"

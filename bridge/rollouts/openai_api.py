@@ -7,7 +7,7 @@ string by the tokenizer's vocabulary, where it has to stand for one token. Text 
 Such a server leaves the end token out of a completion that ended by itself: the tokens before it are trained by the
 reward of the whole, the choice to end there is not.
 
-Not covered: sending it (`rollouts.py`), the vocabulary (`vocabulary.py`).
+Not covered: sending it (`sampler.py`), the vocabulary (`vocabulary.py`).
 """
 
 import re

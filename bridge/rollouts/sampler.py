@@ -8,17 +8,17 @@ servers.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bridge import openai_api
 from bridge.client import unreachable
 from bridge.errors import UsageError
-from bridge.openai_api import Completions, IdsOf, Models
 from bridge.protocol import VERSION_HEADER
+from bridge.rollouts import openai_api
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.openai_api import Completions, IdsOf, Models
 from bridge.types import Completion
 
 MAX_CONNECTIONS = 256
@@ -26,18 +26,6 @@ MAX_CONNECTIONS = 256
 REFUSED = (400, 422)
 
 Answer = TypeVar("Answer", bound=BaseModel)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """What the rollouts ask, and for what."""
-
-    url: str
-    """Where the server answers."""
-    model: str | None = None
-    """The name in a request; None: the first that the server lists."""
-    version: int | None = None
-    """Version of the weights behind it, where the server itself does not tell; None: it does."""
 
 
 class Sampler:

@@ -1,6 +1,6 @@
-"""What a person may choose, each field declared once; flags, environment and TOML all come from here.
+"""One training run.
 
-Not covered: how choices are given and merged (`choices.py`), what is derived from them (the code that derives says so).
+Not covered: how choices are given and merged (`bridge/choices.py`), how rollouts are made (`rollouts.py`).
 """
 
 from collections.abc import Mapping
@@ -9,55 +9,29 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bridge.choices import Config, flag
-
-DEFAULT_PORT = 9001
-
-
-class ServeConfig(Config):
-    """How the patched vLLM is started."""
-
-    synonyms: ClassVar[Mapping[str, str]] = {"model_name": "model", "vllm_port": "port"}
-
-    model: str
-    """The model to serve: a folder or a hub name."""
-    port: int = Field(default=DEFAULT_PORT, ge=1, le=65535)
-    """TCP port of the server."""
-    host: str = "127.0.0.1"
-    """Address to listen on; the default is reachable from this machine alone."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where vLLM runs; `auto` takes the GPU when there is one."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Element type of the one copy; `auto` takes the one that the model's configuration names."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the GPU that vLLM may use; when absent it is derived so that training fits beside it."""
-    max_model_len: int | None = Field(default=None, ge=1)
-    """Longest sequence in tokens, prompt and completion together; absent: the model's own limit."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share each layer."""
-    max_lora_rank: int | None = Field(default=None, ge=1)
-    """Largest rank of the adapters that the server takes; absent: it takes none."""
-    vllm_config_path: Path | None = None
-    """Where to write the manifest: a file or a folder; absent: $LOGDIR, else the current folder."""
+from bridge.choices import flag
+from bridge.config.rollouts import RolloutConfig
+from bridge.config.serve import DEFAULT_PORT
 
 
-class TrainConfig(Config):
+class TrainConfig(RolloutConfig):
     """One training run."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name", "port": "vllm_port", "weight_bridge_mode": "mode"}
 
-    model_name: str
-    """The model to train: the folder or hub name that the server was started with."""
     mode: Literal["shared_vllm", "lora_only", "none"] = "shared_vllm"
     """How new weights reach vLLM: not at all, as an adapter, or by a checkpoint and a restart."""
     training_steps: int = Field(default=10, ge=1)
     """Optimizer steps."""
-    environment: str = "arithmetic"
-    """`arithmetic`, or `file.py:ClassName` of your own."""
+    rollouts: Literal["environment", "atropos"] = "environment"
+    """What is learnt from: completions of the environment's problems, or batches of an Atropos API, which environments
+    of its own feed."""
+    atropos_url: str = "http://127.0.0.1:8000"
+    """Where the Atropos API answers."""
+    atropos_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds without a batch of the Atropos API after which the run ends."""
     batch_size: int = Field(default=64, ge=2)
     """Completions per step; a multiple of the group size."""
-    group_size: int = Field(default=8, ge=2)
-    """Completions per prompt."""
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -103,10 +77,6 @@ class TrainConfig(Config):
     """Optimizer steps on each batch: its groups are cut into so many parts, one step each."""
     passes_per_batch: int = Field(default=1, ge=1)
     """How often each batch is gone through."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """Longest completion in tokens."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of the rollouts; the loss uses the same."""
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one forward and backward pass; absent: as many as fit into the memory that is free."""
     gradient_checkpointing: bool | None = None
@@ -117,8 +87,6 @@ class TrainConfig(Config):
     """Use liger-kernel's layers where it has them for the model, on a GPU."""
     kv_sleep: Literal["auto", "always", "never"] = "auto"
     """Free vLLM's KV cache while training: `auto` where training needs its memory and the server can."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the data's order and of the sampling."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What the fence does with other clients' requests that are under way."""
     vllm_host: str = "127.0.0.1"
@@ -127,14 +95,20 @@ class TrainConfig(Config):
     """The server's port; absent: the manifest's."""
     vllm_config_path: Path | None = None
     """The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge."""
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds until one request to the server is given up."""
     save_path: Path = Path("saved_models")
     """Folder of the checkpoints, `step_N/` or `adapter_step_N/`."""
     save_interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; the last step is always saved; 0: the last one only."""
     eval_samples: int = Field(default=0, ge=0)
-    """Completions per held-out problem before and after training; 0: no evaluation."""
+    """Completions per held-out problem, before and after training; 0: no evaluation."""
+    eval_interval: int = Field(default=0, ge=0)
+    """Steps between two evaluations in between; 0: none."""
+    save_rollouts: bool = True
+    """Keep the text and the reward of every completion in the run directory's `rollouts.jsonl`."""
+    tensorboard: bool | None = None
+    """Write the metrics for TensorBoard into the run directory as well; absent: where it is installed."""
+    wandb: bool = False
+    """Send the metrics to Weights & Biases as well."""
     keep_last: int = Field(default=0, ge=0)
     """Checkpoints of this run that are kept, the newest; 0: all of them."""
     save_optimizer: bool = True

@@ -1,0 +1,24 @@
+"""An environment of ours that feeds an Atropos API.
+
+Not covered: how choices are given and merged (`bridge/choices.py`), how rollouts are made (`rollouts.py`).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from bridge.config.rollouts import RolloutConfig
+
+
+class FeedConfig(RolloutConfig):
+    """Rollouts for an Atropos API."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name"}
+
+    atropos_url: str = "http://127.0.0.1:8000"
+    """Where the Atropos API answers."""
+    server_url: str = "http://127.0.0.1:9001"
+    """Where the servers answer that sample, separated by commas; the least loaded is asked."""
+    max_queued_batches: float = Field(default=2.0, gt=0)
+    """Batches that may wait in the Atropos API before no more is sampled."""
