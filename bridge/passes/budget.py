@@ -7,6 +7,7 @@ Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over wha
 (`bridge/training/learner.py`).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,12 +20,9 @@ from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
 from bridge.passes.layers import recompute_activations
 from bridge.passes.preparation import Note
 from bridge.passes.samples import Sample
+from bridge.planning.activations import MOST_TOKENS
 
 GIB = 2**30
-CPU_TOKENS = 16_384
-"""Budget on the CPU, where memory is not what bounds it."""
-MOST_TOKENS = 65_536
-"""Past this, a larger micro-batch is no faster."""
 MASKED_TOKENS = 8_192
 """The same where attention is not ours: its mask grows by the square."""
 ENOUGH_TOKENS = 2_048
@@ -52,7 +50,7 @@ class Budget:
         self._model, self._config, self._note = model, config, note
         self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
         self._on_gpu = measure is not None or model.device.type == "cuda"
-        self._tokens = config.micro_batch_tokens or (None if self._on_gpu else min(CPU_TOKENS, self._most))
+        self._tokens = config.micro_batch_tokens or (None if self._on_gpu else self._most)
         self._longest = self._total = 0
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
@@ -94,7 +92,10 @@ class Budget:
 
     @property
     def _most(self) -> int:
-        return MOST_TOKENS if self._model.config._attn_implementation == attention.NAME else MASKED_TOKENS
+        if self._model.config._attn_implementation != attention.NAME:
+            return MASKED_TOKENS
+        steps_in_backward = self._config.gradient_release and not self._config.offload_optimizer
+        return sys.maxsize if steps_in_backward else MOST_TOKENS  # an update is one backward pass then
 
     @property
     def _may_recompute(self) -> bool:

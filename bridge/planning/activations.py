@@ -13,7 +13,7 @@ SLACK = 1.15
 """For what the allocator cannot fill: 7.6B took 7.2 MB a token on an H200, 6.3 MB follow from its widths."""
 PROMPT_TOKENS = 256
 """Assumed length of a prompt, which nothing tells before a run."""
-LEAST_TOKENS, MOST_TOKENS = 4096, 16384
+LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
 """Of a micro-batch whose size is left to be found: fewer leave a GPU idle, more gain nothing."""
 
 
