@@ -21,8 +21,8 @@ WARM_UP = 200
 """Steps after which nothing new is to come: vLLM's cache blocks, handed out in turn, have all been written once."""
 LIMIT_MIB = 16.0
 """Growth from there to the end."""
-LEARNING_RATE = 2e-5
-"""A tenth of the demo's, so that after hundreds of steps there still is something to learn."""
+LEARNING_RATE = 5e-6
+"""A fortieth of the demo's, so that after hundreds of steps there still is something to learn."""
 MIB = 2**20
 
 
