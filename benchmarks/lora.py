@@ -38,6 +38,7 @@ from bridge.modes.lora_only import LoraOnly
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
 from bridge.training.loop import train
+from bridge.training.reporting import Listener
 from bridge.types import Group
 from bridge.verify import logprob_diffs, sample
 from bridge.weights import fence, manifest, model_folder
@@ -95,7 +96,8 @@ class Sampled:
     def by(self, name: str | None) -> list[Group]:
         """Sample completions by the model or adapter `name`."""
         endpoint = Endpoint(url=self._url, model=name)
-        return sample(Sampler(endpoint, max_new_tokens=24, temperature=1.0, timeout_s=600), self._vocabulary)
+        with Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600) as sampler:
+            return sample(sampler, endpoint, self._vocabulary)
 
 
 def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sampled: Sampled) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sa
     steps: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / f"run-{way}", environment="parity")
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    summary = train(config, Parity(), run, lambda step: steps.append(asdict(step)))
+    summary = train(config, Parity(), run, Listener(lambda step: steps.append(asdict(step))))
     gc.collect()
     parity = compare_with_peft(folder, summary.checkpoint, sampled)
     return {

@@ -27,6 +27,7 @@ from bridge.files.run_directory import RunDirectory
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
 from bridge.training import loop
+from bridge.training.reporting import Listener
 from bridge.weights import fence, manifest, model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
@@ -165,10 +166,9 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
             return factory.make(config, groups)
         return Rival(groups, config, has_masters=name == REFERENCE)
 
-    environment = registry.load(config.environment)
-    summary = loop.train(
-        config, environment, run, lambda metrics: shares.append(metrics.changed_weight_share), make_optimizer=make
-    )
+    environment = registry.load(config)
+    listener = Listener(lambda metrics: shares.append(metrics.changed_weight_share))
+    summary = loop.train(config, environment, run, listener, make_optimizer=make)
     return {
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,

@@ -31,6 +31,7 @@ from bridge.files.run_directory import RunDirectory
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
 from bridge.training.loop import train
+from bridge.training.reporting import Listener
 from bridge.verify import logprob_diffs, sample, verify
 from bridge.weights import fence, manifest
 from bridge.weights.attach import attach
@@ -68,20 +69,21 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
         fence.update(client, lambda: scatter(attached), in_flight="keep")
         checks = list(verify(folder / "manifest.json"))
         idle = [fence.update(client, lambda: None, in_flight="keep") for _ in range(200)]
-    sampler = Sampler(Endpoint(url=exported.url), max_new_tokens=24, temperature=1.0, timeout_s=600)
+    endpoint, sampler = Endpoint(url=exported.url), Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    before = sample(sampler, vocabulary)
+    before = sample(sampler, endpoint, vocabulary)
     config = TrainConfig(
         model_name=str(model), training_steps=NUM_STEPS, lr=3e-5, max_new_tokens=64, micro_batch_tokens=4096,
         gradient_checkpointing=True, vllm_config_path=folder / "manifest.json", save_path=folder / "saved",
     )  # fmt: skip
     metrics: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / "run", environment="parity")
-    summary = train(config, Parity(), run, lambda step: metrics.append(asdict(step)))
+    summary = train(config, Parity(), run, Listener(lambda step: metrics.append(asdict(step))))
     attach_ms.append(summary.attach_ms)
     gc.collect()
     torch.cuda.empty_cache()
-    after = sample(sampler, vocabulary)
+    after = sample(sampler, endpoint, vocabulary)
+    sampler.close()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     checkpoint = AutoModelForCausalLM.from_pretrained(summary.checkpoint, dtype=torch.bfloat16).to(device)
     parity, moved = logprob_diffs(checkpoint, after), logprob_diffs(checkpoint, before)

@@ -55,3 +55,9 @@ class ServerUnreachableError(BridgeError, ConnectionError):
     """The server does not answer, or answered that it is unwell."""
 
     exit_code = 5
+
+
+class AtroposError(BridgeError, ConnectionError):
+    """The Atropos API does not answer, or has nothing to learn from."""
+
+    exit_code = 5

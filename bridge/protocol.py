@@ -15,6 +15,9 @@ from bridge.process import ProcessIdentity
 VERSION_HEADER = "x-bridge-weight-version"
 """Response header of every generation: `3`, or `3-4` when the weights changed while it ran."""
 
+ADAPTER = "bridge-adapter"
+"""The name under which the server serves an adapter that is trained; handed over by disk it has a version behind it."""
+
 InFlight = Literal["keep", "wait", "abort"]
 """What a pause does with requests under way: freeze them, let them finish, or end them."""
 

@@ -19,6 +19,8 @@ class Problem(TypedDict):
 
     prompt: str | list[Message]
     """Text, or chat messages that the model's chat template renders."""
+    plain_prompt: NotRequired[str]
+    """The prompt as text, for a model without a chat template, where `prompt` is chat messages."""
     answer: NotRequired[Any]
     """What the environment's `score` compares with, if it needs anything."""
 

@@ -43,8 +43,8 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
         with fence.frozen(client):
             yield from markers(attached, client)
             yield digests(attached, client.digests())
-        endpoint = Endpoint(url=client.url)
-        yield logprobs(attached, Sampler(endpoint, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s))
+        with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s) as sampler:
+            yield logprobs(attached, sampler, Endpoint(url=client.url))
 
 
 def storages(attached: AttachedModel) -> Check:
@@ -99,9 +99,9 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     return passed(name, f"{len(ours)} of {len(ours)} tensors have equal checksums", expected)
 
 
-def logprobs(attached: AttachedModel, sampler: Sampler) -> Check:
+def logprobs(attached: AttachedModel, sampler: Sampler, endpoint: Endpoint) -> Check:
     """Check that vLLM and the attached model give the same log-probabilities to tokens that vLLM sampled."""
-    diffs = logprob_diffs(attached.model, sample(sampler, attached.model.config.vocab_size))
+    diffs = logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size))
     mean, largest = diffs.mean().item(), diffs.max().item()
     name, expected = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
@@ -110,14 +110,15 @@ def logprobs(attached: AttachedModel, sampler: Sampler) -> Check:
     return failed(name, found, expected, "compare the versions of transformers and vLLM, and the model's configuration")
 
 
-def sample(sampler: Sampler, vocab_size: int) -> list[Group]:
+def sample(sampler: Sampler, endpoint: Endpoint, vocab_size: int) -> list[Group]:
     """Sample completions of random prompts, always the same prompts for the same vocabulary."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     prompts = [tuple(row) for row in rows]
+    completions = sampler.sample([endpoint], prompts, num_samples=NUM_SAMPLES, seed=0)
     return [
         Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=sampled, rewards=(0.0,) * NUM_SAMPLES)
-        for prompt, sampled in zip(prompts, sampler.sample(prompts, num_samples=NUM_SAMPLES, seed=0), strict=True)
+        for prompt, sampled in zip(prompts, completions, strict=True)
     ]
 
 

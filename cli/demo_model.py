@@ -29,7 +29,7 @@ MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,  # of 64 elements, which every attention of vLLM supports
     "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1024,  # a word problem, character by character, and its answer
     "initializer_range": 0.04,
     "tie_word_embeddings": True,
 }
@@ -131,7 +131,7 @@ def _tokenizer() -> Any:
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-        model_max_length=256,
+        model_max_length=MODEL["max_position_embeddings"],
     )
 
 

@@ -19,7 +19,9 @@ from cli import console
 from cli.compare import compare
 from cli.demo import demo
 from cli.doctor import doctor
+from cli.env import env
 from cli.plan import plan
+from cli.report.command import report
 from cli.restore import restore
 from cli.run import run
 from cli.serve import serve
@@ -56,9 +58,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
     "serve-vllm": serve,
     "train": train,
+    "env": env,
     "verify": verify,
     "restore": restore,
     "plan": plan,
+    "report": report,
     "doctor": doctor,
 }
 for name, function in COMMANDS.items():

@@ -4,7 +4,8 @@ Not covered: the training itself (`bridge/training/loop.py`).
 """
 
 import dataclasses
-import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,14 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.files import claim
 from bridge.files.run_directory import RunDirectory, to_json
-from bridge.training.metrics import StepMetrics
 from bridge.types import Environment
-from cli import console
+from cli import console, live
 from cli.options import Json, from_config
+from cli.steps import summary_line
 
 if TYPE_CHECKING:
     from bridge.modes.mode import Engine
+    from bridge.rewards.scoring import Scores
     from bridge.training.checkpoint import Found
     from bridge.training.metrics import Summary
 
@@ -38,15 +40,22 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
         run.remove_if_unused()
 
 
-def load_environment(config: TrainConfig) -> Environment:
-    """Return the environment that `config` names, checked.
+def load_environment(config: TrainConfig) -> Environment | None:
+    """Return the environment that `config` names, checked; None where rollouts come from elsewhere.
 
     Raises:
         UsageError: there is none, or it cannot be used.
     """
     from environments import registry
 
-    return registry.load(config.environment)
+    return registry.load(config) if config.rollouts == "environment" else None
+
+
+def recipe_of(config: TrainConfig) -> "Callable[[], Scores] | None":
+    """Return what makes the scores of the environment that `config` names, in any process."""
+    from environments import registry
+
+    return partial(registry.scorer, config) if config.rollouts == "environment" else None
 
 
 def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
@@ -67,9 +76,10 @@ def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
 def _open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
     from bridge.loss import reference
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.training import checkpoint, trackers
 
     reference.check(config)
+    trackers.check(config)
     prefix = MODES[config.mode].checkpoint_prefix
     found, passed_over = checkpoint.newest(config.save_path, prefix) if config.resume else (None, ())
     _refuse_overwriting(config, checkpoint.numbered(config.save_path, prefix), found)
@@ -132,7 +142,7 @@ def _is_empty(folder: Path) -> bool:
 def train_in(
     run: RunDirectory,
     config: TrainConfig,
-    environment: Environment,
+    environment: Environment | None,
     *,
     as_json: bool,
     engine: "Engine | None" = None,
@@ -143,46 +153,18 @@ def train_in(
     Raises:
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
-    from bridge.training import loop
+    from bridge.training import loop, trackers
+    from bridge.training.reporting import Several
 
+    data = (lambda metrics: console.data(to_json(metrics))) if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
-
-    def report(metrics: StepMetrics) -> None:
-        if metrics.step == first_step:  # a run that never began has no directory to look into
-            console.note(f"run directory: {run.path}", style="dim")
-        console.note(step_line(metrics, config.training_steps))
-        if as_json:
-            console.data(to_json(metrics))
-
-    summary = loop.train(config, environment, run, report, engine=engine, resume=resume)
+    with (
+        live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
+        trackers.of(config, run, first_step=first_step) as curves,
+    ):
+        summary = loop.train(
+            config, environment, run, Several(curves, lines), recipe=recipe_of(config), engine=engine, resume=resume
+        )
     run.write_summary(summary)
     console.note(summary_line(summary))
     return summary
-
-
-def step_line(metrics: StepMetrics, num_steps: int) -> str:
-    """Return what a person wants to know of one step, in a line of a steady width."""
-    speed = metrics.tokens_generated / metrics.rollout_s if metrics.rollout_s else 0.0
-    return (
-        f"step {metrics.step:{len(str(num_steps))}}/{num_steps}"
-        f"  reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}"
-        f"  |dlogprob| {_or_dash(metrics.logprob_diff_mean, 4)} max {_or_dash(metrics.logprob_diff_max, 3)}"
-        f"  fence {1e3 * metrics.fence_s:5.1f} ms"
-        f"  rollout {metrics.rollout_s:5.2f} s  train {metrics.train_s:5.2f} s  {speed:7,.0f} tok/s"
-    )
-
-
-def _or_dash(value: float, digits: int) -> str:
-    """Return `value`, or a dash of the same width where no token was trained on: all rewards of each group equal."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)
-
-
-def summary_line(summary: "Summary") -> str:
-    """Return what came out of a run, in one line."""
-    rewards = ""
-    if summary.reward_before is not None and summary.reward_after is not None:
-        rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
-    return (
-        f"done: {summary.steps} steps{rewards}  |dlogprob| max {summary.logprob_diff_max:.3f}"
-        f"  fence p50 {summary.fence_p50_ms:.1f} ms  checkpoint {summary.checkpoint}"
-    )

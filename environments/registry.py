@@ -1,171 +1,143 @@
-"""Find an environment by name, `arithmetic` or `file.py:ClassName`, and check it before anything is started.
+"""Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it.
 
-Not covered: scoring (`bridge/rewards`), and what a class needs beyond its problems and its score.
+Not covered: the checks themselves (`inspection.py`), and where scores are called (`bridge/rewards`).
 """
 
 import difflib
-import importlib.util
-import inspect
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from bridge.errors import RewardError, UsageError
-from bridge.rewards.foreign_code import foreign_code, shortened, source_file
-from bridge.types import Environment
+from bridge.choices import flag
+from bridge.config.rollouts import RolloutConfig
+from bridge.errors import UsageError
+from bridge.rewards.scoring import Scores
+from bridge.types import Environment, Problem
+from environments import inspection, own_code, rewards, rows
 from environments.arithmetic import Arithmetic
+from environments.gsm8k import GSM8K
+from environments.jsonl import JSONL
+from environments.rewards import Reward, Rewards
+from environments.task import Columns, Format, Task, instructed
 
-KNOWN: dict[str, type] = {"arithmetic": Arithmetic}
-FORM = "path/to/file.py:ClassName"
-EXAMPLE = "{'prompt': '3+4='}"
+CLASSES: Mapping[str, type] = {"arithmetic": Arithmetic}
+FORMATS: Mapping[str, Format] = {"gsm8k": GSM8K, "jsonl": JSONL}
+OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
+"""Choices that mean something where problems are read from rows, and nowhere else."""
 
 
-def load(name: str) -> Environment:
-    """Return the environment `name`, made and iterated once to check its problems.
-
-    While a file is loaded its folder comes first on `sys.path`, as when Python runs the file, so it can import its
-    neighbours; imports inside functions that run later find them only if they were imported before.
+def load(config: RolloutConfig) -> Environment:
+    """Return the environment that `config` names, with its problems checked.
 
     Raises:
-        UsageError: there is no such environment, file or class, or the class needs constructor arguments.
+        UsageError: there is no such environment, file, class, data or reward, or it has no use for a choice.
         RewardError: its code raised, it has no problems or no score, or one of its problems is no problem.
     """
-    environment = _made(_class(name), name)
-    _check_score(environment, name)
-    _check_problems(environment, name)
-    checked: Environment = environment
-    return checked
+    name = config.environment
+    if name in FORMATS:
+        return _of_rows(config, FORMATS[name])
+    kind = _class(name)
+    _refuse_unused(config)
+    return _of_class(config, kind)
+
+
+def scorer(config: RolloutConfig) -> Scores:
+    """Return what scores the completions of the environment that `config` names, without its problems.
+
+    Raises:
+        UsageError: there is no such environment, file, class or reward.
+        RewardError: its code raised, or it has no score.
+    """
+    chosen = _rewards(config)
+    if chosen:
+        return Rewards(chosen)
+    environment = own_code.made(_class(config.environment), config.environment)
+    inspection.check_score(environment, config.environment)
+    scores: Scores = environment
+    return scores
+
+
+def _rewards(config: RolloutConfig) -> tuple[Reward, ...]:
+    """Return the chosen rewards, or the format's; none where the environment scores itself."""
+    known = FORMATS.get(config.environment)
+    text = config.reward or (known.reward if known else None)
+    return rewards.parse(text) if text else ()
+
+
+def _of_rows(config: RolloutConfig, known: Format) -> Task:
+    columns = Columns(prompt=config.prompt_column or known.prompt_column, answer=config.answer_column)
+    system_prompt = known.system_prompt if config.system_prompt is None else config.system_prompt
+    compared = _compared(_rewards(config))
+
+    def problem(values: dict[str, Any]) -> Problem:
+        made = known.problem(values, columns)
+        if compared and (lack := inspection.answer_fault(made)):
+            raise rows.BadRowError(f"{lack}, and the reward {compared} compares with the column {columns.answer!r}")
+        return instructed(made, system_prompt)
+
+    training, held_out = rows.read(_source(config, known), known.subset, "--data")
+    if config.eval_data is not None:
+        whole, split = rows.read(config.eval_data, known.subset, "--eval-data")
+        held_out = split or whole
+    kept = held_out.problems(problem) if held_out else []
+    return Task(training.problems(problem), kept, partial(scorer, config))
+
+
+def _source(config: RolloutConfig, known: Format) -> str:
+    if config.data is not None:
+        return config.data
+    if known.bundled is None:
+        raise UsageError(
+            f"--environment {config.environment} needs --data",
+            remedy=f"--environment {config.environment} --data path/to/problems.jsonl",
+        )
+    return str(known.bundled)
+
+
+def _of_class(config: RolloutConfig, kind: type) -> Environment:
+    name, chosen = config.environment, _rewards(config)
+    environment = own_code.made(kind, name)
+    if not chosen:
+        inspection.check_score(environment, name)
+    inspection.check_problems(environment, name)
+    if not chosen and config.system_prompt is None:
+        checked: Environment = environment
+        return checked
+    problems: list[Problem] = list(environment)
+    held_out: list[Problem] = environment.held_out() if hasattr(environment, "held_out") else []
+    if compared := _compared(chosen):
+        inspection.check_answers([*problems, *held_out], name, compared)
+    training, kept = ([instructed(problem, config.system_prompt) for problem in some] for some in (problems, held_out))
+    return Task(training, kept, partial(scorer, config))
+
+
+def _compared(chosen: tuple[Reward, ...]) -> str:
+    """Return the name of a reward that compares with the problem's answer, or nothing."""
+    return next((reward.name for reward in chosen if reward.needs_answer), "")
+
+
+def _refuse_unused(config: RolloutConfig) -> None:
+    unused = [name for name in OF_DATA if getattr(config, name) != type(config).model_fields[name].default]
+    if unused:
+        verb = "means" if len(unused) == 1 else "mean"
+        raise UsageError(
+            f"{', '.join(map(flag, unused))} {verb} nothing with --environment {config.environment}, "
+            f"only with {' and '.join(FORMATS)}",
+            remedy=f"leave {'it' if len(unused) == 1 else 'them'} out, or --environment {list(FORMATS)[-1]}",
+        )
 
 
 def _class(name: str) -> type:
-    if name in KNOWN:
-        return KNOWN[name]
-    path, _, class_name = name.rpartition(":")
-    if path:
-        return _class_in(_module(Path(path).expanduser(), name), class_name, path)
-    if name.endswith(".py"):
-        raise UsageError(f"environment {name!r} names no class", remedy=f"--environment {name}:ClassName")
-    close = difflib.get_close_matches(name, KNOWN, n=1)
+    if name in CLASSES:
+        return CLASSES[name]
+    if ":" in name or name.endswith(".py"):
+        kind: type = own_code.find(own_code.ENVIRONMENT, name)
+        return kind
+    known = [*CLASSES, *FORMATS]
+    close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
+    form = own_code.ENVIRONMENT.form
     raise UsageError(
-        f"no environment {name!r}, expected {', '.join(KNOWN)} or {FORM}",
-        remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {FORM} for your own",
+        f"no environment {name!r}, expected {', '.join(known)} or {form}",
+        remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
     )
-
-
-def _module(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        found = "it is a folder" if path.is_dir() else f"there is no such file, seen from {Path.cwd()}"
-        raise UsageError(f"environment {name!r}: cannot read {path}: {found}", remedy=f"--environment {FORM}")
-    file = path.resolve()
-    # Prefixed, or else a file called random.py would pose as the standard library's module.
-    spec = importlib.util.spec_from_file_location(f"bridge_environment_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"environment {name!r}: {path} is no Python file", remedy=f"--environment {FORM}")
-    module = importlib.util.module_from_spec(spec)
-    with _first_on_path(file.parent), foreign_code(f"importing {path}", str(file)):
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-
-
-def _class_in(module: ModuleType, class_name: str, path: str) -> type:
-    found = getattr(module, class_name, None)
-    if isinstance(found, type):
-        return found
-    there = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    classes = [key for key in there if isinstance(vars(module)[key], type)]
-    problem = f"no class {class_name!r} in {path}" if found is None else f"{class_name} in {path} is no class"
-    close = difflib.get_close_matches(class_name, classes, n=1) or classes[:1] or ["ClassName"]
-    raise UsageError(
-        f"{problem}, it defines {', '.join(classes) or 'no class at all'}", remedy=f"--environment {path}:{close[0]}"
-    )
-
-
-def _made(kind: type, name: str) -> Any:
-    with foreign_code(f"environment {name}: making {kind.__name__}()", source_file(kind)):
-        if needed := [
-            parameter.name for parameter in inspect.signature(kind).parameters.values() if _is_needed(parameter)
-        ]:
-            raise UsageError(
-                f"environment {name}: {kind.__name__} needs constructor arguments ({', '.join(needed)}), expected none",
-                remedy=f"give each of them a default in {kind.__name__}.__init__",
-            )
-        return kind()
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    takes_any_number = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not takes_any_number
-
-
-def _check_score(environment: Any, name: str) -> None:
-    form = "def score(self, problem: dict, completion: str) -> float"
-    score = getattr(environment, "score", None)
-    if not callable(score):
-        raise RewardError(f"environment {name} has no method score", remedy=f"add to it: {form}")
-    try:
-        inspect.signature(score).bind({}, "")
-    except TypeError as error:
-        raise RewardError(
-            f"environment {name}: score cannot be called with (problem, completion): {error}",
-            remedy=f"write it as: {form}",
-        ) from error
-
-
-def _check_problems(environment: Any, name: str) -> None:
-    file = source_file(type(environment))
-    with foreign_code(f"environment {name}: listing its problems", file):
-        if not isinstance(environment, Iterable):
-            _refuse(name, "is not iterable", f"add __iter__, which yields problems such as {EXAMPLE}")
-        if iter(environment) is environment:
-            _refuse(name, "is an iterator, so a second pass would be empty", "return a new iterator from __iter__")
-        _check_each(name, "problem", list(environment))
-    if hasattr(environment, "held_out"):
-        with foreign_code(f"environment {name}: listing its held-out problems", file):
-            held_out = environment.held_out()
-            if not isinstance(held_out, list):
-                _refuse(name, f"has a held_out that returned a {type(held_out).__name__}", "return a list of problems")
-            _check_each(name, "held-out problem", held_out)
-
-
-def _check_each(name: str, noun: str, problems: list[Any]) -> None:
-    if not problems:
-        _refuse(name, f"has no {noun}s", f"give it at least one, such as {EXAMPLE}")
-    for index, problem in enumerate(problems):
-        if fault := _fault(problem):
-            _refuse(name, f"has a bad {noun} {index}: {fault}", f"make each a dict such as {EXAMPLE}")
-
-
-def _refuse(name: str, fault: str, remedy: str) -> NoReturn:
-    raise RewardError(f"environment {name} {fault}", remedy=remedy)
-
-
-def _fault(problem: object) -> str:
-    """Say what is wrong with `problem`, or nothing."""
-    if not isinstance(problem, dict):
-        return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
-    if "prompt" not in problem:
-        return f"no prompt, found the keys {shortened(list(problem))}"
-    prompt = problem["prompt"]
-    if isinstance(prompt, str):
-        return "" if prompt else "its prompt is empty"
-    if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
-        return f"its prompt is {shortened(repr(prompt))}, expected text or messages {{'role': text, 'content': text}}"
-    return ""
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

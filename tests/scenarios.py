@@ -61,7 +61,8 @@ class LiveServer:
 def sampled(url: str, name: str | None = None) -> list[Group]:
     """Sample from the server at `url` as training does, by the model or by the adapter `name`."""
     endpoint = Endpoint(url=url, model=name)
-    return sample(Sampler(endpoint, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120), 301)
+    with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120) as sampler:
+        return sample(sampler, endpoint, 301)
 
 
 @contextmanager

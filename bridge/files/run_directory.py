@@ -5,10 +5,8 @@ Not covered: checkpoints, whose folder the user chooses (`--save-path`).
 
 import dataclasses
 import json
-import math
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from bridge.errors import UsageError
-from bridge.files import atomic_file, claim
+from bridge.files import atomic_file, claim, json_lines, records
 from bridge.files.atomic_file import one_line_errors
-from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.metrics import Evaluation, StepMetrics, Summary
+from bridge.types import Group
 from bridge.weights.manifest import MANIFEST_NAME
 
 RUNS = Path("runs")
@@ -56,18 +55,16 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path, step: int, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
-        """Return the directory of a run that goes on after `step`; metrics of later steps are moved aside.
+        """Return the directory of a run that goes on after `step`; what is of later steps is moved aside.
 
         Raises:
-            UsageError: another process is at it.
+            UsageError: another process is at it, or the disk refuses.
         """
         run = cls(path, _claimed(path), tell)
-        lines = run.metrics.read_bytes().splitlines() if run.metrics.exists() else []
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
-            _append_once(run.lost_metrics, [line for line in lines if _step_of(line) > step])
-            atomic_file.replace(run.metrics, _joined(kept))
-        if step and step not in map(_step_of, kept):
+        last = json_lines.cut(run.metrics, step)
+        json_lines.cut(run.rollouts, step)
+        json_lines.cut(run.evaluations, step)
+        if step and step != last:
             run.note(f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere")
         return run
 
@@ -88,7 +85,7 @@ class RunDirectory:
 
     @property
     def rollouts(self) -> Path:
-        """Return the file of the completions, one JSON object a line."""
+        """Return the file of the completions, one JSON object a line for each group."""
         return self.path / "rollouts.jsonl"
 
     @property
@@ -102,6 +99,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def wandb_id(self) -> Path:
+        """Return the file of the id that Weights & Biases knows the run by."""
+        return self.path / "wandb_id"
+
+    @property
     def summary(self) -> Path:
         """Return the file of what the whole run came to."""
         return self.path / "summary.json"
@@ -109,7 +111,7 @@ class RunDirectory:
     @property
     def lost_metrics(self) -> Path:
         """Return the file of the steps that were lost, because the run went on from an earlier checkpoint."""
-        return self.path / "metrics_lost.jsonl"
+        return json_lines.lost(self.metrics)
 
     @property
     def events(self) -> Path:
@@ -149,9 +151,7 @@ class RunDirectory:
 
     def write_summary(self, summary: Summary) -> None:
         """Write what the run came to; a number that is not finite becomes null."""
-        values = {name: _finite(value) for name, value in dataclasses.asdict(summary).items()}
-        rewards = [_finite(reward) for reward in summary.rewards]
-        write_json(self.summary, values | {"checkpoint": str(summary.checkpoint), "rewards": rewards})
+        write_json(self.summary, json_lines.plain(dataclasses.asdict(summary)))
 
     def note(self, line: str) -> None:
         """Append what happened to the events, with the time, and tell it if somebody is to be told."""
@@ -162,20 +162,24 @@ class RunDirectory:
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""
-        with one_line_errors(self.metrics), self.metrics.open("a") as file:
-            file.write(to_json(metrics) + "\n")
+        json_lines.append(self.metrics, [dataclasses.asdict(metrics)])
+
+    def append_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Append what `step` was learnt from; what JSON cannot hold of an answer becomes its repr."""
+        json_lines.append(self.rollouts, (records.of_group(step, group) for group in groups))
+
+    def append_evaluation(self, evaluation: Evaluation) -> None:
+        """Append one evaluation on held-out problems, as `append` does."""
+        json_lines.append(self.evaluations, [dataclasses.asdict(evaluation)])
 
     def settle(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint shall survive a power cut that a line did not."""
-        if self.metrics.exists():
-            with one_line_errors(self.metrics), self.metrics.open("rb") as file:
-                os.fsync(file.fileno())
+        json_lines.settle(self.metrics)
 
 
 def to_json(metrics: StepMetrics) -> str:
     """Return one step as a JSON object on one line; a number that is not finite becomes null."""
-    values = {name: _finite(value) for name, value in dataclasses.asdict(metrics).items()}
-    return json.dumps(values, allow_nan=False)
+    return json_lines.line(dataclasses.asdict(metrics))
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -186,33 +190,6 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def _claimed(path: Path) -> tuple[Path, ...]:
     """Make the run directory `path`, keep other processes out of it, and return the folders that were made."""
     return claim.make(path, what="run directory", flag="--run-dir")
-
-
-def _joined(lines: Iterable[bytes]) -> bytes:
-    return b"".join(line + b"\n" for line in lines)
-
-
-def _append_once(path: Path, lines: Sequence[bytes]) -> None:
-    """Append `lines`, unless a process that was killed right afterwards has done so."""
-    before = path.read_bytes() if path.exists() else b""
-    if not before.endswith(_joined(lines)):
-        atomic_file.replace(path, before + _joined(lines))
-
-
-def _step_of(line: bytes) -> float:
-    """Return the step of a line of metrics; infinity where a killed process has cut it short."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _unused(environment: str) -> Path:

@@ -2,7 +2,7 @@
 
 A completion that is left out because its advantages are zero counts in every mean as if it were there: a batch with few
 useful groups takes a smaller step, not a steeper one. One that is masked because it was cut off counts among the
-completions, but its tokens do not count among the tokens, as in TRL.
+completions, but its tokens do not count among the tokens, as in TRL. A token that was not sampled counts nowhere.
 
 Not covered: packing (`bridge/passes/batch.py`), the loss itself (`policy_loss.py`).
 """
@@ -10,6 +10,7 @@ Not covered: packing (`bridge/passes/batch.py`), the loss itself (`policy_loss.p
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Literal
 
 from bridge.errors import UsageError
@@ -26,7 +27,8 @@ CUT_OFF = ("length", "abort")
 def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "none"]) -> list[Group]:
     """Return the groups with advantages: reward - mean of the group, over the standard deviation of `scale`.
 
-    Exactly zero where all rewards of a group are equal. Advantages from outside are taken as they are. Standard
+    Exactly zero where all rewards of a group are equal, or there is one; a group without completions stays without.
+    Advantages from outside are taken as they are. Standard
     deviations are the population's, so that the mean square of a group's advantages is one; the batch's is of all the
     rewards that advantages are made from. A batch that is cut into several updates comes here as a whole first.
 
@@ -62,46 +64,67 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     """
     kept = [row for row in _rows(groups, spec) if not (spec.mask_truncated and row[1].finish_reason in CUT_OFF)]
     num_completions = sum(len(group.completions) for group in groups)
-    num_tokens = sum(len(completion.token_ids) for _, completion, _ in kept)
+    num_tokens = sum(_num_sampled(completion) for _, completion, _ in kept)
     result = []
     for prompt, completion, advantages in kept:
-        length = len(completion.token_ids)
+        length = _num_sampled(completion)
+        if not length or not (any(advantages) or spec.kl_coef > 0):
+            continue
         divisor = {
             "token_mean": num_tokens,
             "sequence_mean": num_completions * length,
             "constant": num_completions * max_new_tokens,
         }[spec.aggregation]
-        if length and (any(advantages) or spec.kl_coef > 0):
-            result.append(_sample(prompt, completion, advantages, 1 / divisor))
+        result.append(_sample(prompt, completion, advantages, 1 / divisor))
     return result
 
 
 def _rows(groups: Sequence[Group], spec: LossSpec) -> Iterator[tuple[tuple[int, ...], Completion, tuple[float, ...]]]:
-    """Yield every completion with its prompt and one advantage per token."""
+    """Yield every completion with its prompt and one advantage per sampled token."""
     for group in with_advantages(groups, spec.advantage_scale):
         assert group.advantages is not None
-        assert group.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
         for completion, given in zip(group.completions, group.advantages, strict=True):
-            yield group.prompt_token_ids, completion, _per_token(given, len(completion.token_ids))
+            yield group.prompt_token_ids, completion, _per_token(given, completion)
 
 
-def _per_token(given: tuple[float, ...], length: int) -> tuple[float, ...]:
-    return given if len(given) == length else given * length
+def _per_token(given: tuple[float, ...], completion: Completion) -> tuple[float, ...]:
+    length = len(completion.token_ids)
+    return _of_sampled(given if len(given) == length else given * length, completion)
+
+
+def _num_sampled(completion: Completion) -> int:
+    return len(completion.token_ids) if completion.sampled is None else sum(completion.sampled)
+
+
+def _of_sampled(values: tuple[float, ...], completion: Completion) -> tuple[float, ...]:
+    return values if completion.sampled is None else tuple(compress(values, completion.sampled))
 
 
 def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[float, ...], weight: float) -> Sample:
     assert len(completion.token_ids) == len(completion.logprobs), (completion.token_ids, completion.logprobs)
-    return Sample(
+    sample = Sample(
         prompt_token_ids=prompt,
         token_ids=completion.token_ids,
-        sampled_logprobs=completion.logprobs,
+        sampled_logprobs=_of_sampled(completion.logprobs, completion),
         advantages=advantages,
         weight=weight,
+    )
+    return sample if completion.sampled is None else _with_mask(sample, completion.sampled)
+
+
+def _with_mask(sample: Sample, sampled: tuple[bool, ...]) -> Sample:
+    """Return the sample with a mask if it needs one: what comes before its first sampled token is read like a prompt."""
+    first = sampled.index(True)
+    return replace(
+        sample,
+        prompt_token_ids=sample.prompt_token_ids + sample.token_ids[:first],
+        token_ids=sample.token_ids[first:],
+        sampled=None if all(sampled[first:]) else sampled[first:],
     )
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:
-    if max(rewards) == min(rewards):  # their mean may differ from them by a rounding
+    if not rewards or max(rewards) == min(rewards):  # their mean may differ from them by a rounding
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
@@ -109,9 +132,8 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 
 def _divisor(rewards: Iterable[float]) -> float:
     """Return the standard deviation, with the epsilon that keeps it from being zero."""
-    values = list(rewards)
-    squares = [value * value for value in _centred(values)] if values else [0.0]
-    return math.sqrt(math.fsum(squares) / len(squares)) + STD_EPSILON
+    squares = [value * value for value in _centred(list(rewards))]
+    return math.sqrt(math.fsum(squares) / max(len(squares), 1)) + STD_EPSILON
 
 
 def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int) -> None:

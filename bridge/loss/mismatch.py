@@ -49,14 +49,14 @@ class Correction:
         """Return each token's importance weight, without gradient.
 
         `old_logprobs_N` are the trainer's at the beginning of the batch: the weight is of the server's distance from
-        there, staleness included, and the loss's own ratio goes on from there.
+        there, staleness included, and the loss's own ratio goes on from there. It is one where the server's is unknown.
 
         Shapes: [N], [N] -> [N].
         Source: truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
             after IMPALA (arXiv 1802.01561), section 4.1; masked: IcePop, in Ring-1T (arXiv 2510.18855); both apart from
             the loss's ratio: decoupled PPO, in AReaL (arXiv 2505.24298).
         """
-        ratios_N = (old_logprobs_N - sampled_logprobs_N).detach().exp()
+        ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N)
         if self.kind == "none":
             return torch.ones_like(ratios_N)
         if self.kind == "truncate":
@@ -68,7 +68,7 @@ class Correction:
 
         Shapes: [N], [N] -> [N] bool.
         """
-        ratios_N = (old_logprobs_N - sampled_logprobs_N).detach().exp()
+        ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N)
         if self.kind == "mask":
             return self._outside(ratios_N)
         return ratios_N > (self.high if self.kind == "truncate" else math.inf)
@@ -79,7 +79,10 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """How far the two engines are apart in one step; not a number where no token was trained on."""
+    """How far the two engines are apart in one step, of the tokens whose log-probability the server told.
+
+    Not a number where no token was trained on, or none was told.
+    """
 
     mean: float
     """Mean over the tokens of |log-probability of the server - of the trainer|, in nats."""
@@ -135,10 +138,11 @@ def measure(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, correction: Corr
 
     Shapes: [N], [N] float32.
     """
-    differences_N = (old_logprobs_N - sampled_logprobs_N).abs()
-    weights_N = correction.weights(old_logprobs_N, sampled_logprobs_N)
+    known_N = ~sampled_logprobs_N.isnan()
+    differences_N = torch.where(known_N, old_logprobs_N - sampled_logprobs_N, 0.0).abs()
+    weights_N = correction.weights(old_logprobs_N, sampled_logprobs_N) * known_N
     terms = (
-        torch.ones_like(differences_N),
+        known_N,
         differences_N,
         weights_N,
         weights_N.square(),
@@ -148,6 +152,12 @@ def measure(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, correction: Corr
     sums_K = torch.stack([term_N.sum(dtype=torch.float64) for term_N in terms])
     largest = torch.cat([differences_N, differences_N.new_zeros(1)]).max()  # there may be no tokens
     return Tally(sums_K, largest.double())
+
+
+def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor) -> Tensor:
+    """Return each token's probability by the trainer over that by the server, one where the server's is unknown."""
+    differences_N = (old_logprobs_N - sampled_logprobs_N).detach()
+    return torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N).exp()
 
 
 def alarm(measured: Mismatch, threshold: float) -> str | None:

@@ -12,11 +12,14 @@ Alignment, for a prompt `p p p` with completion `a b`, and a prompt `q` with com
     targets_N          a  b      c
     sequences_N        0  0      1
     starts_S1    0               5      7   the last one is T
+
+A token of a completion that was not sampled, such as a tool's answer, is in tokens_T and has no row.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +46,7 @@ class MicroBatch:
     sequences_N: Tensor
     """int64: 0 to S - 1, the sequence that a row is of."""
     sampled_logprobs_N: Tensor
-    """float32, nats: where it was sampled."""
+    """float32, nats: where it was sampled; not a number where unknown."""
     advantages_N: Tensor
     """float32."""
     weights_N: Tensor
@@ -80,8 +83,11 @@ def packs(samples: Sequence[Sample], *, max_tokens: int, device: torch.device) -
 
 def _order(sample: Sample) -> tuple[object, ...]:
     """Order by length, and by everything else that is trained on, so that no tie is left to the order of arrival."""
-    tokens = sample.prompt_token_ids, sample.token_ids
-    return sample.num_tokens, *tokens, sample.sampled_logprobs, sample.advantages, sample.weight
+    tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
+    known = sample.sampled_logprobs
+    if math.isnan(sum(known)):  # one of them is, and has no order
+        known = tuple(0.0 if math.isnan(value) else value for value in known)
+    return sample.num_tokens, *tokens, known, sample.advantages, sample.weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +103,10 @@ class _Layout:
 def _lay_out(samples: Sequence[Sample]) -> _Layout:
     for sample in samples:
         assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
-        counts = {len(sample.token_ids), len(sample.sampled_logprobs), len(sample.advantages)}
+        num_sampled = len(sample.token_ids) if sample.sampled is None else sum(sample.sampled)
+        counts = {num_sampled, len(sample.sampled_logprobs), len(sample.advantages)}
         assert len(counts) == 1, counts
+        assert sample.sampled is None or len(sample.sampled) == len(sample.token_ids), sample.sampled
     ends = tuple(accumulate(sample.num_tokens for sample in samples))
     starts = 0, *ends[:-1]
     integers = [
@@ -106,13 +114,13 @@ def _lay_out(samples: Sequence[Sample]) -> _Layout:
         _joined(samples, lambda sample: range(sample.num_tokens)),
         torch.tensor((0, *ends)),
         torch.cat([_rows(sample, start) for sample, start in zip(samples, starts, strict=True)]),
-        _joined(samples, lambda sample: sample.token_ids),
-        torch.arange(len(samples)).repeat_interleave(torch.tensor([len(sample.token_ids) for sample in samples])),
+        _joined(samples, _targets),
+        torch.arange(len(samples)).repeat_interleave(torch.tensor([sample.num_trained for sample in samples])),
     ]
     floats = [
         _joined(samples, lambda sample: sample.sampled_logprobs, torch.float32),
         _joined(samples, lambda sample: sample.advantages, torch.float32),
-        _joined(samples, lambda sample: (sample.weight,) * len(sample.token_ids), torch.float32),
+        _joined(samples, lambda sample: (sample.weight,) * sample.num_trained, torch.float32),
     ]
     return _Layout(ends=ends, integers=torch.cat(integers), floats=torch.cat(floats), num_rows=len(floats[0]))
 
@@ -125,7 +133,12 @@ def _joined(
 
 def _rows(sample: Sample, start: int) -> Tensor:
     first = start + len(sample.prompt_token_ids) - 1
-    return torch.arange(first, first + len(sample.token_ids))
+    rows = torch.arange(first, first + len(sample.token_ids))
+    return rows if sample.sampled is None else rows[torch.tensor(sample.sampled)]
+
+
+def _targets(sample: Sample) -> Sequence[int]:
+    return sample.token_ids if sample.sampled is None else tuple(compress(sample.token_ids, sample.sampled))
 
 
 def _move(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:

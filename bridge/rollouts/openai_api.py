@@ -7,7 +7,7 @@ string by the tokenizer's vocabulary, where it has to stand for one token. Text 
 Such a server leaves the end token out of a completion that ended by itself: the tokens before it are trained by the
 reward of the whole, the choice to end there is not.
 
-Not covered: sending it (`sampler.py`), the vocabulary (`vocabulary.py`).
+Not covered: sending it (`connections.py`), the vocabulary (`vocabulary.py`).
 """
 
 import re
@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, FiniteFloat
 
-from bridge.client import unreachable
 from bridge.errors import UsageError
+from bridge.rollouts.faults import Fault
 from bridge.types import Completion, FinishReason
 
 IdsOf = Callable[[str], Sequence[int]]
@@ -78,18 +78,33 @@ def request(*, max_new_tokens: int, temperature: float, of_vllm: bool) -> dict[s
     return common | BEYOND_THE_PROTOCOL if of_vllm else common
 
 
+def in_order(answer: Completions, num_samples: int) -> list[Choice]:
+    """Return the choices in the order of their indices.
+
+    Raises:
+        Fault: they are not the `num_samples` that were asked for.
+    """
+    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    indices = [choice.index for choice in choices]
+    if len(choices) != num_samples:
+        raise Fault(f"asked for {num_samples} completions, got {len(choices)}", "once")
+    if indices != list(range(num_samples)):
+        raise Fault(f"asked for {num_samples} completions, got those numbered {', '.join(map(str, indices))}", "once")
+    return choices
+
+
 def completion(url: str, choice: Choice, version: int | None, ids_of: IdsOf | None) -> Completion:
     """Return a choice as what training needs, made by the weights of `version`.
 
     Raises:
         UsageError: the server does not tell token ids, or not whose they are.
-        ServerUnreachableError: the answer contradicts itself.
+        Fault: the answer contradicts itself.
     """
     if choice.logprobs is None:
         raise _without_token_ids(url)
     token_ids, logprobs = _token_ids(url, choice, choice.logprobs, ids_of), choice.logprobs.token_logprobs
     if len(token_ids) != len(logprobs):
-        raise unreachable(url, f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+        raise Fault(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities", "once")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,

@@ -1,139 +1,149 @@
-"""Sample completions from an OpenAI-compatible server: token ids, log-probabilities and the version that made them.
+"""Sample completions from OpenAI-compatible servers: token ids, log-probabilities and the version that made them.
 
-Token ids come from the server, never from tokenising text again.
+Every prompt has one answer that is accepted, whatever was sent before it and failed; the same call asks for the same
+seeds, whichever server answers.
 
-Not covered: what is asked for and how an answer is read (`openai_api.py`), rewards (`rewards.py`), retries, several
-servers.
+Not covered: how one prompt is asked for (`asking.py`), and what is made of the answer (`openai_api.py`).
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-import httpx
-from pydantic import BaseModel, ValidationError
-
-from bridge.client import unreachable
-from bridge.errors import UsageError
-from bridge.protocol import VERSION_HEADER
-from bridge.rollouts import openai_api
+from bridge.rollouts.asking import Asking, Sleep
+from bridge.rollouts.connections import Connections
 from bridge.rollouts.endpoint import Endpoint
-from bridge.rollouts.openai_api import Completions, IdsOf, Models
+from bridge.rollouts.event_loop import EventLoop
+from bridge.rollouts.openai_api import IdsOf
+from bridge.rollouts.servers import Health, Server, Servers
 from bridge.types import Completion
 
-MAX_CONNECTIONS = 256
-"""Requests under way at once; a process may open 1,024 files by default."""
-REFUSED = (400, 422)
+Result = TypeVar("Result")
+Arrival = tuple[int, tuple[Completion, ...]]
+"""The index of a prompt, and its completions."""
+AHEAD = 2
+"""Prompts that are asked for or whose completions wait to be taken, for each request that may be under way: a caller
+who is busy for a moment keeps no server waiting, and one who is slow is not flooded."""
 
-Answer = TypeVar("Answer", bound=BaseModel)
+
+@dataclass
+class _Opened:
+    """What lasts from the first call until the sampler is closed."""
+
+    turns: asyncio.Semaphore
+    """As many as requests may be under way."""
+    loop: EventLoop = field(default_factory=EventLoop)
+    connections: Connections = field(default_factory=Connections)
 
 
 class Sampler:
-    """A pooled connection to one server, and how it samples."""
+    """How completions are sampled, over connections that are kept; made once per run."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
         *,
         max_new_tokens: int,
         temperature: float,
         timeout_s: float,
+        max_retries: int = 4,
+        max_concurrency: int = 256,
         ids_of: IdsOf | None = None,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self._url, self._version, self._name = endpoint.url, endpoint.version, endpoint.model
+        self.num_retries = 0
+        """Requests that were sent again, in all calls so far."""
         self._max_new_tokens, self._temperature, self._timeout_s = max_new_tokens, temperature, timeout_s
-        self._ids_of = ids_of
-        self._models: Models | None = None
-        self._tells_versions = True
+        self._max_retries, self._max_concurrency = max_retries, max_concurrency
+        self._ids_of, self._sleep = ids_of, sleep
+        self._health: dict[str, Health] = {}
+        self._servers: Servers | None = None
+        self._opened: _Opened | None = None
 
-    def sample(
-        self, prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
-    ) -> list[tuple[Completion, ...]]:
-        """Return `num_samples` completions per prompt, all sampled at once.
+    def __enter__(self) -> Self:
+        """Use the connections in a `with` block."""
+        return self
 
-        Raises:
-            UsageError: the server refuses a request, such as one that is longer than its model allows, or tells no ids.
-            ServerUnreachableError: the server is gone, is unwell, or answers something else than what was asked for.
-        """
-        return asyncio.run(self._sample(prompts, num_samples, seed))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connections."""
+        self.close()
+
+    def close(self) -> None:
+        """End what is under way, and close the connections; a later call opens new ones."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.loop.close(opened.connections.aclose())
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What training has to do without at this server, a sentence each; known once it has sampled."""
-        if self._models is None:
-            return ()
-        sentences = []
-        if not self._models.are_of_vllm():
-            sentences.append(
-                f"{self._url} is no vLLM: its completions may lack their end token, which is not trained then"
-            )
-        if not self._tells_versions and self._version is None:
-            sentences.append(f"{self._url} does not tell which version of the weights made a completion")
-        if not self._tells_versions and self._temperature != 1.0:
-            sentences.append(
-                f"{self._url} has to give log-probabilities at temperature {self._temperature}, which it does not tell"
-                " (vLLM: --logprobs-mode processed_logprobs)"
-            )
-        return tuple(sentences)
+        """What training has to do without at the servers of the last call, a sentence each."""
+        return () if self._servers is None else self._servers.lacks(self._temperature)
 
-    async def _sample(
-        self, prompts: Sequence[tuple[int, ...]], num_samples: int, seed: int
+    def sample(
+        self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
     ) -> list[tuple[Completion, ...]]:
-        timeout = httpx.Timeout(self._timeout_s, pool=None)  # waiting for one's turn is no fault of the server
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
-        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits, trust_env=False) as http:
-            if self._models is None:
-                self._models = (await self._send(http, "GET", "/v1/models", None, Models))[0]
-            common = self._common(self._models)
-            first = seed * 1_000_003  # vLLM gives the i-th completion of a request the request's seed + i
-            tasks = [
-                self._group(http, {**common, "prompt": list(prompt), "n": num_samples}, first + index * num_samples)
-                for index, prompt in enumerate(prompts)
-            ]
-            return list(await asyncio.gather(*tasks))
+        """Return `num_samples` completions per prompt, in the order of the prompts.
 
-    def _common(self, models: Models) -> dict[str, Any]:
-        fields = openai_api.request(
-            max_new_tokens=self._max_new_tokens, temperature=self._temperature, of_vllm=models.are_of_vllm()
+        Raises:
+            UsageError: a server refuses a request, such as one that is longer than its model allows, or tells no ids.
+            ServerUnreachableError: no server answers a request as it should, however often it is asked.
+        """
+
+        async def gathered() -> dict[int, tuple[Completion, ...]]:
+            groups = self.stream(endpoints, prompts, num_samples=num_samples, seed=seed)
+            return {index: group async for index, group in groups}
+
+        found = self.run(gathered())
+        return [found[index] for index in range(len(prompts))]
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine that may `stream`; Ctrl-C cancels it. No request is under way once it has ended."""
+        return self._open().loop.run(coroutine)
+
+    async def stream(
+        self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
+    ) -> AsyncIterator[Arrival]:
+        """Yield each prompt's index and its `num_samples` completions as they arrive, in a coroutine under `run`.
+
+        Raises:
+            BridgeError: as `sample`; the other requests are ended then.
+        """
+        opened, asking = self._open(), self._asking(endpoints)
+        first = seed * 1_000_003  # vLLM gives the i-th completion of a request the request's seed + i
+
+        async def arrival(index: int, prompt: tuple[int, ...]) -> Arrival:
+            seed = (first + index * num_samples) % 2**62
+            return index, await asking.group(prompt, num_samples=num_samples, seed=seed)
+
+        arrivals = (arrival(index, prompt) for index, prompt in enumerate(prompts))
+        async with aclosing(opened.loop.each(arrivals, at_once=AHEAD * self._max_concurrency)) as groups:
+            async for group in groups:
+                yield group
+
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            self._opened = _Opened(asyncio.Semaphore(self._max_concurrency))
+        return self._opened
+
+    def _asking(self, endpoints: Sequence[Endpoint]) -> Asking:
+        opened = self._open()
+        self._servers = Servers([Server(one, self._health.setdefault(one.url, Health())) for one in endpoints])
+        return Asking(
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._temperature,
+            timeout_s=self._timeout_s,
+            max_retries=self._max_retries,
+            ids_of=self._ids_of,
+            sleep=self._sleep,
+            turns=opened.turns,
+            connections=opened.connections,
+            servers=self._servers,
+            retrying=self._count,
         )
-        return {**fields, "model": self._name or models.data[0].id}
 
-    async def _group(self, http: httpx.AsyncClient, body: dict[str, Any], seed: int) -> tuple[Completion, ...]:
-        answer, told = await self._send(http, "POST", "/v1/completions", {**body, "seed": seed % 2**62}, Completions)
-        choices = sorted(answer.choices, key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(body["n"])):
-            raise unreachable(self._url, f"asked for {body['n']} completions, got {len(choices)}")
-        self._tells_versions = bool(told)
-        version = self._version if self._version is not None else int(told) if told.isdecimal() else None
-        return tuple(openai_api.completion(self._url, choice, version, self._ids_of) for choice in choices)
-
-    async def _send(
-        self, http: httpx.AsyncClient, method: str, route: str, body: Any, kind: type[Answer]
-    ) -> tuple[Answer, str]:
-        """Return the answer, and the version of the weights that made it as the server writes it."""
-        try:
-            response = await http.request(method, route, json=body)
-        except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as error:
-            raise unreachable(self._url, f"{type(error).__name__}: {error}") from error
-        if response.status_code in REFUSED:
-            raise UsageError(
-                f"the server at {self._url} refuses the request: {_words(response)}",
-                remedy="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
-            )
-        if not response.is_success:
-            raise unreachable(self._url, f"{route} answered {response.status_code}: {_words(response)}")
-        try:
-            return kind.model_validate_json(response.content), response.headers.get(VERSION_HEADER, "")
-        except ValidationError as error:
-            fault = error.errors()[0]
-            place = ".".join(map(str, fault["loc"]))
-            raise unreachable(self._url, f"{route} answered nonsense: {place or 'body'}: {fault['msg']}") from error
-
-
-def _words(response: httpx.Response) -> str:
-    """Return the server's own message, on one line."""
-    try:
-        words = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        words = response.text
-    return " ".join(words.split())[:300]
+    def _count(self) -> None:
+        self.num_retries += 1

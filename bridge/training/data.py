@@ -5,6 +5,7 @@ Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts`
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -33,8 +34,8 @@ def held_out(environment: Environment) -> list[Problem]:
     problems = list(getattr(environment, "held_out", list)())
     if not problems:
         raise RewardError(
-            f"{type(environment).__name__} has no held-out problems to evaluate on",
-            remedy="give it a method held_out() that returns them, or leave --eval-samples at 0",
+            "the environment has no held-out problems to evaluate on",
+            remedy="give it some, by --eval-data or a method held_out() of its class, or leave --eval-samples at 0",
         )
     return problems
 
@@ -42,16 +43,20 @@ def held_out(environment: Environment) -> list[Problem]:
 def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, ...]:
     """Return the prompt's token ids; chat messages go through the model's chat template.
 
+    A model without a template gets the problem's `plain_prompt` in place of messages, if there is one.
+
     Raises:
-        RewardError: messages without a chat template or that it refuses, or a prompt of no tokens.
+        RewardError: messages alone without a chat template or that it refuses, or a prompt of no tokens.
     """
-    prompt = problem["prompt"]
+    prompt: Any = problem["prompt"]
+    if not isinstance(prompt, str) and tokenizer.chat_template is None:
+        prompt = problem.get("plain_prompt", prompt)
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     elif tokenizer.chat_template is None:
         raise RewardError(
             "the environment's prompts are chat messages, and the model's tokenizer has no chat template",
-            remedy="give the prompts as text, or take a model with a chat template",
+            remedy="give the prompts as text, or as text under plain_prompt too, or take a model with a chat template",
         )
     else:
         ids = _render(tokenizer, prompt)

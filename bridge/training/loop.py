@@ -1,55 +1,46 @@
-"""The training loop: rollouts -> gradients -> one write that is published, whatever the mode.
+"""The training loop, whatever the mode: everything that it takes is opened, used step by step, and closed.
 
-A server that is ours and dies is started again with the newest weights, and what it interrupted is done over.
-
-Not covered: rollouts (`experience.py`), what is learnt from them (`learner.py`), checkpoints (`series.py`), how weights
-reach vLLM (`bridge/modes`).
+Not covered: what a step does (`trainer.py`).
 """
 
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import closing
 
-import torch
-
+from bridge.atropos.experience import AtroposExperience
 from bridge.config import TrainConfig
-from bridge.errors import ServerUnreachableError, UsageError
 from bridge.files.run_directory import RunDirectory
-from bridge.interrupt import deferred_interrupt
-from bridge.loss import mismatch, reference
-from bridge.loss.mismatch import Mismatch
+from bridge.loss import reference
 from bridge.modes import MODES
-from bridge.modes.mode import Engine, Mode
+from bridge.modes.mode import Engine
 from bridge.optimizers import factory
-from bridge.training import measuring
+from bridge.rewards.scoring import Scores
 from bridge.training.checkpoint import Found
 from bridge.training.experience import Experience
-from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.opening import MakeOptimizer, learner_of
-from bridge.training.series import Series
-from bridge.types import Environment, Group
-
-Report = Callable[[StepMetrics], None]
-Result = TypeVar("Result")
-RESTARTS_PER_STEP = 3
-"""A server that dies more often than this in one step is given up: starting it again does not help."""
+from bridge.training.metrics import Summary
+from bridge.training.opening import MakeOptimizer
+from bridge.training.reporting import Reporter
+from bridge.training.source import Source
+from bridge.training.trainer import Trainer
+from bridge.types import Environment
 
 
 def train(
     config: TrainConfig,
-    environment: Environment,
+    environment: Environment | None,
     run: RunDirectory,
-    report: Report,
+    reporter: Reporter,
     *,
+    recipe: Callable[[], Scores] | None = None,
     engine: Engine | None = None,
     resume: Found | None = None,
     make_optimizer: MakeOptimizer = factory.make,
 ) -> Summary:
-    """Train up to step `config.training_steps`, leave metrics and checkpoints behind, and tell `report` of each step.
+    """Train up to step `config.training_steps`, leave metrics and checkpoints behind, and tell `reporter` of each step.
 
-    An interrupt or an error ends the run with the weights of the last published step saved. With an `engine`, a server
-    that dies is not the end. `resume` is the checkpoint to go on from. `make_optimizer` is for comparisons with others.
+    `environment` has the problems; None where rollouts come from elsewhere. What scores is made by `recipe` in
+    processes of its own; without one, `environment` scores, in this process. An interrupt or an error ends the run with
+    the weights of the last published step saved. With an `engine`, a server that dies is not the end. `resume` is the
+    checkpoint to go on from. `make_optimizer` is for comparisons with others.
 
     Raises:
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
@@ -57,173 +48,26 @@ def train(
     reference.check(config)
     mode = MODES[config.mode](config.model_copy(update={"resume": resume is not None}), run, engine)
     try:
-        trainer = _Trainer(config, environment, run, mode, engine, make_optimizer)
-        if resume is not None:
-            trainer.resume(resume)
-        elif config.resume and mode.version:
-            run.note(f"the server has been trained before: step 1 begins with its weights of version {mode.version}")
-        run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
-        return trainer.run(report)
+        with closing(_source(config, environment, run, reporter, recipe)) as source:
+            trainer = Trainer(config, source, run, mode, engine, reporter, make_optimizer)
+            if resume is not None:
+                trainer.resume(resume)
+            elif config.resume and mode.version:
+                run.note(f"the server was trained before: step 1 begins with its weights of version {mode.version}")
+            run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
+            return trainer.run()
     finally:
         mode.close()
 
 
-class _Trainer:
-    """One run's state."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        environment: Environment,
-        run: RunDirectory,
-        mode: Mode,
-        engine: Engine | None,
-        make_optimizer: MakeOptimizer,
-    ) -> None:
-        self._config, self._run, self._mode, self._engine = config, run, mode, engine
-        self._experience = Experience(config, environment, run.note)
-        self._opened = mode.open()
-        self._device = self._opened.device
-        self._learner = learner_of(config, self._opened, run.note, make_optimizer=make_optimizer)
-        trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
-        self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
-        self._sleeps = self._sleeps_always()
-        """Whether the server's KV cache sleeps while training; None: to be seen with the first batch."""
-        self._alarmed = False
-        """Whether server and trainer differed too much in the last step."""
-        self._steps: list[StepMetrics] = []
-        self._begun_at = 0
-        """The step that a checkpoint was of, where the run goes on from one."""
-        self._written = 0
-        """The step whose weights are in memory."""
-        self._used = 0
-        """Problems that those weights were trained on."""
-        self._half_written = False
-        """Whether an error stopped a write: what is in memory is no model then."""
-
-    def resume(self, found: Found) -> None:
-        """Go on from a checkpoint: weights, optimizer, random state and the place in the data.
-
-        Raises:
-            UsageError: it is of another model, or no step is left to take.
-        """
-        step, wanted = found.progress.step, self._config.training_steps
-        if step >= wanted:
-            raise UsageError(
-                f"{found.folder} is of step {step}, and --training-steps is {wanted}: no step is left to take",
-                remedy=f"--training-steps {step + wanted}, or begin another run with --save-path",
-            )
-        self._checkpoints.load(found)
-        self._experience.draw(found.progress.problems_drawn)
-        self._begun_at, self._written, self._used = step, step, found.progress.problems_drawn
-
-    def run(self, report: Report) -> Summary:
-        """Take every step, evaluating before and after if asked to."""
-        before = self._evaluate()
-        try:
-            for step in range(self._begun_at + 1, self._config.training_steps + 1):
-                report(self._step(step))
-                if self._checkpoints.is_due(step):
-                    self._save()
-        except BaseException:  # whatever it was, steps that were paid for are not lost
-            if self._written > self._begun_at and not self._half_written:
-                self._save()
-            raise
-        self._surviving(self._mode.catch_up)
-        after = self._evaluate()
-        return measuring.summary(
-            self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
-            before=before, after=after,
-        )  # fmt: skip
-
-    def _step(self, step: int) -> StepMetrics:
-        start = time.perf_counter()
-        problems = self._experience.draw(self._config.batch_size // self._config.group_size)
-        groups = self._surviving(lambda: self._experience.groups(self._mode.endpoint, problems, step=step))
-        sampled = time.perf_counter()
-        self._learner.take(groups)
-        if not self._lets_sleep():
-            self._learner.prepare()
-        seconds = sampled - start, time.perf_counter() - sampled
-        return self._surviving(lambda: self._publish(step, groups, seconds))
-
-    def _sleeps_always(self) -> bool | None:
-        wanted = self._config.kv_sleep
-        if wanted == "always" and not self._mode.can_sleep:
-            raise UsageError(
-                "--kv-sleep always, and the server's KV cache cannot sleep",
-                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
-            )
-        return wanted == "always" or (None if wanted == "auto" and self._mode.can_sleep else False)
-
-    def _lets_sleep(self) -> bool:
-        if self._sleeps is None:
-            self._sleeps = self._learner.wants_sleep()
-            if self._sleeps:
-                self._run.note("the server's KV cache sleeps while training, which needs its memory")
-        return bool(self._sleeps)
-
-    def _surviving(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation`; where the server dies and is ours, start it again with the newest weights and repeat."""
-        for _ in range(RESTARTS_PER_STEP if self._engine else 0):
-            try:
-                return operation()
-            except ServerUnreachableError as error:
-                self._revive(error)
-        return operation()
-
-    def _revive(self, error: ServerUnreachableError) -> None:
-        assert self._engine is not None
-        if self._half_written:
-            raise error
-        self._run.note(f"the server died: {error.message}")
-        newest = self._save() if self._written else None
-        if newest is not None:
-            self._checkpoints.pin(newest)
-        if self._sleeps:
-            self._learner.forget()  # its memory is the new server's KV cache's
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
-        self._mode.revive(self._engine, newest)
-        self._run.note(f"the server was started again with the weights of step {self._written}")
-
-    def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
-        served = self._mode.version
-        with deferred_interrupt():  # a step that was published is in the metrics too
-            times = self._mode.publish(
-                lambda: self._write(step),
-                prepare=self._learner.prepare if self._sleeps and self._written != step else None,
-                sleep=bool(self._sleeps),
-                last_checkpoint=self._checkpoints.last,
-            )
-            learnt = self._learner.learnt()
-            metrics = measuring.step(
-                step, groups, learnt, times,
-                served=served, retries=self._experience.num_retries, rollout_s=seconds[0], train_s=seconds[1],
-                changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._device,
-            )  # fmt: skip
-            self._steps.append(metrics)
-            self._run.append(metrics)
-        self._watch(learnt.mismatch)
-        return metrics
-
-    def _watch(self, measured: Mismatch) -> None:
-        """Say so when server and trainer begin to differ too much."""
-        line = mismatch.alarm(measured, self._config.mismatch_alarm)
-        if line and not self._alarmed:
-            self._run.note(line)
-        self._alarmed = line is not None
-
-    def _write(self, step: int) -> None:
-        """Write the updates of `step`, once: a publication that is repeated finds them written."""
-        if self._written == step:
-            return
-        self._half_written = True
-        self._learner.write()
-        self._written, self._half_written, self._used = step, False, self._experience.num_drawn
-
-    def _evaluate(self) -> float | None:
-        return self._surviving(lambda: self._experience.evaluate(self._mode.endpoint))
-
-    def _save(self) -> Path:
-        return self._checkpoints.save(self._written, problems_drawn=self._used)
+def _source(
+    config: TrainConfig,
+    environment: Environment | None,
+    run: RunDirectory,
+    reporter: Reporter,
+    recipe: Callable[[], Scores] | None,
+) -> Source:
+    if config.rollouts == "atropos":
+        return AtroposExperience(config, run.note)
+    assert environment is not None, "nothing to sample for"
+    return Experience(config, environment, run.note, recipe=recipe, progress=reporter.progress)

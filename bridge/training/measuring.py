@@ -3,6 +3,7 @@
 Not covered: what the figures mean (`metrics.py`).
 """
 
+import hashlib
 import math
 import resource
 import statistics
@@ -13,9 +14,8 @@ import torch
 
 from bridge.loss.mismatch import share
 from bridge.modes.mode import OpenedModel
-from bridge.training.experience import digest
 from bridge.training.gradients import Learnt
-from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.metrics import Evaluation, StepMetrics, Summary
 from bridge.types import Completion, Group
 from bridge.weights.fence import FenceTimes
 
@@ -34,19 +34,18 @@ def step(
     device: torch.device,
 ) -> StepMetrics:
     """Return the metrics of one step, whose rollouts met a server of version `served`."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = sampled(groups)
     versions = [completion.weight_version for completion in completions if completion.weight_version is not None]
     mismatch = learnt.mismatch
     return StepMetrics(
         step=number,
         weight_version=times.version,
-        reward_mean=rewards.mean().item(),
-        reward_std=rewards.std(correction=0).item(),
+        reward_mean=statistics.fmean(rewards) if rewards else math.nan,
+        reward_std=statistics.pstdev(rewards) if rewards else math.nan,
         reward_parts=reward_parts(groups),
         unscored=sum(len(group.unscored) for group in groups),
-        completion_tokens_mean=statistics.fmean(lengths) if lengths else math.nan,
+        completion_tokens_mean=_mean_tokens(completions),
         truncated_share=truncated_share(completions),
         retries=retries,
         loss=learnt.loss,
@@ -78,6 +77,24 @@ def step(
     )
 
 
+def evaluation(groups: Sequence[Group], *, step: int, version: int, seconds: float) -> Evaluation:
+    """Return what an evaluation came to."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = sampled(groups)
+    return Evaluation(
+        step=step,
+        weight_version=version,
+        reward_mean=statistics.fmean(rewards) if rewards else math.nan,
+        reward_std=statistics.pstdev(rewards) if rewards else math.nan,
+        reward_parts=reward_parts(groups),
+        unscored=sum(len(group.unscored) for group in groups),
+        num_problems=len(groups),
+        completion_tokens_mean=_mean_tokens(completions),
+        truncated_share=truncated_share(completions),
+        seconds=seconds,
+    )
+
+
 def summary(
     steps: Sequence[StepMetrics],
     opened: OpenedModel,
@@ -105,6 +122,18 @@ def summary(
     )
 
 
+def sampled(groups: Sequence[Group]) -> list[Completion]:
+    """Return every completion, those with a reward first."""
+    scored = [completion for group in groups for completion in group.completions]
+    return scored + [one.completion for group in groups for one in group.unscored]
+
+
+def digest(groups: Sequence[Group]) -> str:
+    """Return 16 hexadecimal digits for every sampled token id, in their order; those without a reward come last."""
+    token_ids = [completion.token_ids for completion in sampled(groups)]
+    return hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16]
+
+
 def reward_parts(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean of each reward that the groups' rewards are a sum of."""
     names = dict.fromkeys(name for group in groups for name in group.reward_parts)
@@ -116,6 +145,10 @@ def reward_parts(groups: Sequence[Group]) -> dict[str, float]:
 def truncated_share(completions: Sequence[Completion]) -> float:
     """Return the share of the completions that were cut off by their length; not a number where there are none."""
     return share(sum(completion.finish_reason == "length" for completion in completions), len(completions))
+
+
+def _mean_tokens(completions: Sequence[Completion]) -> float:
+    return statistics.fmean(len(each.token_ids) for each in completions) if completions else math.nan
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -7,9 +7,10 @@ May import: `patches.pins`. Not covered: checking them (`patches/compatibility.p
 
 from patches.pins import Pin
 from patches.symbols.engine import ENGINE
+from patches.symbols.generation import GENERATION
 from patches.symbols.layers import LAYERS
 from patches.symbols.loading import LOADING
 from patches.symbols.lora import LORA
 from patches.symbols.plugins import PLUGINS
 
-SYMBOLS: tuple[Pin, ...] = (*LOADING, *PLUGINS, *ENGINE, *LAYERS, *LORA)
+SYMBOLS: tuple[Pin, ...] = (*LOADING, *PLUGINS, *ENGINE, *GENERATION, *LAYERS, *LORA)

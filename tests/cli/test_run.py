@@ -7,7 +7,7 @@ from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.training.metrics import StepMetrics
-from cli import demo, run, train, verify
+from cli import demo, run, steps, verify
 from cli.server_command import ServerCommand
 
 
@@ -69,7 +69,7 @@ def test_a_step_is_one_line() -> None:
         truncated_share=0.0, retries=0, importance_weight=1.0, effective_share=1.0, staleness=0,
         fence_prepare_s=0.0, tokens_trained=4000, device="cpu",
     )  # fmt: skip
-    line = train.step_line(step, 60)
+    line = steps.step_line(step, 60)
     assert "\n" not in line
     for part in ("step  3/60", "reward  0.500", "fence   7.0 ms", "2,000 tok/s"):
         assert part in line

@@ -1,19 +1,24 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import resource
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.files import json_lines
 from bridge.files.run_directory import RunDirectory
-from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.metrics import Evaluation, StepMetrics, Summary
+from bridge.types import Completion, Group, Message, Unscored
 
 FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]
 
@@ -80,6 +85,94 @@ def test_the_default_is_named_by_time_and_task_and_never_taken_twice(
     assert runs[1].path.name.endswith("-Task")
 
 
+def completion(text: str, **changed: Any) -> Completion:
+    known: dict[str, Any] = {"token_ids": (7, 8), "logprobs": (-0.5, -0.5), "finish_reason": "stop"}
+    return Completion(**(known | {"text": text, "weight_version": 4} | changed))
+
+
+def group(*texts: str, prompt: str | list[Message] = "2+3=", **changed: Any) -> Group:
+    known: dict[str, Any] = {"problem": {"prompt": prompt, "answer": "5", "picture": b"large"}}
+    known |= {"prompt_token_ids": (1, 2), "rewards": tuple(float(place) for place in range(len(texts)))}
+    known["completions"] = tuple(completion(text) for text in texts)
+    return Group(**(known | changed))
+
+
+def evaluation(step: int, reward: float = 0.5) -> Evaluation:
+    return Evaluation(
+        step=step, weight_version=step, reward_mean=reward, reward_std=0.5, reward_parts={"exact": reward}, unscored=0,
+        num_problems=8, completion_tokens_mean=4.0, truncated_share=0.0, seconds=1.0,
+    )  # fmt: skip
+
+
+def test_every_group_of_a_step_is_one_object_with_what_was_asked_answered_and_thought_of_it(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    parts = {"exact": (0.0, 1.0), "short": (0.5, math.nan)}
+    unscored = (Unscored(completion=completion("?"), fault="score raised ValueError"),)
+    run.append_rollouts(3, [group("4", "5", reward_parts=parts, unscored=unscored), group()])
+    full, empty = map(json.loads, run.rollouts.read_text().splitlines())
+    assert list(full) == ["step", "problem", "completions", "unscored"]
+    assert (full["step"], full["problem"]) == (3, {"prompt": "2+3=", "answer": "5"})
+    assert full["unscored"] == [{"text": "?", "fault": "score raised ValueError"}]
+    right = {"text": "5", "reward": 1.0, "parts": {"exact": 1.0, "short": None}, "tokens": 2}
+    assert full["completions"][1] == right | {"finish_reason": "stop", "weight_version": 4}
+    assert (len(full["completions"]), empty["completions"], empty["unscored"]) == (2, [], [])
+
+
+def test_no_text_and_no_answer_breaks_a_line(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    text = 'a\nb\r\x1b[31m\u2028\x85\ud83d "\\ 你好'
+    answers = [{1, 2}, {"of": (1, math.inf)}, Path("a/b"), None, 3]
+    for answer in answers:
+        run.append_rollouts(1, [group(text, problem={"prompt": [{"role": "user", "content": text}], "answer": answer})])
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in run.rollouts.read_text().splitlines()]
+    assert [line["problem"]["answer"] for line in lines] == ["{1, 2}", {"of": [1, None]}, "a/b", None, 3]
+    assert {line["completions"][0]["text"] for line in lines} == {text}
+    assert lines[0]["problem"]["prompt"] == [{"role": "user", "content": text}]
+
+
+def test_rollouts_and_evaluations_are_cut_with_the_metrics_and_killed_lines_moved_aside(tmp_path: Path) -> None:
+    run = with_steps(tmp_path, 1, 2, 3)
+    run.append_evaluation(evaluation(0))
+    for step in (1, 2, 3):
+        run.append_rollouts(step, [group("4"), group("5")])
+        run.append_evaluation(evaluation(step, math.nan))
+    half = '{"step": 4, "prob'
+    with run.rollouts.open("a") as file:
+        file.write(half)
+    RunDirectory.reopen(tmp_path, 2)
+    assert (steps(run.rollouts), steps(run.evaluations)) == ([1, 1, 2, 2], [0, 1, 2])
+    lost = json_lines.lost(run.rollouts).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lost[:-1]] == [3, 3]
+    assert lost[-1] == half
+    assert steps(json_lines.lost(run.evaluations)) == [3]
+    run.append_rollouts(3, [group("6")])
+    assert steps(run.rollouts) == [1, 1, 2, 2, 3]
+    assert json.loads(run.evaluations.read_text().splitlines()[1])["reward_mean"] is None
+
+
+def test_a_whole_last_line_without_its_end_counts_as_cut_short(tmp_path: Path) -> None:
+    run = with_steps(tmp_path, 1, 2)
+    run.metrics.write_text(run.metrics.read_text().removesuffix("\n"))
+    RunDirectory.reopen(tmp_path, 2)
+    assert (steps(run.metrics), steps(run.lost_metrics)) == ([1], [2])
+
+
+def test_no_memory_is_needed_for_the_rollouts_that_are_kept(tmp_path: Path) -> None:
+    run = with_steps(tmp_path, 1)
+    for _ in range(40):
+        run.append_rollouts(1, [group("x" * 500_000)])
+    run.append_rollouts(2, [group("later")])
+    inode = run.rollouts.stat().st_ino
+    tracemalloc.start()
+    try:
+        RunDirectory.reopen(tmp_path, 1)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(steps(run.rollouts)), run.rollouts.stat().st_ino) == (40, inode)
+    assert peak_bytes < 6_000_000  # a few lines of the 20 MB
+
+
 def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
@@ -126,9 +219,12 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_its_room(tmp_path: Pa
     writes: list[Callable[[], None]] = [
         lambda: run.append(metrics(1)),
         lambda: run.note("the server died"),
+        lambda: run.append_rollouts(1, [group("4")]),
+        lambda: run.append_evaluation(evaluation(1)),
         lambda: run.write_config(TrainConfig(model_name="m" * 100)),
     ]
-    for write, path in zip(writes, (run.metrics, run.events, run.config), strict=True):
+    paths = (run.metrics, run.events, run.rollouts, run.evaluations, run.config)
+    for write, path in zip(writes, paths, strict=True):
         with no_file_over(20), pytest.raises(UsageError) as refused:
             write()
         pattern = rf"cannot write {re.escape(str(path))}: File too large \(with \d+ bytes free\)"
@@ -165,19 +261,14 @@ def test_a_process_killed_between_the_two_files_loses_nothing_and_doubles_nothin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = with_steps(tmp_path, 1, 2, 3)
-    original = Path.replace
-    places = []
 
-    def replace(self: Path, target: Path) -> Path:
-        places.append(target)
-        if target == run.metrics:
-            raise KeyboardInterrupt
-        return original(self, target)
+    def killed(path: Path, length: int) -> None:
+        assert (path, steps(run.lost_metrics)) == (run.metrics, [2, 3])
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(os, "truncate", killed)
     with pytest.raises(KeyboardInterrupt):
         RunDirectory.reopen(tmp_path, 1)
-    assert places == [run.lost_metrics, run.metrics]
     assert (steps(run.metrics), steps(run.lost_metrics)) == ([1, 2, 3], [2, 3])
     monkeypatch.undo()
     RunDirectory.reopen(tmp_path, 1)

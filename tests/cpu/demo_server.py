@@ -14,6 +14,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.files.run_directory import RunDirectory
 from bridge.training import loop
 from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.reporting import Listener
 from bridge.weights import fence, manifest, model_folder
 from bridge.weights.attach import attach
 from cli import demo_model
@@ -46,7 +47,7 @@ class DemoServer:
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
         run = RunDirectory.create(folder / "run", environment=config.environment)
-        return loop.train(config, registry.load(config.environment), run, report)
+        return loop.train(config, registry.load(config), run, Listener(report))
 
 
 @contextmanager

@@ -46,7 +46,7 @@ UNDISTURBED = "from cli.main import main; main()"
 PRELUDE = f"""
 import os, re, resource, signal, threading, time, urllib.request
 from bridge.files.run_directory import RunDirectory
-from bridge.training import checkpoint, experience, trainer_state
+from bridge.training import checkpoint, trainer_state
 
 STEP = {KILLED_IN_STEP}
 
@@ -54,7 +54,9 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 """
 WHILE_IT_SAMPLES = """
-sample = experience.Sampler.sample
+from bridge.rollouts.sampler import Sampler
+
+stream = Sampler.stream
 
 def watch(url):
     while True:
@@ -62,15 +64,15 @@ def watch(url):
         if any(map(float, re.findall(r"^vllm:num_requests_running{.*} (.*)$", told, re.MULTILINE))):
             die()
 
-def sample_and_die(self, *prompts, seed, **choices):
+async def stream_and_die(self, endpoints, *prompts, seed, **choices):
     if seed == STEP:
-        threading.Thread(target=watch, args=(self._url,), daemon=True).start()
-    answer = sample(self, *prompts, seed=seed, **choices)
+        threading.Thread(target=watch, args=(endpoints[0].url,), daemon=True).start()
+    async for group in stream(self, endpoints, *prompts, seed=seed, **choices):
+        yield group
     if seed == STEP:  # the server was quicker than the watch
         die()
-    return answer
 
-experience.Sampler.sample = sample_and_die
+Sampler.stream = stream_and_die
 """
 BEFORE_ITS_LINE = """
 append = RunDirectory.append

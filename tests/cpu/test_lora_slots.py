@@ -105,15 +105,16 @@ def write(server: LiveServer, slot: int, model: Any) -> None:
 
 def sampled(server: LiveServer, name: str | None) -> list[Group]:
     endpoint = Endpoint(url=server.manifest.url, model=name)
-    return sample(Sampler(endpoint, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120), tiny.VOCABULARY)
+    with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120) as sampler:
+        return sample(sampler, endpoint, tiny.VOCABULARY)
 
 
 def sampled_long(server: LiveServer, name: str) -> list[Group]:
     """Sample completions of one prompt that is long enough to be cached."""
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
     endpoint = Endpoint(url=server.manifest.url, model=name)
-    sampler = Sampler(endpoint, max_new_tokens=8, temperature=1.0, timeout_s=60)
-    completions = sampler.sample([prompt], num_samples=NUM_SAMPLES, seed=1)[0]
+    with Sampler(max_new_tokens=8, temperature=1.0, timeout_s=60) as sampler:
+        (completions,) = sampler.sample([endpoint], [prompt], num_samples=NUM_SAMPLES, seed=1)
     rewards = (0.0,) * NUM_SAMPLES
     return [Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=rewards)]
 

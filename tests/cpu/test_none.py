@@ -19,6 +19,7 @@ from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
 from bridge.training import loop
 from bridge.training.metrics import StepMetrics
+from bridge.training.reporting import Listener
 from bridge.types import Group
 from bridge.verify import NEW_TOKENS, sample
 from cli.engine import ServedEngine
@@ -49,9 +50,8 @@ class Stock:
         return f"http://127.0.0.1:{self.port}"
 
     def sample(self) -> list[Group]:
-        endpoint = Endpoint(url=self.url)
-        sampler = Sampler(endpoint, max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120)
-        return sample(sampler, tiny.VOCABULARY)
+        with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120) as sampler:
+            return sample(sampler, Endpoint(url=self.url), tiny.VOCABULARY)
 
 
 @contextmanager
@@ -86,10 +86,10 @@ def test_a_stock_server_is_another_process_after_each_step_and_serves_what_was_t
 
         config = TrainConfig(
             model_name=str(model), mode="none", training_steps=2, batch_size=64, group_size=8, lr=3e-3,
-            max_new_tokens=16, vllm_port=server.port, save_path=tmp_path / "saved",
+            max_new_tokens=16, vllm_port=server.port, save_path=tmp_path / "saved", environment=ENVIRONMENT,
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="vowels")
-        summary = loop.train(config, registry.load(ENVIRONMENT), run, report, engine=server.engine)
+        summary = loop.train(config, registry.load(config), run, Listener(report), engine=server.engine)
         scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, server.sample(), device="cpu")
     assert len({*pids}) == 3, pids
     steps = scenarios.metrics(tmp_path / "run")

@@ -58,10 +58,11 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
     attached = attach(llama.manifest)
     values = attached.model.get_parameter("model.layers.0.self_attn.v_proj.weight").detach()
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
-    sampler = Sampler(Endpoint(url=llama.manifest.url), max_new_tokens=8, temperature=1.0, timeout_s=60)
+    endpoint = Endpoint(url=llama.manifest.url)
 
     def largest_difference() -> float:
-        completions = sampler.sample([prompt], num_samples=NUM_SAMPLES, seed=1)[0]
+        with Sampler(max_new_tokens=8, temperature=1.0, timeout_s=60) as sampler:
+            (completions,) = sampler.sample([endpoint], [prompt], num_samples=NUM_SAMPLES, seed=1)
         group = Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * 4)
         return logprob_diffs(attached.model, [group]).max().item()
 

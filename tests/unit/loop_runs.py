@@ -21,6 +21,7 @@ from bridge.passes import preparation
 from bridge.rollouts.endpoint import Endpoint
 from bridge.training import checkpoint, loop
 from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.reporting import Listener
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
@@ -155,18 +156,24 @@ class Run:
 
     def train(self, environment: Letters | None = None, engine: Engine | None = None, **choices: Any) -> Summary:
         run = RunDirectory.create(self.folder / "run", environment="letters", tell=self.told.append)
-        return loop.train(self.config(**choices), environment or Letters(), run, self._report, engine=engine)
+        return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), engine=engine)
 
     def go_on(self, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
         found, _ = checkpoint.newest(self.folder / "saved", "step_")
         assert found is not None
         run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
-        return loop.train(self.config(**choices), Letters(), run, self._report, resume=found)
+        return loop.train(self.config(**choices), Letters(), run, Listener(self._report), resume=found)
 
     def config(self, **choices: Any) -> TrainConfig:
-        fixed = {"training_steps": STEPS, "batch_size": 8, "group_size": 4, "lr": 1e-3, "max_new_tokens": 8}
-        fixed["mismatch_alarm"] = 99  # what the fake server answers is no model's
+        fixed: dict[str, Any] = {
+            "training_steps": STEPS,
+            "batch_size": 8,
+            "group_size": 4,
+            "lr": 1e-3,
+            "max_new_tokens": 8,
+        }
+        fixed |= {"mismatch_alarm": 99, "max_retries": 0}  # what the fake server answers is no model's; none waits
         folders = {"model_name": self.mode.server.manifest.model, "save_path": self.folder / "saved"}
         return TrainConfig.model_validate(folders | fixed | choices)
 

@@ -182,3 +182,57 @@ def test_the_weights_of_each_aggregation_sum_to_what_their_name_says() -> None:
         found = samples(groups, spec, max_new_tokens=5)
         sums[aggregation] = sum(sample.weight * len(sample.token_ids) for sample in found)
     assert sums == pytest.approx({"token_mean": 1, "sequence_mean": 1, "constant": 10 / 20})
+
+
+def turns(*sampled: bool, logprob: float = -1.0) -> Completion:
+    """A completion of as many tokens, of which the model sampled some."""
+    length = len(sampled)
+    return replace(completion(length), logprobs=(logprob,) * length, sampled=sampled)
+
+
+@pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 6), ("grpo", 1 / (2 * 2)), ("dr_grpo", 1 / (2 * 100))])
+def test_tokens_that_were_not_sampled_are_read_and_count_in_no_mean(loss: str, weight: float) -> None:
+    both = group([0, 1], completions=(turns(True, False, False, True), completion(4)))
+    first, second = made([both], loss=loss)
+    assert (first.token_ids, first.sampled) == ((10, 11, 12, 13), (True, False, False, True))
+    assert (len(first.sampled_logprobs), len(first.advantages), first.weight) == (2, 2, weight)
+    assert (second.sampled, second.num_trained) == (None, 4)
+
+
+def test_what_comes_before_the_first_sampled_token_is_read_like_a_prompt() -> None:
+    both = group([0, 1], prompt_token_ids=(), completions=(turns(False, False, True), turns(False, True, False)))
+    first, second = made([both])
+    assert (first.prompt_token_ids, first.token_ids, first.sampled) == ((10, 11), (12,), None)
+    assert (second.prompt_token_ids, second.token_ids, second.sampled) == ((10,), (11, 12), (True, False))
+
+
+def test_advantages_from_outside_reach_the_sampled_tokens_alone() -> None:
+    theirs = ((1.0, 2.0, 3.0), (0.5,))
+    both = group([0, 0], completions=(turns(True, False, True), turns(True, False)), advantages=theirs)
+    assert [sample.advantages for sample in made([both])] == [(1.0, 3.0), (0.5,)]
+
+
+def test_an_advantage_where_no_token_was_sampled_trains_nothing() -> None:
+    assert made([group([0], completions=(turns(True, False),), advantages=((0.0, 1.0),))]) == []
+
+
+def test_a_completion_of_which_nothing_was_sampled_is_left_out_but_its_reward_counts() -> None:
+    (kept,) = made([group([0, 1], completions=(turns(False, False), completion(2)))], advantage_scale="none")
+    assert kept.advantages == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_one_or_of_none_has_nothing_to_learn_and_is_in_no_ones_way(scale: Scale) -> None:
+    small = [group([], completions=()), group([3])]
+    assert advantages(small, scale) == [[], [0.0]]
+    assert made(small, advantage_scale=scale) == made([], advantage_scale=scale) == []
+    with_others = made([*small, group([0, 2])], advantage_scale=scale, loss="dr_grpo")
+    alone = made([group([0, 2])], advantage_scale=scale, loss="dr_grpo")
+    assert len(with_others) == len(alone) == 2
+    assert [sample.weight for sample in with_others] == [1 / (3 * 100)] * 2
+
+
+def test_the_batchs_deviation_is_of_the_completions_that_are_there() -> None:
+    # rewards 0, 2 and 5: mean 7/3, variance (49 + 1 + 64) / 27 = 38/9
+    found = advantages([group([], completions=()), group([0, 2]), group([5])], "batch")
+    assert found == [[], pytest.approx([-3 / 38**0.5, 3 / 38**0.5], rel=1e-5), [0]]

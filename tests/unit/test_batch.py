@@ -1,5 +1,6 @@
 """Packing: alignment, bounds, and independence of the order of arrival."""
 
+import math
 import random
 from dataclasses import fields
 
@@ -52,6 +53,36 @@ def test_position_t_predicts_token_t_plus_one() -> None:
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert (batch.num_tokens, batch.longest) == (7, 5)
+
+
+def test_a_token_that_was_not_sampled_is_read_and_has_no_row() -> None:
+    spoken = Sample(
+        prompt_token_ids=(1, 2),
+        token_ids=(3, 4, 5, 6),
+        sampled_logprobs=(-0.3, -0.6),
+        advantages=(1.0, -1.0),
+        weight=0.5,
+        sampled=(True, False, False, True),
+    )
+    (batch,) = pack([spoken, sample((7,), 8)])
+    found = values(batch)
+    assert (found["tokens_T"], found["positions_T"]) == ([1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 0, 1])
+    assert (found["rows_N"], found["targets_N"], found["sequences_N"]) == ([1, 4, 6], [3, 6, 8], [0, 0, 1])
+    assert found["sampled_logprobs_N"] == pytest.approx([-0.3, -0.6, -0.8])
+    assert (found["advantages_N"], found["weights_N"]) == ([1.0, -1.0, 1.0], [0.5, 0.5, 0.5])
+    assert (spoken.num_tokens, spoken.num_trained) == (6, 2)
+
+
+def test_unknown_log_probabilities_do_not_leave_the_order_to_chance() -> None:
+    given = [
+        Sample(prompt_token_ids=(1,), token_ids=(2, 3), sampled_logprobs=logprobs, advantages=(number, 1.0), weight=0.5)
+        for number in (1.0, -1.0)
+        for logprobs in [(math.nan, -0.5), (-0.5, math.nan), (math.nan, math.nan)]
+    ]
+    expected = [str(values(batch)) for batch in pack(given, max_tokens=6)]
+    for seed in range(5):
+        random.Random(seed).shuffle(given)
+        assert [str(values(batch)) for batch in pack(given, max_tokens=6)] == expected
 
 
 def test_types_are_those_of_the_contract_even_where_all_numbers_are_whole() -> None:

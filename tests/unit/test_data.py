@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -85,6 +86,12 @@ def test_messages_go_through_the_template_with_the_cue_to_answer(
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     encoded = data.encode(tokenizer, {"prompt": [{"role": "user", "content": "1+2="}]})
     assert encoded == tuple(tokenizer.convert_tokens_to_ids(list("1+2=>")))
+
+
+def test_messages_without_a_template_are_encoded_as_the_text_beside_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    beside: Any = {"prompt": [{"role": "user", "content": "1+2"}], "plain_prompt": "1+2="}
+    assert data.encode(tokenizer, beside) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
+    assert data.encode(tokenizer, beside | {"prompt": "2+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("2+2=")))
 
 
 def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:

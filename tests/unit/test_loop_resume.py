@@ -9,7 +9,7 @@ import torch
 
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.training import loop, trainer_state
+from bridge.training import trainer, trainer_state
 from bridge.training.metrics import StepMetrics
 from bridge.weights.attach import attach
 from tests.unit.loop_runs import STEPS, FakeEngine, Killed, Run, Running, once, runner, spoil
@@ -229,7 +229,7 @@ def test_a_server_that_dies_again_and_again_in_one_step_is_given_up(running: Run
     engine = FakeEngine()
     with running(engine.bend(lambda step: step == 3)) as run:
         run.stopped(ServerUnreachableError, engine=engine)
-        assert engine.started_with == [str(run.folder / "saved" / "step_2")] * loop.RESTARTS_PER_STEP
+        assert engine.started_with == [str(run.folder / "saved" / "step_2")] * trainer.RESTARTS_PER_STEP
         assert [row["step"] for row in run.metrics] == [1, 2]
         assert list(run.saved()) == ["step_2"]
 

@@ -65,6 +65,22 @@ def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
         assert correction(mismatch=kind).weights(torch.tensor([math.nan]), torch.tensor([0.0])).isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
+def test_a_token_whose_log_probability_is_unknown_weighs_one_and_is_in_no_figure(kind: str) -> None:
+    unknown_N = torch.tensor([math.nan, -1.0, math.nan, -1.0, -1.0])
+    chosen, known = correction(mismatch=kind), [1, 3, 4]
+    assert chosen.weights(old(), unknown_N)[[0, 2]].tolist() == [1.0, 1.0]
+    assert chosen.weights(old(), unknown_N)[known].equal(chosen.weights(old(), SAMPLED_N)[known])
+    assert not chosen.changed(old(), unknown_N)[[0, 2]].any()
+    assert measure(old(), unknown_N, chosen).read() == measure(old()[known], SAMPLED_N[known], chosen).read()
+
+
+def test_where_nothing_is_known_there_is_no_measure_and_no_alarm() -> None:
+    found = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).read()
+    assert all(math.isnan(value) for value in (found.mean, found.max, found.weight_mean, found.effective_share))
+    assert alarm(found, threshold=0.1) is None
+
+
 def test_the_measure_is_what_a_person_would_count() -> None:
     differences_N = torch.tensor([0.0, 0.0005, 0.002, 0.004, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0])
     signs_N = torch.tensor([1.0, -1.0] * 5)

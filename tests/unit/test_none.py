@@ -24,6 +24,7 @@ from bridge.process import ProcessIdentity
 from bridge.protocol import Status
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.training import loop
+from bridge.training.reporting import Listener
 from bridge.types import Problem
 from bridge.weights import manifest as manifests
 from bridge.weights import skeleton
@@ -384,7 +385,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="letters")
-        summary = loop.train(config, Letters(), run, lambda _: None, engine=engine)
+        summary = loop.train(config, Letters(), run, Listener(), engine=engine)
     assert (summary.steps, summary.weight_version) == (2, 2)
     assert summary.weight_bytes > 0
     assert asked_before == [2, 4]  # two groups a step, then the restart

@@ -491,3 +491,29 @@ def test_by_sequence_a_token_that_is_left_out_gets_no_gradient_through_the_other
     logprobs_N = old_N.clone().requires_grad_()
     (gradient_N,) = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, spec)[0], logprobs_N)
     assert gradient_N.tolist() == pytest.approx([-1.0, 0.0])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_the_model_did_not_sample_changes_neither_loss_nor_gradient(loss: str) -> None:
+    spec = spec_of(loss=loss)
+    plain = Completion(token_ids=(5, 6), logprobs=(-2.0, -2.0), text="", finish_reason="stop", weight_version=0)
+    spoken = replace(
+        plain, token_ids=(5, 9, 9, 6), logprobs=(-2.0, math.nan, math.nan, -2.0), sampled=(True, False, False, True)
+    )
+    found = []
+    for completion in (plain, spoken):
+        group = Group(
+            problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion, plain), rewards=(1.0, 0.0)
+        )
+        (batch,) = packs(samples([group], spec, max_new_tokens=10), max_tokens=100, device=CPU)
+        assert batch.sequences_N.tolist() == [0, 0, 1, 1]
+        found.append(sorted(zip(*_by_row(doubled(batch), spec), strict=True)))
+    assert found[0] == found[1]
+
+
+def _by_row(batch: MicroBatch, spec: LossSpec) -> tuple[list[float], list[float]]:
+    """Return each row's advantage and its gradient, at ratios that depend on the row's token alone."""
+    logprobs_N, old_N = at(batch, [1.0 if target == 5 else 1.1 for target in batch.targets_N.tolist()])
+    loss, _ = policy_loss(logprobs_N, old_N, batch, spec)
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    return batch.advantages_N.tolist(), gradient_N.tolist()

@@ -1,33 +1,41 @@
 """Sampling from a real HTTP server: what is asked, what is made of the answer, and every bad answer in one line."""
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 
-from bridge.rollouts import sampler as rollouts
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import Sampler
-from bridge.types import FinishReason
+from bridge.types import Completion, FinishReason
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain
 
 PROMPTS = [(5, 6), (7,), (8, 9, 10)]
 
 
-def sampler(url: str, *, timeout_s: float = 20) -> Sampler:
-    return Sampler(Endpoint(url=url), max_new_tokens=16, temperature=0.7, timeout_s=timeout_s)
+async def no_wait(_: float) -> None:
+    """Wait for nothing."""
 
 
-def error_of(answers: Answers, *, timeout_s: float = 20) -> BridgeError:
+def sampler(*, temperature: float = 0.7, **choices: Any) -> Sampler:
+    fixed: dict[str, Any] = {"max_new_tokens": 16, "timeout_s": 20, "sleep": no_wait}
+    return Sampler(temperature=temperature, **fixed | choices)
+
+
+def sampled(endpoint: Endpoint, *, num_samples: int = 2, **choices: Any) -> list[tuple[Completion, ...]]:
+    with sampler(**choices) as ours:
+        return ours.sample([endpoint], PROMPTS, num_samples=num_samples, seed=0)
+
+
+def error_of(answers: Answers, **choices: Any) -> BridgeError:
     with serving(answers) as server:
         with pytest.raises(BridgeError) as caught:
-            sampler(server.url, timeout_s=timeout_s).sample(PROMPTS, num_samples=3, seed=0)
+            sampled(Endpoint(url=server.url), num_samples=3, **choices)
         assert server.url in caught.value.message
     assert "\n" not in caught.value.message
     return caught.value
@@ -53,7 +61,7 @@ def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
         return document
 
     with serving(openai(bend)) as server:
-        groups = sampler(server.url).sample(PROMPTS, num_samples=4, seed=0)
+        groups = sampled(Endpoint(url=server.url), num_samples=4)
     assert [[done.token_ids for done in group] for group in groups] == [
         [(40 + index, 50 + len(prompt), 2) for index in range(4)] for prompt in PROMPTS
     ]
@@ -62,12 +70,10 @@ def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
 
 
 def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
-    with serving(openai()) as server:
-        ours = sampler(server.url)
-        ours.sample(PROMPTS, num_samples=3, seed=1)
-        ours.sample(PROMPTS, num_samples=3, seed=2)
-    models, *requests = (asked.body for asked in server.asked)
-    assert models is None
+    with serving(openai()) as server, sampler() as ours:
+        ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=1)
+        ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=2)
+    requests = [asked.body for asked in server.asked if asked.path == "/v1/completions"]
     assert len(requests) == 2 * len(PROMPTS)
     assert sorted(tuple(request["prompt"]) for request in requests[:3]) == sorted(PROMPTS)
     for request in requests:
@@ -83,8 +89,8 @@ def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() 
     num_samples, prompts = 8, [(5,)] * 50
 
     def seeds(seed: int) -> list[int]:
-        with serving(openai()) as server:
-            sampler(server.url).sample(prompts, num_samples=num_samples, seed=seed)
+        with serving(openai()) as server, sampler() as ours:
+            ours.sample([Endpoint(url=server.url)], prompts, num_samples=num_samples, seed=seed)
         return sorted(asked.body["seed"] + i for asked in server.asked[1:] for i in range(num_samples))
 
     found = seeds(1) + seeds(2) + seeds(2**31)
@@ -97,14 +103,14 @@ def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() 
 @pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
 def test_the_version_is_the_one_that_made_all_of_it_or_none(header: str, version: int | None) -> None:
     with serving(openai(version=lambda: header)) as server:
-        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+        groups = sampled(Endpoint(url=server.url))
     assert {done.weight_version for group in groups for done in group} == {version}
 
 
 @pytest.mark.parametrize("reason", get_args(FinishReason))
 def test_every_reason_that_vllm_gives_is_taken(reason: str) -> None:
     with serving(bent_choice(finish_reason=reason)) as server:
-        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+        groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].finish_reason == reason
 
 
@@ -150,18 +156,16 @@ def test_another_number_of_completions_is_told(keep: int) -> None:
 
 def test_a_completion_of_no_tokens_is_one() -> None:
     with serving(bent_choice(token_ids=[], logprobs={"token_logprobs": []}, text="", finish_reason="abort")) as server:
-        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+        groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].token_ids == ()
 
 
 def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **choices: Any) -> tuple[Sampler, Any]:
     """Sample from a server that knows the protocol alone."""
-    with serving(plain(text_of)) as server:
+    ours = sampler(temperature=choices.get("temperature", 1.0), ids_of=ids_of)
+    with serving(plain(text_of)) as server, ours:
         endpoint = Endpoint(url=server.url, version=choices.get("version"))
-        ours = Sampler(
-            endpoint, max_new_tokens=16, temperature=choices.get("temperature", 1.0), timeout_s=20, ids_of=ids_of
-        )
-        return ours, ours.sample(PROMPTS, num_samples=2, seed=0)
+        return ours, ours.sample([endpoint], PROMPTS, num_samples=2, seed=0)
 
 
 def test_a_server_that_refuses_what_the_protocol_does_not_know_is_sampled_from() -> None:
@@ -194,15 +198,14 @@ def test_tokens_told_by_text_are_of_no_use_without_a_vocabulary() -> None:
 
 def test_token_ids_of_the_server_come_before_any_text() -> None:
     with serving(bent_choice(logprobs={"token_logprobs": [-1.0] * 3, "tokens": ["a", "b", "c"]})) as server:
-        groups = sampler(server.url).sample(PROMPTS, num_samples=2, seed=0)
+        groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].token_ids == (41, 52, 2)
 
 
 def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
-    with serving(openai()) as server:
-        ours = sampler(server.url)
+    with serving(openai()) as server, sampler() as ours:
         assert ours.lacks == ()
-        ours.sample(PROMPTS, num_samples=1, seed=0)
+        ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=1, seed=0)
         assert ours.lacks == ()
     by_text, _ = told_by_text("token_id:{}".format)
     assert ["end token" in by_text.lacks[0], "which version" in by_text.lacks[1]] == [True, True]
@@ -213,14 +216,13 @@ def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
 
 def test_a_version_that_the_caller_knows_comes_before_the_servers() -> None:
     with serving(openai(version=lambda: "3")) as server:
-        ours = Sampler(Endpoint(url=server.url, version=0), max_new_tokens=16, temperature=1.0, timeout_s=20)
-        assert ours.sample(PROMPTS, num_samples=1, seed=0)[0][0].weight_version == 0
+        groups = sampled(Endpoint(url=server.url, version=0))
+    assert groups[0][0].weight_version == 0
 
 
 def test_another_model_of_the_server_is_asked_for_by_its_name() -> None:
     with serving(openai()) as server:
-        ours = Sampler(Endpoint(url=server.url, model="adapter"), max_new_tokens=16, temperature=1.0, timeout_s=20)
-        ours.sample(PROMPTS, num_samples=1, seed=0)
+        sampled(Endpoint(url=server.url, model="adapter"))
     assert {asked.body["model"] for asked in server.asked[1:]} == {"adapter"}
 
 
@@ -261,46 +263,10 @@ def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
     assert type(error_of(lambda _: Answer(body))) is ServerUnreachableError
 
 
-def test_a_server_that_is_gone_is_unreachable() -> None:
-    with serving(openai()) as server:
-        ours = sampler(server.url)
-        ours.sample(PROMPTS, num_samples=2, seed=0)
-    with pytest.raises(ServerUnreachableError, match=server.url):
-        ours.sample(PROMPTS, num_samples=2, seed=0)
-
-
-def test_a_server_that_is_too_slow_is_unreachable() -> None:
-    def slow(document: dict[str, Any], _: Asked) -> dict[str, Any]:
-        time.sleep(0.6)
-        return document
-
-    assert type(error_of(openai(slow), timeout_s=0.2)) is ServerUnreachableError
-
-
-def test_many_prompts_wait_for_their_turn_and_no_server_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "MAX_CONNECTIONS", 2)
-    lock, running, most = threading.Lock(), 0, 0
-
-    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.05)
-        with lock:
-            running -= 1
-        return document
-
-    with serving(openai(bend)) as server:
-        groups = sampler(server.url, timeout_s=0.3).sample([(5,)] * 24, num_samples=1, seed=0)  # 0.6 s of turns
-    assert len(groups) == 24
-    assert most == 2
-
-
 def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     with serving(openai()) as server:
-        assert len(sampler(server.url).sample(PROMPTS, num_samples=1, seed=0)) == len(PROMPTS)
+        assert len(sampled(Endpoint(url=server.url))) == len(PROMPTS)

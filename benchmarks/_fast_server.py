@@ -1,0 +1,82 @@
+"""A fake server that answers at once, as vLLM does with token ids and log-probabilities: what is left is the client.
+
+`python -m benchmarks._fast_server 8 256` prints its port and serves answers of 8 completions of 256 tokens until its
+stdin closes. Every answer is made before the first request.
+
+Not covered: sampling; the same few answers come again and again.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from typing import Any
+
+NUM_ANSWERS = 16
+PROMPT_TOKENS = 120
+VOCABULARY = 150_000
+MODELS = {"object": "list", "data": [{"id": "fake", "object": "model", "owned_by": "vllm"}]}
+
+
+def choice(index: int, num_tokens: int, chance: random.Random) -> dict[str, Any]:
+    """Return one completion with every field that vLLM 0.33 gives it."""
+    ids = chance.choices(range(VOCABULARY), k=num_tokens)
+    tokens, logprobs = [f" t{token_id}" for token_id in ids], [-8 * chance.random() for _ in ids]
+    return {
+        "index": index, "text": "".join(tokens), "finish_reason": "length", "stop_reason": None, "token_ids": ids,
+        "logprobs": {
+            "text_offset": [7 * place for place in range(num_tokens)], "token_logprobs": logprobs, "tokens": tokens,
+            "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)],
+        },
+        "prompt_logprobs": None, "prompt_token_ids": chance.choices(range(VOCABULARY), k=PROMPT_TOKENS),
+    }  # fmt: skip
+
+
+def answer(num_samples: int, num_tokens: int, chance: random.Random) -> bytes:
+    """Return a whole HTTP answer to a request for completions."""
+    usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": num_samples * num_tokens}
+    choices = [choice(index, num_tokens, chance) for index in range(num_samples)]
+    return _http({"id": "cmpl-0", "object": "text_completion", "model": "fake", "choices": choices, "usage": usage})
+
+
+def _http(document: Any) -> bytes:
+    body = json.dumps(document, separators=(",", ":")).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}x-bridge-weight-version: 3\r\n\r\n".encode() + body
+
+
+class Answering(asyncio.Protocol):
+    """One connection: every request is answered as soon as it is whole."""
+
+    def __init__(self, answers: list[bytes]) -> None:
+        self._answers, self._models, self._received, self._number = answers, _http(MODELS), b"", 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note where answers go."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Answer if the request is whole; the client sends no second one before it has the answer."""
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        length = next((line[15:] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b"0")
+        if not end or len(body) < int(length):
+            return
+        self._received, self._number = b"", self._number + 1
+        answers = [self._models] if head.startswith(b"GET") else self._answers
+        self._transport.write(answers[self._number % len(answers)])
+
+
+async def serve(num_samples: int, num_tokens: int) -> None:
+    """Serve on a free port until stdin closes."""
+    chance = random.Random(0)  # noqa: S311  tokens, not secrets
+    answers = [answer(num_samples, num_tokens, chance) for _ in range(NUM_ANSWERS)]
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Answering(answers), "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*map(int, sys.argv[1:])))

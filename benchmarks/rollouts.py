@@ -1,0 +1,140 @@
+"""Measure what the rollouts' client itself costs: CPU time per completion, and memory over the run.
+
+    python -m benchmarks.rollouts --groups 2000 --samples 8 --tokens 256 --per-call 2000 64
+
+A fake server in another process answers at once (`_fast_server.py`). Groups are taken as they arrive and dropped, and
+the resident memory is read on the way; its growth is from the median of the second quarter to that of the third. In the
+last one no request is begun any more, and what is under way arrives at once.
+
+Runs on a CPU in a minute. Not covered: a real server, rewards.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks import _results
+from benchmarks._fast_server import PROMPT_TOKENS
+from benchmarks._results import say
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
+
+MIB = 2**20
+CPU_AIM_MS = 1.0
+"""Milliseconds of CPU per completion, at most."""
+GROWTH_AIM_MIB = 4.0
+"""Growth of the resident memory over a quarter of the groups, at most: what an allocator may keep."""
+READINGS = 48
+"""Of the memory, over all groups."""
+COLUMNS = {
+    "cpu_ms": "CPU ms a completion", "seconds": "seconds", "completions_per_s": "completions/s", "rss_mib": "MiB",
+    "growth_mib": "growth MiB", "num_retries": "retries",
+}  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure each number of groups per call, and write the figures."""
+    options = _flags().parse_args()
+    with fast_server(options.samples, options.tokens) as url:
+        rows = [measure(url, per_call, options) for per_call in options.per_call]
+    path = _results.write("rollouts", {"rows": rows}, options.out)
+    say(f"{path}\n{table(rows)}")
+
+
+def _flags() -> argparse.ArgumentParser:
+    flags = _results.parser(__doc__)
+    flags.add_argument("--groups", type=int, default=2000, help="groups in all")
+    flags.add_argument("--samples", type=int, default=8, help="completions of a group")
+    flags.add_argument("--tokens", type=int, default=256, help="tokens of a completion")
+    flags.add_argument("--per-call", type=int, nargs="+", default=[2000, 64], help="groups of a step")
+    flags.add_argument("--concurrency", type=int, default=256, help="requests under way at once")
+    return flags
+
+
+@contextmanager
+def fast_server(num_samples: int, num_tokens: int) -> Iterator[str]:
+    """Run the fake server in a process of its own, which ends with this one."""
+    argv = [sys.executable, "-m", "benchmarks._fast_server", str(num_samples), str(num_tokens)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with contextlib.closing(server.stdin):
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+
+
+def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
+    """Sample all groups, `per_call` in a call, over the same connections."""
+    memory = Memory(every=max(1, options.groups // READINGS))
+    with Sampler(
+        max_new_tokens=options.tokens, temperature=1.0, timeout_s=60, max_concurrency=options.concurrency
+    ) as sampler:
+        cpu, begun = time.process_time(), time.perf_counter()
+        for step, first in enumerate(range(0, options.groups, per_call)):
+            count = min(per_call, options.groups - first)
+            sampler.run(_take(sampler, url, count, seed=step, num_samples=options.samples, memory=memory))
+        cpu, seconds = time.process_time() - cpu, time.perf_counter() - begun
+        num_retries = sampler.num_retries
+    num_completions = options.groups * options.samples
+    assert memory.num_completions == num_completions, memory.num_completions
+    growth = memory.growth_mib()
+    return {
+        "groups_per_call": per_call, "groups": options.groups, "samples": options.samples, "tokens": options.tokens,
+        "concurrency": options.concurrency, "cpu_ms": 1e3 * cpu / num_completions, "seconds": seconds,
+        "completions_per_s": num_completions / seconds, "rss_mib": memory.mib[-1], "growth_mib": growth,
+        "num_retries": num_retries, "is_quick_enough": 1e3 * cpu / num_completions < CPU_AIM_MS,
+        "is_flat": growth < GROWTH_AIM_MIB, "groups_read_at": memory.groups, "rss_mib_read": memory.mib,
+    }  # fmt: skip
+
+
+async def _take(sampler: Sampler, url: str, count: int, *, seed: int, num_samples: int, memory: "Memory") -> None:
+    prompts = [tuple(range(100 + index, 100 + index + PROMPT_TOKENS)) for index in range(count)]
+    async for _, group in sampler.stream([Endpoint(url=url)], prompts, num_samples=num_samples, seed=seed):
+        memory.took(len(group))
+
+
+class Memory:
+    """The resident memory of this process, read on the way."""
+
+    def __init__(self, *, every: int) -> None:
+        self.num_completions, self._num_groups, self._every = 0, 0, every
+        self.groups: list[int] = []
+        self.mib: list[float] = []
+        self._process = psutil.Process()
+
+    def took(self, num_completions: int) -> None:
+        """Count one group."""
+        self.num_completions += num_completions
+        self._num_groups += 1
+        if self._num_groups % self._every == 0:
+            self.groups.append(self._num_groups)
+            self.mib.append(self._process.memory_info().rss / MIB)
+
+    def growth_mib(self) -> float:
+        """Return how much more there is in the third quarter than in the second.
+
+        Medians, since how much is under way at one moment depends on which process had its turn.
+        """
+        quarter = len(self.mib) // 4
+        second, third = (self.mib[number * quarter : (number + 1) * quarter] for number in (1, 2))
+        return median(third) - median(second)
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows for a person."""
+    cells = [["groups a call", *COLUMNS.values()]]
+    cells += [[str(row["groups_per_call"]), *(f"{row[name]:.3g}" for name in COLUMNS)] for row in rows]
+    return _results.table(cells)
+
+
+if __name__ == "__main__":
+    main()

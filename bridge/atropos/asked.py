@@ -1,0 +1,51 @@
+"""Which model of each server an environment of ours samples from: the one that is trained.
+
+Not covered: sampling (`bridge/rollouts`).
+"""
+
+import os
+
+import httpx
+from pydantic import ValidationError
+
+from bridge.client import CONTROL_LIMIT_S, unreachable
+from bridge.errors import UsageError
+from bridge.protocol import ADAPTER
+from bridge.rollouts.connections import KEY
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.openai_api import Models
+
+
+def endpoints(server_url: str) -> list[Endpoint]:
+    """Return whom to ask: of each server the adapter that is trained, else the model itself.
+
+    Raises:
+        UsageError: no server is named, or one whose adapter changes its name with every step.
+        ServerUnreachableError: one does not answer as vLLM does.
+    """
+    urls = [url.strip().rstrip("/") for url in server_url.split(",") if url.strip()]
+    if not urls:
+        raise UsageError("no server is named to sample from", remedy="--server-url http://127.0.0.1:9001")
+    return [_endpoint(url) for url in urls]
+
+
+def _endpoint(url: str) -> Endpoint:
+    names = [model.id for model in _models(url).data]
+    if renamed := [name for name in names if name.startswith(f"{ADAPTER}-")]:
+        raise UsageError(
+            f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
+            remedy="train it with --lora-handover memory, which keeps its name",
+        )
+    return Endpoint(url=url, model=ADAPTER if ADAPTER in names else None)
+
+
+def _models(url: str) -> Models:
+    key = os.environ.get(KEY)
+    headers = {"authorization": f"Bearer {key}"} if key else None
+    try:
+        with httpx.Client(timeout=CONTROL_LIMIT_S, trust_env=False, headers=headers) as http:
+            answer = http.get(f"{url}/v1/models").raise_for_status()
+        return Models.model_validate_json(answer.content)
+    except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise unreachable(url, f"/v1/models: {type(error).__name__}: {words}") from error

@@ -1,0 +1,104 @@
+"""What training says of itself in plain lines: one a step, one an evaluation, one at the end.
+
+Not covered: the view below the lines on a terminal (`live.py`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from bridge.training.metrics import Evaluation, StepMetrics
+from bridge.training.reporting import Phase
+from bridge.types import Group
+from cli import console
+
+if TYPE_CHECKING:
+    from bridge.training.metrics import Summary
+
+GAP = "  "
+"""Between two figures of a line."""
+
+
+class Lines:
+    """Reports every step and every evaluation in a line, and nothing in between."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        opening: str = "",
+        *,
+        data: Callable[[StepMetrics], None] | None = None,
+        width: Callable[[], int] | None = None,
+    ) -> None:
+        """Report a run of `num_steps`; `opening` is said before the first line: a run may end before that.
+
+        `data` hears of each step as well. No line of a step is longer than `width`, if given.
+        """
+        self._num_steps, self._opening, self._data, self._width = num_steps, opening, data, width
+
+    def phase(self, name: Phase) -> None:
+        """Say nothing."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Say nothing."""
+
+    def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the protocol's
+        """Say what the step did."""
+        self._say(step_line(metrics, self._num_steps, width=self._width() if self._width else None))
+        if self._data is not None:
+            self._data(metrics)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Say how the held-out problems were answered."""
+        self._say(evaluation_line(evaluation))
+
+    def _say(self, line: str) -> None:
+        if self._opening:
+            console.note(self._opening, style="dim")
+            self._opening = ""
+        console.note(line)
+
+
+def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
+    """Return what a person wants to know of one step, in a line of a steady width: as much as `width` holds."""
+    figures = [
+        f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
+        f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}",
+        f"|dlogprob| {or_dash(metrics.logprob_diff_mean, 4)} max {or_dash(metrics.logprob_diff_max, 3)}",
+        f"fence {1e3 * metrics.fence_s:5.1f} ms",
+        f"rollout {metrics.rollout_s:5.2f} s",
+        f"train {metrics.train_s:5.2f} s",
+        f"{tokens_per_s(metrics):7,.0f} tok/s",
+    ]
+    while width is not None and len(GAP.join(figures)) > width and len(figures) > 1:
+        figures.pop()
+    return GAP.join(figures)
+
+
+def tokens_per_s(metrics: StepMetrics) -> float:
+    """Return how many tokens a second were sampled while rollouts were made."""
+    return metrics.tokens_generated / metrics.rollout_s if metrics.rollout_s else 0.0
+
+
+def or_dash(value: float, digits: int) -> str:
+    """Return `value`, or a dash of the same width where no token was trained on: all rewards of each group equal."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """Return how the held-out problems were answered, in one line."""
+    return (
+        f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}"
+        f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"
+    )
+
+
+def summary_line(summary: "Summary") -> str:
+    """Return what came out of a run, in one line."""
+    rewards = ""
+    if summary.reward_before is not None and summary.reward_after is not None:
+        rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
+    return (
+        f"done: {summary.steps} steps{rewards}  |dlogprob| max {summary.logprob_diff_max:.3f}"
+        f"  fence p50 {summary.fence_p50_ms:.1f} ms  checkpoint {summary.checkpoint}"
+    )

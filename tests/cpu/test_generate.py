@@ -1,0 +1,195 @@
+"""`/generate` on the real vLLM on the CPU, behind a key and with LoRA: what an Atropos environment is answered.
+
+Not covered: an environment of Atropos' own.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bridge.client import BridgeClient
+from bridge.protocol import ADAPTER, VERSION_HEADER
+from bridge.types import Completion, Group
+from bridge.weights import fence
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+KEY = "the key"
+PROMPT = [5, 6, 7]
+ASKED = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("llama")
+    model = tiny.write(tiny.llama(), folder / "model", std=0.06)
+    flags = ("--api-key", KEY, "--enable-lora", "--max-loras", "1")
+    with scenarios.served(model, folder / "server", *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def http(llama: LiveServer) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=llama.manifest.url, headers=headers, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def answered(http: httpx.Client, **choices: Any) -> dict[str, Any]:
+    answer = http.post("/generate", json={**ASKED, **choices})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def as_group(completions: list[Completion]) -> list[Group]:
+    rewards = (0.0,) * len(completions)
+    prompt = tuple(PROMPT)
+    return [Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=tuple(completions), rewards=rewards)]
+
+
+def generated(answer: dict[str, Any]) -> list[Group]:
+    """Read an answer as Atropos' client does: ids and log-probabilities out of `logprobs`."""
+    completions = [
+        Completion(
+            token_ids=tuple(int(next(iter(entry[0]))) for entry in tokens),
+            logprobs=tuple(next(iter(entry[0].values())) for entry in tokens),
+            text=text,
+            finish_reason=reason,
+            weight_version=None,
+        )
+        for tokens, text, reason in zip(answer["logprobs"], answer["text"], answer["finish_reasons"], strict=True)
+    ]
+    assert [list(completion.token_ids) for completion in completions] == answer["token_ids"]
+    return as_group(completions)
+
+
+def completed(http: httpx.Client, **choices: Any) -> list[Group]:
+    """Sample by vLLM's own route."""
+    body = {**ASKED, "prompt": PROMPT, "return_token_ids": True, "top_k": -1, **choices}
+    made = http.post("/v1/completions", json=body).json()["choices"]
+    return as_group(
+        [
+            Completion(
+                token_ids=tuple(choice["token_ids"]),
+                logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+                text=choice["text"],
+                finish_reason=choice["finish_reason"],
+                weight_version=None,
+            )
+            for choice in made
+        ]
+    )
+
+
+def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
+    answer = answered(http)
+    assert len(answer["text"]) == len(answer["logprobs"]) == ASKED["n"]
+    assert all(1 <= len(tokens) <= 8 for tokens in answer["token_ids"])
+    assert answer["prompt_token_ids"] == PROMPT
+    assert scenarios.alike(generated(answer), completed(http))
+    assert not scenarios.alike(generated(answer), generated(answered(http, seed=12)))
+
+
+def test_a_prompt_of_text_is_the_prompt_of_its_tokens(http: httpx.Client) -> None:
+    text = answered(http, max_tokens=1)["prompt"]
+    by_text = answered(http, prompt=text)
+    assert by_text["prompt"] == text
+    assert by_text["prompt_token_ids"] == PROMPT
+    assert scenarios.alike(generated(by_text), generated(answered(http)))
+
+
+def test_a_teacher_is_told_the_likeliest_tokens_of_the_prompt(http: httpx.Client) -> None:
+    answer = answered(http, prompt_logprobs=2, n=1, temperature=0.0, max_tokens=1)
+    first, *rest = answer["prompt_logprobs"]
+    assert first is None
+    assert [str(token) in entry for token, entry in zip(PROMPT[1:], rest, strict=True)] == [True, True]
+    assert all(2 <= len(entry) <= 3 and max(entry.values()) < 0.0 for entry in rest)
+
+
+def test_the_likeliest_tokens_come_with_the_sampled_one(http: httpx.Client) -> None:
+    for tokens in answered(http, logprobs=2)["logprobs"]:
+        for (entry,) in tokens:
+            assert 2 <= len(entry) <= 3
+            assert max(entry.values()) <= 0.0
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}])
+@pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
+def test_the_servers_key_is_wanted_as_by_its_own_routes(llama: LiveServer, route: str, headers: dict[str, str]) -> None:
+    answer = httpx.post(f"{llama.manifest.url}{route}", json=ASKED, headers=headers, trust_env=False)
+    assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temprature": 1.0},
+        {"temperature": -1.0},
+        {"temperature": "hot"},
+        {"n": 0},
+        {"max_tokens": 100_000},
+        {"stream": True},
+        {"prompt": []},
+        {"prompt": {"prompt_token_ids": [100_000]}},
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> None:
+    answer = http.post("/generate", json={**ASKED, **wrong})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(llama: LiveServer, http: httpx.Client) -> None:
+    with BridgeClient(llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as pool:
+        version = client.status().version
+        assert http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == [str(version)]
+        client.pause("keep")
+        waiting = pool.submit(http.post, "/generate", json=ASKED)
+        assert not waiting.done()
+        client.publish()
+        assert waiting.result().headers[VERSION_HEADER] in {f"{version}-{version + 1}", str(version + 1)}
+        fence.update(client, lambda: None, in_flight="keep")
+
+
+def test_a_client_that_hangs_up_ends_its_request(http: httpx.Client) -> None:
+    finished = metric(http, 'vllm:request_success_total{.*finished_reason="length"')
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/generate", json={**ASKED, "n": 32, "max_tokens": 2000, "ignore_eos": True}, timeout=0.5)
+    deadline = time.monotonic() + 60
+    while metric(http, "vllm:num_requests_running{") or metric(http, "vllm:num_requests_waiting{"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert metric(http, 'vllm:request_success_total{.*finished_reason="length"') == finished, "they ran to their end"
+
+
+def metric(http: httpx.Client, pattern: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(pattern, line))
+
+
+def test_the_adapter_that_is_trained_answers(llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+    base = generated(answered(http))
+    save_adapter(llama, tmp_path)
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        client.adapter(ADAPTER, tmp_path)
+    adapted = generated(answered(http))
+    assert scenarios.alike(adapted, completed(http, model=ADAPTER))
+    assert not scenarios.alike(adapted, base)
+    assert scenarios.alike(generated(answered(http, model=llama.manifest.model)), base)
+
+
+def save_adapter(server: LiveServer, folder: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(server.manifest.model, dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(base, config, autocast_adapter_dtype=False).save_pretrained(folder)

@@ -1,0 +1,114 @@
+"""A fake Atropos API, which keeps the first trainer and gives the batches that a test puts into it, and time for it.
+
+Not covered: the real one (`tests/cpu/test_atropos.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.atropos.waiting import Clock
+from tests.unit.http_server import Answer, Asked, as_json
+
+Batch = list[dict[str, Any]]
+LOST = Answer("Internal Server Error", 500)
+MODELS = {"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 1024}]}
+
+
+def scored(*sequences: tuple[tuple[int, ...], int], **given: Any) -> dict[str, Any]:
+    """Return a group of sequences, each its tokens and how many of them are the prompt's."""
+    tokens = [list(tokens) for tokens, _ in sequences]
+    masks = [[-100] * start + list(tokens[start:]) for tokens, start in sequences]
+    logprobs = [[1.0 if place == -100 else -0.5 for place in mask] for mask in masks]
+    fixed = {"tokens": tokens, "masks": masks, "scores": [float(n) for n in range(len(tokens))], "env_id": 0}
+    empty = dict.fromkeys(("advantages", "ref_logprobs", "messages", "generation_params", "overrides", "images"))
+    return {**empty, **fixed, "inference_logprobs": logprobs, **given}
+
+
+def pair(**given: Any) -> dict[str, Any]:
+    """Return a group of two sequences without fault."""
+    return scored(((5, 6, 7, 8), 2), ((5, 6, 9), 2), **given)
+
+
+@dataclass
+class FakeApi:
+    """The API, and the server that environments sample from."""
+
+    settings: dict[str, Any] | None = None
+    """What a trainer registered."""
+    batches: list[Batch | Answer] = field(default_factory=list)
+    """What is asked for gets the last one."""
+    num_waiting: int = 0
+    """Groups that wait."""
+    largest: int = 4
+    """Sequences of the largest of them."""
+    is_connected: bool = True
+    """Whether there is an environment."""
+    has_strays: bool = False
+    """Whether an environment sent groups before there was a trainer."""
+    was_reset: bool = False
+    """Whether it was emptied while it ran."""
+    health: Answer = field(default_factory=lambda: Answer(""))
+    """Of the server."""
+    models: dict[str, Any] = field(default_factory=lambda: MODELS)
+    """Of the server."""
+    is_gone: Callable[[Asked], bool] = lambda _: False
+    """Whether a connection is dropped without a word."""
+
+    def __call__(self, asked: Asked) -> Answer | None:
+        if self.is_gone(asked):
+            return None
+        routes = {
+            "/health": lambda _: self.health,
+            "/v1/models": lambda _: as_json(self.models),
+            "/info": self._info,
+            "/register": self._register,
+            "/batch": self._batch,
+            "/status": lambda _: as_json({"current_step": 0, "queue_size": self.num_waiting}),
+            "/status-env": self._status_env,
+        }
+        return routes[asked.path](asked)
+
+    def _info(self, _: Asked) -> Answer:
+        found = self.settings or {"batch_size": -1, "max_token_len": -1}
+        return as_json({name: found[name] for name in ("batch_size", "max_token_len")})
+
+    def _register(self, asked: Asked) -> Answer:
+        if self.settings is None and not self.has_strays:
+            self.settings = asked.body
+        return as_json({"uuid": 1})
+
+    def _batch(self, _: Asked) -> Answer:
+        if self.settings is None and self.was_reset:
+            return LOST  # the real one looks for its queue, which is gone
+        if self.settings is None:
+            return as_json({"status": "error", "message": "Trainer not registered.", "batch": []})
+        found = self.batches.pop() if self.batches else None
+        return found if isinstance(found, Answer) else as_json({"batch": found})
+
+    def _status_env(self, asked: Asked) -> Answer:
+        assert asked.body == {"env_id": 0}
+        if not self.is_connected:
+            return LOST
+        told = {"current_step": 0, "queue_size": self.num_waiting, "max_group_size": self.largest, "env_weight": 1.0}
+        return as_json(told)
+
+
+@dataclass
+class FakeTime:
+    """Time that passes while something waits, and in no other way."""
+
+    at: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    happening: dict[float, Callable[[], None]] = field(default_factory=dict)
+    """From when on -> what happens then, once."""
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.at += seconds
+        for when in sorted(when for when in self.happening if when <= self.at):
+            self.happening.pop(when)()
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(now=lambda: self.at, sleep=self.sleep)

@@ -1,0 +1,116 @@
+"""A real HTTP server in a thread that may fail at any point of an answer, and that sees when a client gives up."""
+
+import json
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.unit.http_server import Answer, Asked
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The connection ends in the middle of this answer."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Hang:
+    """No answer comes."""
+
+
+Script = Callable[[Asked], Answer | Cut | Hang | None]
+"""None: the connection is dropped without a word."""
+
+
+@dataclass
+class FaultyServer:
+    url: str
+    stop: Callable[[], None]
+    """Refuse connections from now on, and drop those that there are."""
+    asked: list[Asked] = field(default_factory=list)
+    given_up: list[Asked] = field(default_factory=list)
+    """What a client did not want an answer to any more."""
+    connections: set[int] = field(default_factory=set)
+    """The ports that were asked from."""
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """The requests for completions, in the order of arrival."""
+        return [asked.body for asked in self.asked if asked.method == "POST"]
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    request_queue_size = 256
+    daemon_threads = False  # closing waits for them: a test leaves no thread behind
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.script, self._open = script, list[socket.socket]()
+        self.noted = FaultyServer(f"http://127.0.0.1:{self.server_address[1]}", self.stop)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.append(request)
+        self.noted.connections.add(client_address[1])
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that gave up is part of many a test."""
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.socket.close()
+        for connection in self._open:
+            with suppress(OSError):  # ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    server: _Listener
+
+    def handle(self) -> None:
+        while (asked := self._asked()) is not None:
+            self.server.noted.asked.append(asked)
+            made = self.server.script(asked)
+            if isinstance(made, Hang) and not self.rfile.read(1):
+                self.server.noted.given_up.append(asked)
+            if isinstance(made, Cut):
+                whole = _http(made.answer)
+                self.wfile.write(whole[: len(whole) * 2 // 3])
+            if not isinstance(made, Answer):
+                return
+            self.wfile.write(_http(made))
+
+    def _asked(self) -> Asked | None:
+        line = self.rfile.readline().decode().split()
+        if not line:
+            return None
+        fields = [field.decode().partition(":") for field in iter(self.rfile.readline, b"\r\n")]
+        headers = {name.lower(): value.strip() for name, _, value in fields}
+        content = self.rfile.read(int(headers.get("content-length", 0)))
+        return Asked(line[0], line[1], headers, json.loads(content) if content else None, self.client_address[1])
+
+
+@contextmanager
+def faulty(script: Script) -> Iterator[FaultyServer]:
+    listener = _Listener(script)
+    thread = threading.Thread(target=lambda: listener.serve_forever(poll_interval=0.01))
+    thread.start()
+    try:
+        yield listener.noted
+    finally:
+        listener.stop()
+        thread.join()
+        listener.server_close()
+
+
+def _http(answer: Answer) -> bytes:
+    body = answer.body.encode()
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **answer.headers}
+    head = [f"HTTP/1.1 {answer.status} Whatever", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    return "\r\n".join(head).encode() + body

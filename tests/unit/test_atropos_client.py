@@ -1,0 +1,83 @@
+"""The client of an Atropos API: what is sent again and what is not, and every bad answer in one line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bridge.atropos.client import AtroposApi
+from bridge.atropos.protocol import EnvironmentRegistration, ScoredGroup
+from bridge.errors import AtroposError, UsageError
+from tests.unit.atropos_api import pair
+from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+
+Call = Callable[[AtroposApi], Any]
+
+
+def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
+    with serving(answers) as server, AtroposApi(server.url, max_retries=2, sleep=lambda _: None) as api:
+        with pytest.raises(AtroposError) as caught:
+            call(api)
+        assert server.url in caught.value.message
+        assert "\n" not in caught.value.message
+        return caught.value, list(server.asked)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "", "http://a:port"])
+def test_what_is_no_address_is_refused_at_once(url: str) -> None:
+    with pytest.raises(UsageError, match="is no address of an Atropos API"):
+        AtroposApi(url)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (Answer("gone\nfor lunch", 404), "/info answered 404: gone for lunch"),
+        (Answer("[]"), "/info answered nonsense: body: "),
+        (as_json({"batch_size": "many", "max_token_len": 1}), "/info answered nonsense: batch_size: "),
+        (as_json({"batch_size": 1}), "/info answered nonsense: max_token_len: "),
+    ],
+)
+def test_a_bad_answer_is_told_in_one_line(answer: Answer, found: str) -> None:
+    error, asked = error_of(lambda _: answer, lambda api: api.info())
+    assert found in error.message
+    assert len(asked) == 1
+
+
+def test_a_question_that_got_no_answer_is_asked_again() -> None:
+    error, asked = error_of(lambda _: None, lambda api: api.status())
+    assert len(asked) == 3
+    assert "RemoteProtocolError" in error.message
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda api: api.send([ScoredGroup.model_validate(pair())]),
+        lambda api: api.register_environment(
+            EnvironmentRegistration(max_token_length=9, desired_name="a", weight=1.0, group_size=2)
+        ),
+    ],
+)
+def test_what_may_have_been_taken_in_is_not_sent_twice(call: Call) -> None:
+    _, asked = error_of(lambda _: None, call)
+    assert len(asked) == 1
+
+
+def test_groups_are_sent_as_the_api_reads_them() -> None:
+    group = pair(messages=None)
+    with serving(lambda _: as_json({"status": "received", "groups_processed": 1})) as server:
+        with AtroposApi(server.url) as api:
+            api.send([ScoredGroup.model_validate(group)])
+        (asked,) = server.asked
+    assert (asked.method, asked.path) == ("POST", "/scored_data_list")
+    assert asked.body == [{name: value for name, value in group.items() if value is not None}]
+
+
+def test_what_another_version_adds_to_an_answer_is_left_alone() -> None:
+    answer = {"batch": [{**pair(), "novelty": [1]}], "server_time": 3}
+    with serving(lambda _: as_json(answer)) as server, AtroposApi(server.url) as api:
+        batch = api.batch()
+    assert batch is not None
+    assert batch.batch is not None
+    assert batch.batch[0].tokens == ((5, 6, 7, 8), (5, 6, 9))

@@ -1,0 +1,345 @@
+"""Batches of a fake Atropos API: what is registered, the guards that the protocol lacks, and every wait in vain."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.atropos.experience import AtroposExperience
+from bridge.config import TrainConfig
+from bridge.errors import AtroposError, BridgeError, RewardError, ServerUnreachableError, UsageError
+from bridge.rollouts.endpoint import Endpoint
+from bridge.types import Group
+from tests.models import tiny
+from tests.unit.atropos_api import LOST, FakeApi, FakeTime, pair, scored
+from tests.unit.http_server import Answer, Asked, HttpServer, serving
+
+LONGEST = 1024
+"""The fake server's: the model could take twice as much."""
+OURS = {"batch_size": 8, "max_token_len": LONGEST + 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tiny.llama(), tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Run:
+    """An experience that is asked for its steps, and what it says."""
+
+    experience: AtroposExperience
+    server: HttpServer
+    time: FakeTime
+    said: list[str] = field(default_factory=list)
+
+    def step(self, number: int = 1) -> list[Group]:
+        return self.experience.groups(Endpoint(url=self.server.url), [], step=number)
+
+    def fails(self, kind: type[BridgeError] = AtroposError) -> BridgeError:
+        with pytest.raises(kind) as caught:
+            self.step()
+        assert "\n" not in caught.value.message
+        return caught.value
+
+    def asked(self, path: str) -> list[Asked]:
+        return [asked for asked in self.server.asked if asked.path == path]
+
+
+@contextmanager
+def running(model: Path, api: FakeApi, time: FakeTime | None = None, **choices: Any) -> Iterator[Run]:
+    time = time or FakeTime()
+    with serving(api) as server:
+        fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
+        sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
+        config = TrainConfig.model_validate(fixed | sizes | choices)
+        said: list[str] = []
+        experience = AtroposExperience(config, said.append, clock=time.clock)
+        try:
+            yield Run(experience, server, time, said)
+        finally:
+            experience.close()
+
+
+# Registration
+
+
+def test_a_trainer_registers_with_its_first_step_and_says_for_how_long_sequences(model: Path) -> None:
+    api = FakeApi(batches=[[pair()], [pair()]])
+    with running(model, api) as run:
+        assert run.asked("/register") == []
+        run.step(7)
+        run.step(8)
+        (asked,) = run.asked("/register")
+    assert asked.body == OURS | {
+        "wandb_group": "saved",
+        "wandb_project": "bridge",
+        "checkpoint_dir": str(Path("saved").absolute()),
+        "save_checkpoint_interval": 5,
+        "starting_step": 6,
+        "num_steps": 20,
+    }
+    (line,) = run.said
+    assert "has this trainer now: batches of 8 sequences, each of at most 1,024 tokens (the server's bound)" in line
+
+
+def test_where_the_server_tells_no_length_the_models_own_is_the_bound(model: Path) -> None:
+    api = FakeApi(models={"data": [{"id": "tiny"}]}, batches=[[pair()]])
+    with running(model, api) as run:
+        run.step()
+    assert api.settings is not None
+    assert api.settings["max_token_len"] == 2048 + 1
+    assert "at most 2,048 tokens (the model's max_position_embeddings bound)" in run.said[0]
+
+
+def test_an_api_that_keeps_the_same_settings_goes_on(model: Path) -> None:
+    api = FakeApi(settings=dict(OURS), batches=[[pair()]])
+    with running(model, api) as run:
+        assert len(run.step()) == 1
+        assert run.asked("/register") == []
+    assert "goes on with what a trainer of the same settings left" in run.said[0]
+
+
+def test_another_trainers_batch_size_is_refused_before_anything_else(model: Path) -> None:
+    with pytest.raises(UsageError) as caught, running(model, FakeApi(settings={**OURS, "batch_size": 64})):
+        pass
+    assert caught.value.message.endswith("keeps the settings of another trainer (batch_size 64, expected 8)")
+    assert "/reset_data" in caught.value.remedy
+    assert "run-api" in caught.value.remedy
+
+
+def test_another_trainers_length_is_refused_when_ours_is_known(model: Path) -> None:
+    with running(model, FakeApi(settings={**OURS, "max_token_len": 99})) as run:
+        assert "(max_token_len 99, expected 1025)" in run.fails(UsageError).message
+        assert run.asked("/batch") == []
+
+
+def test_an_api_that_took_groups_before_it_had_a_trainer_is_refused(model: Path) -> None:
+    with running(model, FakeApi(has_strays=True)) as run:
+        assert "got groups of environments before it had a trainer" in run.fails(UsageError).message
+
+
+@pytest.mark.parametrize("was_reset", [False, True])
+def test_an_api_that_was_started_again_or_reset_gets_its_trainer_again(model: Path, was_reset: bool) -> None:
+    api = FakeApi(batches=[[pair()], [pair()]], was_reset=was_reset)
+    with running(model, api) as run:
+        run.step(1)
+        api.settings = None
+        assert len(run.step(2)) == 1
+        assert [asked.body["starting_step"] for asked in run.asked("/register")] == [0, 1]
+    assert "knows no trainer any more" in run.said[1]
+    assert len(run.said) == 3
+
+
+# Waiting
+
+
+def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> None:
+    api, time = FakeApi(), FakeTime()
+    time.happening = {20.0: lambda: api.batches.extend([[pair()], [pair()]])}
+    with running(model, api, time) as run:
+        run.step()
+        assert len(run.asked("/batch")) == len(time.waits) + 1
+        assert time.waits == sorted(time.waits)
+        assert (time.waits[0], time.waits[-1]) == (0.05, 1.0)
+        assert len(api.batches) == 1
+        run.step(2)
+        assert len(run.asked("/batch")) == len(time.waits) + 2
+    assert len(run.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "found", "remedy"),
+    [
+        ({"is_connected": False}, "no environment is there, and nothing waits", "--env.rollout_server_url http"),
+        ({"is_connected": False, "num_waiting": 3}, "no environment is there, and 3 groups wait", "start one"),
+        ({}, "environments have registered, and nothing waits", "scores are all equal"),
+        (
+            {"num_waiting": 40, "largest": 3},
+            "40 groups wait, of up to 3 sequences each, and no batch of 8 can be made of them: 8 is no multiple of 3",
+            "--batch-size 9 --group-size 3",
+        ),
+        (
+            {"num_waiting": 1, "largest": 4},
+            "1 groups wait, of up to 4 sequences each, and they do not make a batch of 8",
+            "min_batch_allocation",
+        ),
+    ],
+)
+def test_an_empty_api_is_explained_now_and_then_and_ends_the_run_after_its_time(
+    model: Path, state: dict[str, Any], found: str, remedy: str
+) -> None:
+    with running(model, FakeApi(**state), atropos_timeout_s=200) as run:
+        error = run.fails()
+    assert found in error.message
+    assert "gave no batch for 200 s" in error.message
+    assert remedy in error.remedy
+    assert error.exit_code == 5
+    words = [line for line in run.said if line.startswith("no batch from the Atropos API for ")]
+    assert [line.partition(" for ")[2].partition(" s:")[0] for line in words] == ["30", "60", "120"]
+    assert all(found in line for line in words)
+
+
+def test_the_time_is_that_of_one_step(model: Path) -> None:
+    api, time = FakeApi(), FakeTime()
+    with running(model, api, time, atropos_timeout_s=100) as run:
+        for step in range(1, 4):
+            time.happening = {time.at + 90: lambda: api.batches.append([pair()])}
+            run.step(step)
+
+
+# What dies
+
+
+def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> None:
+    with serving(FakeApi(is_gone=lambda _: True)) as server:
+        config = TrainConfig.model_validate({"model_name": "/nowhere", "atropos_url": server.url, "max_retries": 2})
+        time = FakeTime()
+        with pytest.raises(AtroposError) as caught:
+            AtroposExperience(config, print, clock=time.clock)
+        assert len(server.asked) == 3
+        assert server.url in caught.value.message
+    assert time.waits == [0.25, 0.5]
+    assert "run-api" in caught.value.remedy
+    assert not isinstance(caught.value, ServerUnreachableError)  # which would have vLLM started again
+
+
+def test_an_api_that_dies_while_it_is_waited_for_ends_the_run(model: Path) -> None:
+    api, time = FakeApi(), FakeTime()
+    time.happening = {5.0: lambda: setattr(api, "is_gone", lambda asked: asked.path != "/health")}
+    with running(model, api, time) as run:
+        assert "does not answer" in run.fails().message
+
+
+def test_a_connection_that_drops_now_and_then_is_a_retry(model: Path) -> None:
+    drops = iter([True, False, True])
+    api = FakeApi(batches=[[pair()]], is_gone=lambda asked: asked.path == "/batch" and next(drops, False))
+    with running(model, api) as run:
+        assert len(run.step()) == 1
+        assert run.experience.num_retries == 1
+        api.batches.append([pair()])
+        run.step(2)
+        assert run.experience.num_retries == 1
+        api.batches.append([pair()])
+        run.step(3)
+        assert run.experience.num_retries == 0
+
+
+def test_a_batch_that_the_api_lost_is_told_once_and_the_next_is_taken(model: Path) -> None:
+    api = FakeApi(batches=[[pair()], LOST, LOST])
+    with running(model, api) as run:
+        assert len(run.step()) == 1
+        assert run.experience.num_retries == 2
+    assert sum("lost a whole batch" in line and "NaN" in line for line in run.said) == 1
+    assert run.said[-1] == "2 batches were lost in the Atropos API"
+
+
+@pytest.mark.parametrize("fault", ["gone", "unwell"])
+def test_a_server_that_dies_while_environments_wait_for_it_is_told_to_the_loop(model: Path, fault: str) -> None:
+    api, time = FakeApi(), FakeTime()
+
+    def die() -> None:
+        api.health = Answer("", 503)
+        api.is_gone = lambda asked: fault == "gone" and asked.path == "/health"
+
+    time.happening = {12.0: die}
+    with running(model, api, time) as run:
+        run.fails(ServerUnreachableError)
+        assert time.at < 20
+        api.health, api.is_gone = Answer(""), lambda _: False
+        api.batches.append([pair()])
+        assert len(run.step()) == 1  # it was started again
+        assert len(run.asked("/register")) == 1
+
+
+def test_a_server_that_knows_no_health_route_is_well(model: Path) -> None:
+    api, time = FakeApi(health=Answer("", 404)), FakeTime()
+    time.happening = {12.0: lambda: api.batches.append([pair()])}
+    with running(model, api, time) as run:
+        assert len(run.step()) == 1
+        assert len(run.asked("/health")) == 2
+
+
+# What cannot be learnt from
+
+
+def test_a_group_with_a_fault_is_left_out_told_once_for_its_kind_and_counted(model: Path) -> None:
+    bad, other = pair(scores=[None, 1.0]), pair(masks=[[1], [2]])
+    api = FakeApi(batches=[[bad, other, *[pair() for _ in range(8)]], [bad, *[pair() for _ in range(9)]]])
+    with running(model, api) as run:
+        for step in (1, 2):
+            groups = run.step(step)
+            assert len(groups) == 10
+            assert [len(group.completions) for group in groups[:8]] == [2] * 8
+            assert sum(len(group.unscored) for group in groups) == 2 * step
+    left_out = [line for line in run.said if "is left out" in line]
+    assert len(left_out) == 2
+    assert "a group of environment 0 is left out: sequence 1 of 2 has the score nan" in left_out[0]
+    assert "sequence 1 of 2 has 4 tokens and a mask of 1" in left_out[1]
+    assert run.said[-1] == "3 groups of Atropos environments were left out (scores: 2, masks: 1)"
+
+
+def test_too_many_groups_with_a_fault_end_the_run(model: Path) -> None:
+    bad = scored(((5, 6), 1), ((5, 700), 1))
+    with running(model, FakeApi(batches=[[bad, *[pair() for _ in range(3)]]])) as run:
+        error = run.fails(RewardError)
+    assert "2 of the 8 sequences" in error.message
+    assert "has the token 700, and the model has 0 to 300" in error.message
+    assert "--max-unscored-share" in error.remedy
+
+
+def test_a_sequence_that_is_too_long_is_left_out(model: Path) -> None:
+    long = scored(((5,) * (LONGEST + 1), 2), ((5,) * LONGEST, 2))
+    with running(model, FakeApi(batches=[[pair() for _ in range(9)] + [long]])) as run:
+        groups = run.step()
+    assert groups[-1].unscored[0].fault == "sequence 1 of 2 has 1,025 tokens, expected at most 1,024"
+
+
+# What is told once
+
+
+def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
+    odd = pair(
+        inference_logprobs=None,
+        ref_logprobs=[[0.0], [0.0]],
+        distill_token_ids=[[[1]], [[1]]],
+        generation_params={"temperature": 0.5},
+        overrides=[{"colour": "red"}, {"set_advantage_to_zero": False}],
+    )
+    with running(model, FakeApi(batches=[[odd, odd], [odd]]), eval_samples=2, mask_truncated=True) as run:
+        assert len(run.step()) == 1
+        assert len(run.step(2)) == 2
+        assert run.experience.evaluate(Endpoint(url=""), step=2, version=2) is None  # type: ignore[func-returns-value]
+        assert (run.experience.draw(4), run.experience.num_drawn) == ([], 0)
+    parts = [
+        "--eval-samples",
+        "--mask-truncated",
+        "sends no log-probabilities",
+        "sends ref_logprobs",
+        "sends distill_token_ids",
+        "at temperature 0.5, and --temperature is 1.0",
+        "overrides colour",
+    ]
+    assert [sum(part in line for line in run.said) for part in parts] == [1] * len(parts)
+    assert len(run.said) == len(parts) + 1
+
+
+def test_empty_lists_are_nothing_as_atropos_own_environments_send_them(model: Path) -> None:
+    plain = pair(advantages=[], ref_logprobs=[], messages=[], overrides=[], images=[], group_overrides={})
+    with running(model, FakeApi(batches=[[plain]])) as run:
+        (group,) = run.step()
+    assert group.advantages is None
+    assert len(run.said) == 1
+
+
+@pytest.mark.parametrize(("scale", "expected"), [("none", 0.5), ("batch", 0.5 / 0.5), ("group", 0.5 / 0.5)])
+def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts(model: Path, scale: str, expected: float) -> None:
+    first = pair(overrides=[{"set_advantage_to_zero": True}, {}])
+    with running(model, FakeApi(batches=[[first, pair()]]), advantage_scale=scale) as run:
+        zeroed, other = run.step()
+    assert zeroed.rewards == other.rewards == (0.0, 1.0)
+    assert [value for (value,) in zeroed.advantages or ()] == [0.0, pytest.approx(expected, rel=1e-4)]
+    assert [value for (value,) in other.advantages or ()] == pytest.approx([-expected, expected], rel=1e-4)

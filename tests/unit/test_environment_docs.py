@@ -1,0 +1,61 @@
+"""What docs/environments.md says: each of its commands loads, each of its rows is scored as it says."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bridge.config.rollouts import RolloutConfig
+from environments import answers, registry
+from environments.gsm8k import GSM8K
+
+TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+ROWS = [row for row in re.findall(r"^\| (.*?) \| (right|wrong)", TEXT, re.MULTILINE) if "`" in row[0]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write every file that the document names, and work beside them."""
+    monkeypatch.chdir(tmp_path)
+    assert GSM8K.bundled is not None
+    for folder in ("openai/gsm8k", "copies/gsm8k"):
+        shutil.copytree(GSM8K.bundled, folder)
+    for name in ("mine.jsonl", "held_out.jsonl"):
+        shutil.copy(GSM8K.bundled / "test.jsonl", name)
+    for kind, block in BLOCKS:
+        if kind == "json":
+            Path("problems.jsonl").write_text(block)
+        elif kind == "python":
+            Path(block.splitlines()[0].removeprefix("# ")).write_text(block)
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_loads_its_problems_and_scores(command: str) -> None:
+    bridge, run, *words = shlex.split(command, comments=True)
+    assert (bridge, run) == ("bridge", "run")
+    flags = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    config = RolloutConfig.resolve(
+        {name.replace("-", "_"): value for name, value in flags.items() if name != "model"} | {"model_name": "-"}
+    )
+    environment = registry.load(config)
+    problem = next(iter(environment))
+    right = registry.scorer(config).score(problem, str(problem["answer"]))
+    assert right >= 1.0 == environment.score(problem, str(problem["answer"])) // 1
+    assert right > registry.scorer(config).score(problem, "")
+
+
+def test_there_are_as_many_examples_as_there_should_be() -> None:
+    assert len(COMMANDS) == 9
+    assert [verdict for _, verdict in ROWS] == ["right", "right", "right", "wrong", "wrong"]
+
+
+@pytest.mark.parametrize(("cell", "verdict"), ROWS)
+def test_every_row_of_what_math_compares_is_true(cell: str, verdict: str) -> None:
+    examples = re.findall(r"`(.*?)`", cell)
+    for example in ["\n".join(examples)] if "next line" in cell else examples:
+        assert answers.is_right("1234", example) == (verdict == "right"), example

@@ -1,0 +1,275 @@
+"""Groups from a fake server, scored here and in processes: what is kept of them when scores or the server fail."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import RewardError, ServerUnreachableError
+from bridge.loss.advantages import with_advantages
+from bridge.rewards.scoring import Scores
+from bridge.rollouts.endpoint import Endpoint
+from bridge.training.experience import Experience
+from bridge.types import Group, Problem
+from tests.models import tiny
+from tests.unit.http_server import Asked, serving
+from tests.unit.openai_server import Bend, openai, unbent
+from tests.unit.scores_sample import Sample
+
+WORDS = ("good", "raises", "is_nan", "fine", "spins", "dies", "a part", "well")
+"""What the server says, completion by completion; some are methods of the sample."""
+PATIENCE_S = 60.0
+Score = Callable[[Problem, str], float]
+
+
+class Task:
+    """Says of each problem that it is one, and scores as it is told."""
+
+    def __init__(self, score: Score = lambda _, text: float(len(text))) -> None:
+        self._score = score
+
+    def __iter__(self) -> Iterator[Problem]:
+        for number in range(3):
+            yield {"prompt": "say" + "!" * number}
+
+    def held_out(self) -> list[Problem]:
+        return [{"prompt": "say more"}, {"prompt": "say less"}]
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return self._score(problem, completion)
+
+
+@dataclass
+class Sampled:
+    """An experience of a fake server."""
+
+    experience: Experience
+    endpoint: Endpoint
+    asked: list[Asked]
+    told: list[str]
+    progress: list[tuple[int, int]]
+    problems: list[Problem] = field(default_factory=list)
+
+    def groups(self, step: int = 1) -> list[Group]:
+        self.problems = self.problems or self.experience.draw(3)
+        return self.experience.groups(self.endpoint, self.problems, step=step)
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted(asked.body["seed"] for asked in self.asked if asked.method == "POST")
+
+
+def saying(bend: Bend = unbent) -> Bend:
+    """Let the server say the words."""
+
+    def bent(document: dict[str, Any], asked: Asked) -> Any:
+        for choice in document["choices"]:
+            choice["text"] = WORDS[choice["index"]]
+        return bend(document, asked)
+
+    return bent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.write(tiny.llama(), folder)
+    return folder
+
+
+@contextmanager
+def sampled(
+    model: Path, task: Task, bend: Bend, recipe: Callable[[], Scores] | None = None, **choices: Any
+) -> Iterator[Sampled]:
+    fixed: dict[str, Any] = {"model_name": str(model), "batch_size": 24, "group_size": 8, "max_new_tokens": 8}
+    config = TrainConfig.model_validate(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices)
+    told: list[str] = []
+    progress: list[tuple[int, int]] = []
+    experience = Experience(config, task, told.append, recipe=recipe, progress=lambda *done: progress.append(done))
+    with serving(openai(bend)) as server:
+        try:
+            yield Sampled(experience, Endpoint(url=server.url), server.asked, told, progress)
+        finally:
+            experience.close()
+
+
+def test_what_cannot_be_scored_is_left_out_named_and_told_once_and_the_rest_keeps_its_order(
+    model: Path, tmp_path: Path
+) -> None:
+    recipe = partial(Sample, tmp_path / "log")
+    choices = {"reward_processes": 4, "reward_timeout_s": 2.0}
+    with sampled(model, Task(), saying(), recipe, **choices) as ours:
+        first = ours.groups(step=1)
+        second = ours.experience.groups(ours.endpoint, ours.problems[:1], step=2)
+    for groups in (first, second):
+        assert [group.problem for group in groups] == ours.problems[: len(groups)]
+        for group in groups:
+            kept = [completion.text for completion in group.completions]
+            left_out = [one.completion.text for one in group.unscored]
+            assert kept == ["good", "fine", "a part", "well"]
+            assert list(group.rewards) == [4, 4, 6, 4]
+            assert left_out == ["raises", "is_nan", "spins", "dies"]
+            assert [one.fault.partition(" (")[0] for one in group.unscored] == [
+                "Sample.score raised ValueError: could not convert string to float: 'seven'",
+                "Sample.score returned nan, expected a finite number",
+                "Sample.score took longer than 2 s",
+                "Sample.score ended its process, by exit status 3",
+            ]
+    begun = [line.split(" ", 1)[1] for line in (tmp_path / "log").read_text().splitlines()]
+    assert sorted(begun) == sorted([*WORDS] * 4), "each was scored once"
+    assert len(ours.told) == 4
+    assert all(line.startswith("step 1: 3 completions without a reward, left out: Sample.score") for line in ours.told)
+    assert ours.progress == [(1, 3), (2, 3), (3, 3), (1, 1)]
+
+
+def test_past_the_share_the_batch_is_given_up_by_a_line_that_names_the_commonest_fault(model: Path) -> None:
+    def score(_: Problem, text: str) -> float:
+        return {"good": 1.0, "fine": 2.0}.get(text, float("nan")) if text != "raises" else 1 / 0
+
+    with sampled(model, Task(score), saying(), max_unscored_share=0.2) as ours, pytest.raises(RewardError) as caught:
+        ours.groups(step=7)
+    message = caught.value.message
+    assert message.startswith("step 7: at least 6 of 24 completions without a reward, more than a share of 0.2; 5 of ")
+    assert "of them: Task.score returned nan, expected a finite number (test_experience.py line " in message
+    assert message.endswith(" and completion 'is_nan'")
+    assert "\n" not in message
+
+
+def test_a_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
+    scored = threading.Event()
+
+    def score(_: Problem, text: str) -> float:
+        scored.set()
+        return 1.0
+
+    def bend(document: dict[str, Any], asked: Asked) -> Any:
+        if len(asked.body["prompt"]) > 3:  # the others are answered once the first is scored
+            assert scored.wait(PATIENCE_S)
+        return document
+
+    with sampled(model, Task(score), saying(bend)) as ours:
+        assert [group.rewards for group in ours.groups()] == [(1.0,) * 8] * 3
+
+
+def test_a_step_that_failed_is_sampled_anew_as_if_it_had_not_been_begun(model: Path) -> None:
+    alive = threading.Event()
+
+    def bend(document: dict[str, Any], asked: Asked) -> Any:
+        return document if alive.is_set() or len(asked.body["prompt"]) < 5 else None
+
+    with sampled(model, Task(), saying(bend)) as ours:
+        with pytest.raises(ServerUnreachableError):
+            ours.groups()
+        failed = ours.seeds
+        alive.set()
+        ours.asked.clear()
+        groups = ours.groups()
+        again = ours.seeds
+    with sampled(model, Task(), saying()) as undisturbed:
+        assert undisturbed.groups() == groups
+        assert undisturbed.seeds == again
+    assert set(failed) <= set(again)
+    assert len(set(again)) == len(again) == 3
+
+
+def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(model: Path) -> None:
+    drops = [True] * 5  # both tries of the first two calls, and one of the third
+
+    def bend(document: dict[str, Any], asked: Asked) -> Any:
+        return None if len(asked.body["prompt"]) == 3 and drops and drops.pop() else document
+
+    with sampled(model, Task(), saying(bend), max_retries=1) as ours:
+        for _ in range(2):
+            with pytest.raises(ServerUnreachableError):
+                ours.groups(step=1)
+        assert ours.experience.num_retries == 2
+        ours.groups(step=1)
+        assert ours.experience.num_retries == 3
+        ours.groups(step=2)
+        assert ours.experience.num_retries == 0
+
+
+def test_an_evaluation_asks_for_the_same_each_time_and_counts_what_was_scored(model: Path) -> None:
+    def score(_: Problem, text: str) -> float:
+        return {"good": 1.0, "raises": 4.0}.get(text, float("nan"))
+
+    with sampled(model, Task(score), saying(), eval_samples=3) as ours:
+        found = ours.experience.evaluate(ours.endpoint, step=0, version=3)
+        asked = ours.seeds
+        ours.asked.clear()
+        ours.groups(step=1)
+        assert not set(asked) & set(ours.seeds)
+        ours.asked.clear()
+        again = ours.experience.evaluate(ours.endpoint, step=5, version=8)
+        assert ours.seeds == asked
+    assert found is not None
+    assert again is not None
+    assert (found.step, found.weight_version, again.step, again.weight_version) == (0, 3, 5, 8)
+    assert (found.reward_mean, found.reward_std, found.unscored, found.num_problems) == (2.5, 1.5, 2, 2)
+    assert (again.reward_mean, again.completion_tokens_mean, again.truncated_share) == (2.5, 3, 0)
+    assert ours.told[0].startswith("evaluation after step 0: 2 completions without a reward, left out: ")
+
+
+def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:
+    with sampled(model, Task(), saying()) as ours:
+        assert ours.experience.evaluate(ours.endpoint, step=0, version=3) is None
+        assert ours.asked == []
+
+
+def test_the_parts_of_a_reward_come_beside_it_for_the_completions_that_are_kept(model: Path) -> None:
+    class Parts(Task):
+        def scores(self, problem: Problem, completion: str) -> tuple[float, dict[str, float]]:
+            number = float(WORDS.index(completion))
+            return float("nan") if number == 1 else number, {"number": number} | ({"odd": 1.0} if number % 2 else {})
+
+    with sampled(model, Parts(), saying()) as ours:
+        for group in ours.groups():
+            assert list(group.rewards) == [0, 2, 3, 4, 5, 6, 7]
+            assert group.reward_parts == {"number": group.rewards, "odd": (0, 0, 1, 0, 1, 0, 1)}
+            assert len(group.unscored) == 1
+
+
+def test_groups_of_which_some_one_or_none_is_left_teach_what_is_left(model: Path) -> None:
+    def score(problem: Problem, text: str) -> float:
+        kept = {"say": WORDS, "say!": WORDS[:1], "say!!": ()}[str(problem["prompt"])]
+        return float(WORDS.index(text)) if text in kept else float("nan")
+
+    with sampled(model, Task(score), saying()) as ours:
+        groups = {str(group.problem["prompt"]): group for group in ours.groups()}
+    assert [len(groups[prompt].rewards) for prompt in ("say", "say!", "say!!")] == [8, 1, 0]
+    for scale in ("group", "batch", "none"):
+        filled = with_advantages(list(groups.values()), scale)
+        found = {str(group.problem["prompt"]): group.advantages for group in filled}
+        assert found["say!!"] == ()
+        assert found["say!"] == ((0.0,),)
+        assert sum(value for (value,) in found["say"] or ()) == pytest.approx(0)
+
+
+def test_an_interrupt_while_scoring_ends_the_step_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline and not (log.exists() and "spins" in log.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with sampled(model, Task(), saying(), partial(Sample, log), reward_processes=2) as ours:
+        with pytest.raises(KeyboardInterrupt):
+            ours.groups()
+        thread.join()
+    scoring = {int(line.split()[0]) for line in log.read_text().splitlines()}
+    assert scoring
+    assert not any(psutil.pid_exists(pid) for pid in scoring)

@@ -1,0 +1,357 @@
+"""An environment of ours feeds an Atropos API: joining, what is sent, how much, and how it ends; against fakes."""
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.atropos import asked, enrolment, feeder
+from bridge.atropos.client import AtroposApi
+from bridge.atropos.enrolment import Enrolment
+from bridge.atropos.tally import FeedProgress, Tally
+from bridge.config import FeedConfig
+from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
+from bridge.protocol import ADAPTER
+from bridge.types import Completion, Problem
+from tests.models import tiny
+from tests.unit import openai_server
+from tests.unit.http_server import Answer, Answers, Asked, HttpServer, as_json, serving
+
+BATCH, GROUP = 8, 4
+
+
+class FakeApi:
+    """An API as atroposlib's is; its trainer takes a batch whenever one can be formed, until it has enough."""
+
+    def __init__(self, *, num_steps: int = 2, batch_size: int = BATCH, max_token_len: int = 100) -> None:
+        self.num_steps, self.batch_size, self.max_token_len = num_steps, batch_size, max_token_len
+        self.step = 0
+        self.waits = 0
+        """Questions for a place that are put off."""
+        self.groups: list[dict[str, Any]] = []
+        self.queue: list[dict[str, Any]] = []
+        self.most_queued = 0
+        self.takes = True
+        self.drops = 0
+        """Posts whose answer is lost."""
+        self.forgets = False
+        self.registration: dict[str, Any] = {}
+        self.left: list[int] = []
+
+    def __call__(self, asked: Asked) -> Answer | None:
+        route = asked.path.strip("/").replace("-", "_")
+        answer = getattr(self, route)(asked.body)
+        return as_json(answer) if isinstance(answer, dict) else answer
+
+    def info(self, _: Any) -> Any:
+        return {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
+
+    def register_env(self, body: dict[str, Any]) -> Any:
+        self.registration = body
+        self.waits -= 1
+        if self.waits >= 0:
+            return {"status": "wait for trainer to start"}
+        return {"status": "success", "env_id": 3, "starting_step": self.step, "num_steps": self.num_steps}
+
+    def status_env(self, body: dict[str, Any]) -> Any:
+        assert body == {"env_id": 3}
+        if self.forgets:
+            return as_json({}, 500)
+        self.most_queued = max(self.most_queued, len(self.queue))
+        if self.takes and len(self.queue) * GROUP >= self.batch_size:
+            del self.queue[: self.batch_size // GROUP]
+            self.step += 1
+        return {"current_step": self.step, "queue_size": len(self.queue), "env_weight": 1.0}
+
+    def scored_data_list(self, body: list[dict[str, Any]]) -> Any:
+        self.groups += body
+        self.queue += body
+        if self.drops:
+            self.drops -= 1
+            return None
+        return {"status": "received", "groups_processed": len(body)}
+
+    def disconnect_env(self, body: dict[str, Any]) -> Any:
+        self.left.append(body["env_id"])
+        return {"status": "success"}
+
+
+class Lengths:
+    """Rewards a completion by its length; some problems are bad on purpose."""
+
+    problems: tuple[Problem, ...] = tuple({"prompt": text} for text in ("ab", "cd", "efg", "h"))
+
+    def __iter__(self) -> Iterator[Problem]:
+        yield from self.problems
+
+    def score(self, problem: Problem, completion: str) -> float:
+        if problem["prompt"] == "bad":
+            raise ValueError("no")
+        return float(len(completion))
+
+
+class OftenBad(Lengths):
+    problems = ({"prompt": "bad"}, {"prompt": "ab"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tiny.llama(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (feeder, enrolment):
+        monkeypatch.setattr(module, "POLL_S", 0.01)
+
+
+class Fed:
+    """One feed against a fake API and a fake vLLM."""
+
+    def __init__(self, model: Path, api: Answers, environment: type[Lengths] = Lengths, **choices: Any) -> None:
+        self.told: list[str] = []
+        self.reports: list[FeedProgress] = []
+        with serving(api) as atropos, serving(openai_server.openai()) as vllm:
+            self.vllm: HttpServer = vllm
+            wanted: dict[str, Any] = {"model_name": str(model), "atropos_url": atropos.url, "server_url": vllm.url}
+            wanted |= {"group_size": GROUP, "reward_processes": 0, "temperature": 1.5}
+            config = FeedConfig.model_validate(wanted | choices)
+            self.last = feeder.feed(
+                config, environment(), environment, tell=self.told.append, report=self.reports.append
+            )
+
+
+def test_a_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
+    api = FakeApi(num_steps=3)
+    fed = Fed(model, api)
+    assert (fed.last.step, fed.last.num_steps) == (3, 3)
+    assert api.left == [3]
+    per_batch = BATCH // GROUP
+    assert 3 * per_batch <= len(api.groups) <= 4 * per_batch, "as much as is wanted, and at most one batch to spare"
+    assert fed.last.groups <= len(api.groups), "what is under way at the end is not waited for"
+    assert fed.last.reward_mean_so_far is not None
+
+
+def test_a_group_says_what_the_model_sampled(model: Path) -> None:
+    api = FakeApi(num_steps=1)
+    Fed(model, api)
+    group = api.groups[0]
+    tokens, mask, logprobs = group["tokens"][1], group["masks"][1], group["inference_logprobs"][1]
+    length = mask.index(41)  # the fake's completion number 1 begins with it
+    assert tokens[length:] == mask[length:] == [41, 50 + length, 2]
+    assert mask[:length] == [-100] * length
+    assert logprobs == [1.0] * length + [-5.7] * 3
+    assert group["env_id"] == 3
+    assert group["generation_params"]["temperature"] == 1.5
+    assert group["scores"] == [2.0] * GROUP
+    conversation = group["messages"][1]
+    assert [message["role"] for message in conversation] == ["user", "assistant"]
+    assert len(group["tokens"]) == len(group["masks"]) == len(group["scores"]) == GROUP
+
+
+def test_no_group_is_sampled_with_the_seeds_of_another(model: Path) -> None:
+    fed = Fed(model, FakeApi(num_steps=4))
+    seeds = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]
+    assert len({seed + index for seed in seeds for index in range(GROUP)}) == GROUP * len(seeds)
+
+
+@pytest.mark.parametrize(("max_queued_batches", "most"), [(0.1, 2), (1.0, 2), (2.5, 5)])
+def test_no_more_waits_than_the_trainer_takes_in_so_many_batches(
+    model: Path, max_queued_batches: float, most: int
+) -> None:
+    api = FakeApi(num_steps=100)
+    api.takes = False
+    looks = 0
+
+    def bounded(asked: Asked) -> Answer | None:
+        nonlocal looks
+        if asked.path == "/status-env":
+            looks += 1
+            api.takes = looks > 60
+            api.step = 100 if looks > 60 else 0
+        return FakeApi.__call__(api, asked)
+
+    Fed(model, bounded, max_queued_batches=max_queued_batches)
+    assert api.most_queued == most, "it is filled, and no further"
+
+
+def test_it_waits_for_a_trainer_and_says_so_once(model: Path) -> None:
+    api = FakeApi(num_steps=1, batch_size=-1)
+    looks = 0
+
+    def late(asked: Asked) -> Answer | None:
+        nonlocal looks
+        looks += asked.path == "/info"
+        if looks == 3:
+            api.batch_size, api.waits = BATCH, 2
+            looks += 1
+        return FakeApi.__call__(api, asked)
+
+    fed = Fed(model, late)
+    waited = [line.partition("waiting for ")[2] for line in fed.told if "waiting" in line]
+    assert waited == [
+        "a trainer to register (bridge train --rollouts atropos ...)",
+        "the trainer to ask for its first batch",
+    ]
+    assert api.registration == {
+        "max_token_length": 100,
+        "desired_name": "arithmetic",
+        "weight": 1.0,
+        "group_size": GROUP,
+        "min_batch_allocation": None,
+    }
+
+
+def test_groups_of_which_no_batch_can_be_made_are_refused(model: Path) -> None:
+    api = FakeApi(batch_size=10)
+    with pytest.raises(UsageError, match=r"groups of 4 do not make up .* batches of 10 sequences") as caught:
+        Fed(model, api)
+    assert caught.value.remedy.startswith("--group-size 5")
+    assert api.registration == {}, "it never joined"
+
+
+def test_where_all_batches_were_formed_before_it_feeds_without_an_end(model: Path) -> None:
+    api = FakeApi(num_steps=2)
+    api.step = 2
+    config = FeedConfig(model_name=str(model), group_size=GROUP)
+    with serving(api) as atropos, AtroposApi(atropos.url) as client:
+        joined = enrolment.enrol(client, config, lambda _: None)
+    assert joined == Enrolment(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)
+
+
+def test_a_group_whose_answer_was_lost_is_not_sent_again(model: Path) -> None:
+    api = FakeApi(num_steps=3)
+    api.drops = 2
+    fed = Fed(model, api)
+    assert fed.last.unanswered == 2
+    texts = [json.dumps(group, sort_keys=True) for group in api.groups]
+    sampled = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]
+    assert len(texts) <= len(sampled), "one group for each that was sampled"
+
+
+def test_groups_that_are_too_long_are_left_out(model: Path) -> None:
+    api = FakeApi(num_steps=1, max_token_len=1 + 2 + 3)  # the fake's completions have three tokens
+    fed = Fed(model, api)
+    assert fed.last.too_long > 0
+    assert api.groups
+    assert all(len(tokens) < 6 for group in api.groups for tokens in group["tokens"])
+
+
+def test_where_every_group_is_too_long_it_says_so_and_ends(model: Path) -> None:
+    api = FakeApi(max_token_len=3)
+    with pytest.raises(UsageError, match="each of the first 32 groups has a sequence of 3 tokens or more") as caught:
+        Fed(model, api)
+    assert "--max-new-tokens" in caught.value.remedy
+    assert (api.groups, api.left) == ([], [3])
+
+
+def test_a_group_with_a_completion_without_a_reward_is_left_out_and_told_of(model: Path) -> None:
+    api = FakeApi(num_steps=1)
+    fed = Fed(model, api, OftenBad, max_unscored_share=1.0)
+    assert fed.last.unscored > 0
+    assert len([line for line in fed.told if "OftenBad.score raised ValueError: no" in line]) == 1
+    assert all(group["messages"][0][0]["content"] == "ab" for group in api.groups)
+
+
+def test_too_many_completions_without_a_reward_end_it(model: Path) -> None:
+    api = FakeApi(num_steps=50)
+    with pytest.raises(RewardError, match="without a reward, more than a share of"):
+        Fed(model, api, OftenBad)
+    assert api.left == [3]
+
+
+def test_an_api_that_was_reset_ends_it(model: Path) -> None:
+    api = FakeApi(num_steps=50)
+
+    def reset(asked: Asked) -> Answer | None:
+        api.forgets = len(api.groups) > 2
+        return FakeApi.__call__(api, asked)
+
+    with pytest.raises(AtroposError, match="no longer knows this environment: it was reset or restarted"):
+        Fed(model, reset)
+
+
+def test_an_api_that_refuses_a_group_ends_it(model: Path) -> None:
+    class Refusing(FakeApi):
+        def scored_data_list(self, body: list[dict[str, Any]]) -> Any:
+            return as_json({"detail": "no"}, 422)
+
+    with pytest.raises(AtroposError, match="answered 422"):
+        Fed(model, Refusing(num_steps=50))
+
+
+def test_a_server_that_is_gone_ends_it(model: Path) -> None:
+    with serving(openai_server.openai()) as gone:
+        pass
+    api = FakeApi()
+    with pytest.raises(ServerUnreachableError, match=gone.url):
+        Fed(model, api, server_url=gone.url)
+    assert api.left == [3]
+
+
+def test_an_interrupt_says_goodbye(model: Path) -> None:
+    api = FakeApi(num_steps=50)
+
+    class Interrupting(Lengths):
+        def score(self, problem: Problem, completion: str) -> float:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Fed(model, api, Interrupting)
+    assert api.left == [3]
+
+
+def test_reports_come_now_and_then(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder, "REPORT_S", 0.0)
+    fed = Fed(model, FakeApi(num_steps=3))
+    counts = [report.groups for report in (*fed.reports, fed.last)]
+    assert counts == sorted(counts)
+    assert fed.last.seconds >= fed.reports[0].seconds
+
+
+def models(*names: str) -> Callable[[Asked], Answer]:
+    return lambda _: as_json({"data": [{"id": name, "owned_by": "vllm"} for name in names]})
+
+
+def test_the_adapter_that_is_trained_is_sampled_from() -> None:
+    with serving(models("base", ADAPTER)) as one, serving(models("base")) as other:
+        found = asked.endpoints(f"{one.url}, {other.url}/")
+    assert [(endpoint.url, endpoint.model) for endpoint in found] == [(one.url, ADAPTER), (other.url, None)]
+
+
+def test_an_adapter_that_changes_its_name_is_refused() -> None:
+    with (
+        serving(models("base", f"{ADAPTER}-4")) as server,
+        pytest.raises(UsageError, match=f"now {ADAPTER}-4") as caught,
+    ):
+        asked.endpoints(server.url)
+    assert "--lora-handover memory" in caught.value.remedy
+
+
+@pytest.mark.parametrize("urls", ["", " , "])
+def test_no_server_is_refused(urls: str) -> None:
+    with pytest.raises(UsageError, match="no server is named"):
+        asked.endpoints(urls)
+
+
+def test_the_servers_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "the key")
+    with serving(models("base")) as server:
+        asked.endpoints(server.url)
+    assert server.asked[0].headers["authorization"] == "Bearer the key"
+
+
+def test_a_line_tells_of_what_came_since_the_last() -> None:
+    times = iter([0.0, 2.0, 6.0])
+    tally = Tally(clock=lambda: next(times))
+    completion = Completion(token_ids=(1,) * 5, logprobs=(0.0,) * 5, text="", finish_reason="stop", weight_version=None)
+    line = functools.partial(tally.line, step=1, num_steps=2, queued_batches=0.5, retries=0)
+    tally.add([1.0, 3.0], [completion] * 2)
+    first = line()
+    assert (first.reward_mean, first.tokens_per_s, first.seconds, first.groups) == (2.0, 5.0, 2.0, 1)
+    second = line()
+    assert (second.reward_mean, second.reward_mean_so_far, second.tokens_per_s) == (None, 2.0, 0.0)
+    assert (second.seconds, second.groups) == (6.0, 1)

@@ -1,0 +1,213 @@
+"""`/generate` as an Atropos environment sees it, in front of a server that answers as vLLM does."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from fastapi.testclient import TestClient
+
+from bridge.protocol import ADAPTER, VERSION_HEADER
+from patches import generate, routes
+
+ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
+KEY = "Bearer the key"
+
+
+def choice(index: int, num_top: int | None) -> dict[str, Any]:
+    """Return one choice as vLLM writes it: the sampled token comes first among the likeliest."""
+    ids = [10 + index, 20 + index]
+    tops = [{f"token_id:{i}": -0.5, **{f"token_id:{900 + k}": -1.0 - k for k in range(num_top or 0)}} for i in ids]
+    logprobs = {"token_logprobs": [-0.5, -0.5], "tokens": [f"token_id:{i}" for i in ids], "top_logprobs": tops}
+    return {
+        "index": index,
+        "text": f"completion {index}",
+        "finish_reason": "stop" if index else "length",
+        "token_ids": ids,
+        "prompt_token_ids": [5, 6],
+        "logprobs": None if num_top is None else logprobs,
+        "prompt_logprobs": None,
+    }
+
+
+class FakeVllm:
+    """vLLM's two routes, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.aborted = False
+        self.waits = False
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.app = FastAPI()
+        self.app.state.openai_serving_models = SimpleNamespace(lora_requests={})
+        guarded = [Depends(self._authorise)]
+        self.app.add_api_route("/v1/completions", self._complete, methods=["POST"], dependencies=guarded)
+        self.app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+        routes.BridgeRoutes().attach_router(self.app)
+        self.http = TestClient(self.app, headers={"authorization": KEY})
+
+    def _authorise(self, request: Request) -> None:
+        if request.headers.get("authorization") != KEY:
+            raise HTTPException(401, "Unauthorized")
+
+    async def _complete(self, request: Request) -> Any:
+        asked = json.loads(await request.body())
+        self.asked.append({**asked, "headers": dict(request.headers)})
+        self.meanwhile()
+        if self.waits:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.aborted = True
+            return None
+        if asked.get("n") == 99:
+            return JSONResponse({"error": {"message": "n is too large", "code": 400}}, status_code=400)
+        choices = [choice(index, asked.get("logprobs")) for index in range(asked.get("n", 1))]
+        if asked.get("prompt_logprobs") is not None:
+            for made in choices:
+                made["prompt_logprobs"] = [None, {"6": {"logprob": -2.0, "rank": 3}, "7": {"logprob": -0.1, "rank": 1}}]
+        return {"choices": choices[::-1]}
+
+    async def _detokenize(self, document: dict[str, Any]) -> dict[str, str]:
+        return {"prompt": f"text of {document['tokens']}"}
+
+
+@pytest.fixture
+def vllm() -> FakeVllm:
+    return FakeVllm()
+
+
+def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
+    answer = vllm.http.post("/generate", json=ASKED)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "text": ["completion 0", "completion 1"],
+        "prompt": "text of [5, 6]",
+        "finish_reasons": ["length", "stop"],
+        "logprobs": [[[{"10": -0.5}], [{"20": -0.5}]], [[{"11": -0.5}], [{"21": -0.5}]]],
+        "token_ids": [[10, 20], [11, 21]],
+        "prompt_token_ids": [5, 6],
+    }
+
+
+def test_what_the_request_leaves_open_cuts_nothing_off_the_distribution(vllm: FakeVllm) -> None:
+    vllm.http.post("/generate", json={**ASKED, "top_p": 0.5, "seed": 7})
+    asked = vllm.asked[0]
+    assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["seed"]) == ([5, 6], 2, 3, 7)
+    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (1.0, 0.5, -1, 0.0)
+    assert asked["repetition_penalty"] == 1.0
+    assert "model" not in asked
+
+
+def test_the_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
+    answer = vllm.http.post("/generate", json={**ASKED, "n": 1, "logprobs": 2}).json()
+    assert answer["logprobs"] == [
+        [[{"10": -0.5, "900": -1.0, "901": -2.0}], [{"20": -0.5, "900": -1.0, "901": -2.0}]],
+    ]
+    assert list(answer["logprobs"][0][0][0]) == ["10", "900", "901"], "a client takes the first for the sampled one"
+
+
+def test_a_teacher_gets_the_log_probabilities_of_the_prompt(vllm: FakeVllm) -> None:
+    asked = {"prompt": {"prompt_token_ids": [5, 6]}, "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "max_tokens": 1}
+    answer = vllm.http.post("/generate", json=asked).json()
+    assert answer["prompt_logprobs"] == [None, {"6": -2.0, "7": -0.1}]
+    assert "logprobs" not in answer
+    assert vllm.asked[0]["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
+def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
+    answer = vllm.http.post("/generate", json={"prompt": prompt})
+    assert answer.json()["prompt"] == "some text"
+    assert vllm.asked[0]["prompt"] == "some text"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("{", "the body is no JSON: "),
+        ("[]", "a JSON list, expected an object"),
+        ('{"prompt": "a", "temprature": 1}', "/generate does not know temprature, only "),
+        ('{"prompt": "a", "stream": true}', "/generate does not stream; /v1/completions does"),
+        ("{}", "prompt must be one text"),
+        ('{"prompt": []}', "with at least one token"),
+        ('{"prompt": ["a", "b"]}', "prompt must be one text"),
+        ('{"prompt": [[1], [2]]}', "prompt must be one text"),
+        ('{"prompt": {"prompt_token_ids": [1, true]}}', "prompt must be one text"),
+        ('{"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}', "prompt must be one text"),
+    ],
+)
+def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: str) -> None:
+    answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+    assert "\n" not in answer.json()["detail"]
+    assert vllm.asked == []
+
+
+def test_what_vllm_refuses_is_refused_in_its_own_words(vllm: FakeVllm) -> None:
+    answer = vllm.http.post("/generate", json={**ASKED, "n": 99})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "n is too large")
+
+
+def test_without_the_servers_key_nothing_is_generated(vllm: FakeVllm) -> None:
+    answer = TestClient(vllm.app).post("/generate", json=ASKED)
+    assert (answer.status_code, vllm.asked) == (401, [])
+
+
+def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) -> None:
+    headers = {"x-request-id": "7", "accept-encoding": "gzip", "content-type": "application/json"}
+    vllm.http.post("/generate", content=json.dumps(ASKED), headers=headers)
+    inside = vllm.asked[0]["headers"]
+    assert (inside["authorization"], inside["x-request-id"], inside["content-type"]) == (KEY, "7", "application/json")
+    assert "accept-encoding" not in inside, "a compressed answer could not be read"
+
+
+@pytest.mark.parametrize(
+    ("served", "asked"),
+    [
+        (["mine"], None),
+        ([ADAPTER], ADAPTER),
+        ([f"{ADAPTER}-3", f"{ADAPTER}-4", "mine"], f"{ADAPTER}-4"),
+    ],
+)
+def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
+    vllm: FakeVllm, served: list[str], asked: str | None
+) -> None:
+    vllm.app.state.openai_serving_models.lora_requests = dict.fromkeys(served)
+    vllm.http.post("/generate", json=ASKED)
+    vllm.http.post("/generate", json={**ASKED, "model": "base"})
+    assert [request.get("model") for request in vllm.asked] == [asked, "base"]
+
+
+def test_the_answer_tells_the_versions_that_made_it(vllm: FakeVllm) -> None:
+    vllm.app.state.bridge_fence = fence = SimpleNamespace(version=3)
+    assert vllm.http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == ["3"]
+    vllm.meanwhile = lambda: setattr(fence, "version", 4)
+    assert vllm.http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == ["3-4"]
+
+
+def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
+    vllm.waits = True
+    sent: list[Any] = []
+    unread = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [(b"authorization", KEY.encode())]}
+    asyncio.run(vllm.app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert vllm.aborted
+    assert sent[0]["status"] == generate.CLIENT_GONE
+
+
+def test_a_server_behind_a_path_asks_itself_behind_that_path(vllm: FakeVllm) -> None:
+    http = TestClient(vllm.app, headers={"authorization": KEY}, root_path="/behind")
+    assert http.post("/behind/generate", json=ASKED).status_code == 200
+    assert len(vllm.asked) == 1

@@ -1,0 +1,159 @@
+"""What a score may return or do, and what becomes of those that failed."""
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.errors import RewardError
+from bridge.rewards.faults import Faults
+from bridge.rewards.foreign_code import foreign_code
+from bridge.rewards.scoring import Fault, Origin, Score, score_one
+from bridge.types import Problem
+from tests.unit.scores_sample import Several
+
+PROBLEM: Problem = {"prompt": "3+4="}
+TASK = "import json\nclass Task:\n    def score(self, problem, completion):\n        return "
+
+
+def scored(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Score | Fault:
+    return score_one(scores, Origin.of(scores), problem, completion)
+
+
+def fault(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Fault:
+    found = scored(scores, completion, problem)
+    assert isinstance(found, Fault)
+    assert "\n" not in found.line
+    return found
+
+
+def scoring(value: Any) -> Any:
+    class Task:
+        def score(self, problem: Problem, completion: str) -> Any:
+            if isinstance(value, BaseException):
+                raise value
+            return value
+
+    return Task()
+
+
+def of_file(path: Path, source: str) -> Any:
+    """Return a `Task` whose class is in a file, without a module of its own."""
+    path.write_text(source)
+    names: dict[str, Any] = {"__name__": "task"}
+    exec(compile(source, str(path), "exec"), names)
+    return names["Task"]()
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1), np.array(1.0)])
+def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
+    found = scored(scoring(value))
+    assert isinstance(found, Score)
+    assert type(found.reward) is float
+    assert found == Score(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", [1.0], np.ones(2), 1j, 10**400),
+        (1.0, {}),
+    ],
+)
+def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
+    found = fault(scoring(value))
+    assert found.kind == "Task.score returned something else than a finite number"
+    assert found.line.startswith("Task.score returned ")
+    assert "expected a finite number (test_rewards.py line" in found.line
+    assert found.line.endswith("on prompt '3+4=' and completion '7'")
+
+
+def test_a_score_that_raises_names_the_line_and_shortens_what_it_scored(tmp_path: Path) -> None:
+    task = of_file(tmp_path / "task.py", TASK + "int(completion)\n")
+    problem: Problem = {"prompt": "why\n" * 100}
+    found = fault(task, "long\n" * 100, problem)
+    assert "Task.score raised ValueError: invalid literal" in found.line
+    assert "(task.py line 4)" in found.line
+    assert len(found.line) < 450
+    assert found.kind == fault(task, "other", problem).kind == "Task.score raised ValueError (task.py line 4)"
+
+
+def test_the_line_is_the_users_own_even_when_a_library_raised(tmp_path: Path) -> None:
+    task = of_file(tmp_path / "task.py", TASK + "json.loads('{')\n")
+    assert fault(task).kind == "Task.score raised JSONDecodeError (task.py line 4)"
+
+
+def test_an_error_of_ours_is_told_as_it_is_and_known_by_what_it_came_from(tmp_path: Path) -> None:
+    def score(completion: str) -> float:
+        return int(completion)
+
+    class Task:
+        def score(self, problem: Problem, completion: str) -> float:
+            with foreign_code("reward brief", __file__):
+                return score(completion)
+
+    found = fault(Task(), "b")
+    assert found.line.startswith("reward brief raised ValueError: invalid literal for int() with base 10: 'b' (test_re")
+    assert found.kind == fault(Task(), "c").kind
+
+
+def test_an_exception_that_cannot_even_be_printed_is_a_fault_too() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert fault(scoring(MuteError())).line.startswith("Task.score raised MuteError (test_rewards.py line")
+    assert fault(scoring(SystemExit(3))).line.startswith("Task.score raised SystemExit: 3 (")
+
+
+def test_an_interrupt_is_no_fault_of_the_score() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        scored(scoring(KeyboardInterrupt()))
+
+
+def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> None:
+    assert scored(Several(), "four") == Score(reward=4.0, parts={"length": 4.0, "format": 0.5})
+    for completion in ("odd", "nan", "text"):
+        assert "expected a finite number and a dict of finite numbers (" in fault(Several(), completion).line
+
+
+def test_each_kind_of_fault_is_told_once_with_its_count() -> None:
+    told: list[str] = []
+    known: set[str] = set()
+    batch = Faults("step 1", num_completions=8, max_share=1)
+    batch.add([Fault(kind="a", line="a, on 1"), Score(reward=1.0), Fault(kind="b", line="b, on 2")])
+    batch.add([Fault(kind="a", line="a, on 3")])
+    batch.tell(told.append, known)
+    assert [line.partition(" (")[0] for line in told] == [
+        "step 1: 2 completions without a reward, left out: a, on 1",
+        "step 1: 1 completion without a reward, left out: b, on 2",
+    ]
+    later = Faults("step 2", num_completions=8, max_share=1)
+    later.add([Fault(kind="b", line="b, on 4"), Fault(kind="c", line="c, on 5")])
+    later.tell(told.append, known)
+    assert [line.partition(" (")[0] for line in told[2:]] == [
+        "step 2: 1 completion without a reward, left out: c, on 5"
+    ]
+
+
+def test_past_a_share_of_the_batch_faults_end_the_run_and_the_commonest_is_named() -> None:
+    batch = Faults("step 1", num_completions=8, max_share=0.25)
+    batch.add([Score(reward=1.0)] * 4)
+    batch.add([Fault(kind="b", line="b, on 1"), Fault(kind="a", line="a, on 2")])
+    with pytest.raises(RewardError) as caught:
+        batch.add([Fault(kind="a", line="a, on 3")])
+    assert caught.value.message == (
+        "step 1: at least 3 of 8 completions without a reward, more than a share of 0.25; 2 of them: a, on 2"
+    )
+    assert "--max-unscored-share" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("share", "add"), [(0.0, 1), (1.0, 9)])
+def test_the_share_may_be_none_or_all(share: float, add: int) -> None:
+    batch = Faults("step 1", num_completions=8, max_share=share)
+    for _ in range(add - 1):
+        batch.add([Fault(kind="a", line="a")])
+    with pytest.raises(RewardError):
+        batch.add([Fault(kind="a", line="a")])

@@ -1,0 +1,584 @@
+"""Servers that fail, hang, lie or die: every prompt has its own answer once, in its place, or one line says why."""
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from bridge.errors import BridgeError, ServerUnreachableError, UsageError
+from bridge.interrupt import deferred_interrupt
+from bridge.rollouts import connections, faults, retries
+from bridge.rollouts.endpoint import Endpoint
+from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, Servers
+from bridge.types import Completion
+from tests.unit.faulty_server import Cut, FaultyServer, Hang, Script, faulty
+from tests.unit.http_server import Answer, Asked, as_json
+from tests.unit.openai_server import openai
+
+PROMPTS = [(7,) * length for length in range(1, 13)]
+NUM_SAMPLES = 3
+EXPECTED = [
+    [(40 + index, 50 + len(prompt), 2) for index in range(NUM_SAMPLES)] for prompt in PROMPTS
+]  # what `openai` answers: no two of them are equal
+Reaction = Answer | Cut | Hang | None
+WELL = openai()
+
+
+def react(asked: Asked) -> Answer:
+    """Answer as a well server does."""
+    answer = WELL(asked)
+    assert answer is not None
+    return answer
+
+
+class Waits(list[float]):
+    """What was waited for between tries, without waiting."""
+
+    async def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+def sampler(**choices: Any) -> Sampler:
+    fixed: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.0, "timeout_s": 60, "sleep": Waits()}
+    return Sampler(**fixed | choices)
+
+
+def sample(ours: Sampler, *servers: FaultyServer, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> Any:
+    """Return the token ids of every completion."""
+    endpoints = [Endpoint(url=server.url) for server in servers]
+    groups = ours.sample(endpoints, prompts, num_samples=NUM_SAMPLES, seed=1)
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def at_first(num_times: int, fault: Callable[[Asked], Reaction]) -> Script:
+    """Fail each prompt `num_times`, then answer it."""
+    tries: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def script(asked: Asked) -> Reaction:
+        if asked.method == "GET":
+            return react(asked)
+        with lock:
+            tries[asked.body["seed"]] += 1
+            fails = tries[asked.body["seed"]] <= num_times
+        return fault(asked) if fails else react(asked)
+
+    return script
+
+
+def always(fault: Callable[[Asked], Reaction]) -> Script:
+    return at_first(10**6, fault)
+
+
+def bent(bend: Callable[[list[Any]], list[Any]]) -> Callable[[Asked], Reaction]:
+    """Answer with other choices than those that were asked for."""
+    return openai(lambda document, _: {**document, "choices": bend(document["choices"])})
+
+
+FAULTS: dict[str, Callable[[Asked], Reaction]] = {
+    "500": lambda _: as_json({"error": {"message": "EngineDead"}}, 500),
+    "503": lambda _: Answer("not yet", 503),
+    "408": lambda _: Answer("", 408),
+    "dropped": lambda _: None,
+    "cut in the middle": lambda asked: Cut(react(asked)),
+    "too few": bent(lambda choices: choices[:2]),
+    "too many": bent(lambda choices: [*choices, {**choices[0], "index": 3}]),
+    "one twice": bent(lambda choices: [choices[0], choices[1], choices[1]]),
+    "no JSON": lambda _: Answer("<html>all is well</html>"),
+    "half of the JSON": lambda asked: Answer(react(asked).body[:-40]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_costs_a_retry_and_no_sample(fault: str) -> None:
+    with faulty(at_first(1, FAULTS[fault])) as server, sampler() as ours:
+        assert sample(ours, server) == EXPECTED
+        assert ours.num_retries == len(PROMPTS)
+    asked = Counter(body["seed"] for body in server.completions)
+    assert set(asked.values()) == {2}  # by the same seed each time
+    assert sorted(asked) == [1_000_003 + NUM_SAMPLES * index for index in range(len(PROMPTS))]
+
+
+def test_a_server_that_answers_500_for_a_while_is_asked_after_ever_longer_waits() -> None:
+    waits = Waits()
+    with faulty(at_first(4, FAULTS["500"])) as server, sampler(sleep=waits) as ours:
+        assert sample(ours, server, prompts=PROMPTS[:1]) == EXPECTED[:1]
+    assert len(waits) == 4
+    assert all(0 <= wait <= longest for wait, longest in zip(waits, (0.5, 1.0, 2.0, 4.0), strict=True))
+    assert len(set(waits)) == 4  # by chance: requests that failed together do not come back together
+
+
+def test_waits_grow_no_further_than_their_limit() -> None:
+    assert max(retries.wait_s(10**9) for _ in range(100)) <= retries.WAIT_LIMIT_S
+    assert max(retries.wait_s(1) for _ in range(100)) <= retries.FIRST_WAIT_S
+
+
+def error_of(script: Script, **choices: Any) -> tuple[BridgeError, FaultyServer]:
+    with faulty(script) as server, sampler(**choices) as ours:
+        with pytest.raises(BridgeError) as caught:
+            sample(ours, server, prompts=PROMPTS[:1])
+        assert server.url in caught.value.message
+        assert "\n" not in caught.value.message
+    return caught.value, server
+
+
+@pytest.mark.parametrize(("max_retries", "words"), [(0, "tried once"), (1, "tried 2 times"), (4, "tried 5 times")])
+def test_a_server_that_stays_unwell_is_given_up_with_its_last_words(max_retries: int, words: str) -> None:
+    error, server = error_of(always(FAULTS["500"]), max_retries=max_retries)
+    assert type(error) is ServerUnreachableError
+    assert f"answered 500: EngineDead; {words}" in error.message
+    assert len(server.completions) == max_retries + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("too few", "asked for 3 completions, got 2"), ("too many", "asked for 3 completions, got 4"),
+     ("one twice", "asked for 3 completions, got those numbered 0, 1, 1"), ("no JSON", "answered nonsense")],
+)  # fmt: skip
+def test_who_answers_nonsense_twice_means_it(fault: str, words: str) -> None:
+    error, server = error_of(always(FAULTS[fault]))
+    assert type(error) is ServerUnreachableError
+    assert words in error.message
+    assert "tried 2 times" in error.message
+    assert len(server.completions) == 2
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 501])
+def test_what_would_be_refused_again_is_asked_once(status: int) -> None:
+    _, server = error_of(always(lambda _: as_json({"error": {"message": "no"}}, status)))
+    assert len(server.completions) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_wants_a_key_names_the_variable_that_holds_it(status: int) -> None:
+    error, _ = error_of(lambda _: as_json({"error": "Unauthorized"}, status))
+    assert type(error) is UsageError  # starting it again would not help
+    assert "VLLM_API_KEY" in error.remedy
+
+
+@pytest.mark.parametrize("key", [None, "abc"])
+def test_the_key_of_the_environment_goes_with_every_request(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    with faulty(react) as server, sampler() as ours:
+        sample(ours, server)
+    assert {asked.headers.get("authorization") for asked in server.asked} == {key and f"Bearer {key}"}
+
+
+def test_a_server_that_hangs_is_not_asked_again_and_sees_that_nobody_waits() -> None:
+    error, server = error_of(always(lambda _: Hang()), timeout_s=2)
+    assert type(error) is ServerUnreachableError
+    assert "no answer within 2 s; tried once" in error.message
+    assert "--request-timeout-s" in error.remedy
+    assert len(server.completions) == len(server.given_up) == 1
+
+
+def test_an_answer_that_never_ends_takes_no_longer_than_one_that_never_comes() -> None:
+    error, _ = error_of(
+        always(lambda asked: Answer(react(asked).body, headers={"content-length": "99999"})), timeout_s=2
+    )
+    assert "no answer within 2 s" in error.message
+
+
+def test_a_server_that_is_gone_is_told_within_seconds() -> None:
+    waits = Waits()
+    with sampler(sleep=waits) as ours:
+        with faulty(react) as server:
+            assert sample(ours, server) == EXPECTED
+        with pytest.raises(ServerUnreachableError, match=r"ConnectError.*; tried 5 times") as caught:
+            sample(ours, server, prompts=PROMPTS[:1])
+    assert server.url in caught.value.message
+    assert len(waits) == 4
+    assert sum(waits) < 8
+
+
+def test_an_address_that_is_none_is_told_at_once() -> None:
+    with sampler() as ours, pytest.raises(ServerUnreachableError, match="tried once"):
+        ours.sample([Endpoint(url="gopher://here")], PROMPTS, num_samples=1, seed=0)
+
+
+@pytest.mark.parametrize(("wanted", "waited"), [("7", 7.0), ("86400", 30.0), ("soon", 0.0), ("-3", 0.0), (None, 0.0),
+    ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("Wed, 21 Oct 2105 07:28:00 GMT", 30.0)])  # fmt: skip
+def test_a_server_that_says_when_to_come_back_is_asked_then_within_limits(wanted: str | None, waited: float) -> None:
+    waits, headers = Waits(), {} if wanted is None else {"retry-after": wanted}
+    with faulty(at_first(1, lambda _: Answer("busy", 429, headers))) as server, sampler(sleep=waits) as ours:
+        assert sample(ours, server) == EXPECTED
+    assert len(waits) == len(PROMPTS)
+    assert all(waited <= wait <= waited + retries.FIRST_WAIT_S for wait in waits)
+
+
+def test_a_busy_server_keeps_nobody_waiting_while_another_one_is_well() -> None:
+    waits = Waits()
+    busy = always(lambda _: Answer("busy", 429, {"retry-after": "20"}))
+    with faulty(busy) as one, faulty(react) as other, sampler(sleep=waits) as ours:
+        assert sample(ours, one, other) == EXPECTED
+    assert waits
+    assert max(waits) <= retries.FIRST_WAIT_S
+
+
+def test_groups_of_a_server_that_dies_in_mid_run_are_sampled_by_the_other() -> None:
+    def dies(asked: Asked) -> Answer | None:
+        if asked.method == "POST" and len(one.completions) > 3:
+            threading.Thread(target=one.stop).start()
+            return None
+        return react(asked)
+
+    with faulty(dies) as one, faulty(react) as other, sampler(max_concurrency=4) as ours:
+        assert sample(ours, one, other) == EXPECTED
+        assert ours.num_retries > 0
+        assert sample(ours, one, other) == EXPECTED
+    assert len(other.completions) >= 2 * len(PROMPTS) - 3
+
+
+def test_groups_of_a_server_that_hangs_are_sampled_by_the_other_which_alone_is_asked_then() -> None:
+    with (
+        faulty(always(lambda _: Hang())) as one,
+        faulty(react) as other,
+        sampler(timeout_s=3, max_concurrency=4) as ours,
+    ):
+        assert sample(ours, one, other) == EXPECTED
+        num_hung = len(one.completions)
+        assert 1 <= num_hung <= 4
+        assert sample(ours, one, other) == EXPECTED
+    assert len(one.given_up) == len(one.completions) <= num_hung + 1  # one more if its rest was over
+    assert ours.num_retries == len(one.completions)
+
+
+def test_nonsense_of_one_server_is_asked_of_another() -> None:
+    with faulty(always(FAULTS["no JSON"])) as one, faulty(react) as other, sampler() as ours:
+        assert sample(ours, one, other) == EXPECTED
+
+
+def test_when_every_server_fails_the_last_one_is_named_and_who_hangs_is_not_asked_twice() -> None:
+    with (
+        faulty(always(FAULTS["500"])) as one,
+        faulty(always(lambda _: Hang())) as other,
+        sampler(timeout_s=2) as ours,
+        pytest.raises(ServerUnreachableError, match="EngineDead; tried 5 times") as caught,
+    ):
+        sample(ours, one, other, prompts=PROMPTS[:1])
+    assert one.url in caught.value.message
+    assert (len(one.completions), len(other.completions)) == (4, 1)
+
+
+def test_each_request_goes_to_the_server_with_the_fewest_under_way() -> None:
+    released = threading.Event()
+
+    def slow(asked: Asked) -> Answer:
+        if asked.method == "POST":
+            released.wait(timeout=60)
+        return react(asked)
+
+    def quick(asked: Asked) -> Answer:
+        if len(other.completions) == len(PROMPTS) - 2:
+            released.set()
+        return react(asked)
+
+    with faulty(slow) as one, faulty(quick) as other, sampler(max_concurrency=4) as ours:
+        assert sample(ours, one, other) == EXPECTED
+    assert (len(one.completions), len(other.completions)) == (2, len(PROMPTS) - 2)
+
+
+def test_servers_take_turns_where_they_are_equally_busy() -> None:
+    with faulty(react) as one, faulty(react) as other, sampler(max_concurrency=1) as ours:
+        assert sample(ours, one, other) == EXPECTED
+    assert len(one.completions) == len(other.completions) == len(PROMPTS) / 2
+
+
+def test_versions_names_and_what_is_lacking_are_each_servers_own() -> None:
+    def plain(asked: Asked) -> Answer:
+        if asked.method == "GET":
+            return as_json({"data": [{"id": "theirs"}]})
+        tokens = {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}
+        choices = [{"index": i, "text": "", "finish_reason": "stop", "logprobs": tokens} for i in range(NUM_SAMPLES)]
+        return as_json({"choices": choices})
+
+    with faulty(react) as one, faulty(plain) as other, sampler(max_concurrency=1) as ours:
+        endpoints = [Endpoint(url=one.url, model="adapter"), Endpoint(url=other.url, version=5)]
+        groups = ours.sample(endpoints, PROMPTS, num_samples=NUM_SAMPLES, seed=0)
+        assert [other.url in line for line in ours.lacks] == [True]
+    assert [group[0].weight_version for group in groups] == [3, 5] * (len(PROMPTS) // 2)
+    assert {body["model"] for body in one.completions} == {"adapter"}
+    assert {body["model"] for body in other.completions} == {"theirs"}
+
+
+def test_connections_are_used_again_within_a_call_and_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEPALIVE_S", 600)
+    with faulty(react) as server, sampler(max_concurrency=3) as ours:
+        for _ in range(5):
+            assert sample(ours, server) == EXPECTED
+        assert 1 <= len(server.connections) <= 3
+        ours.close()
+        assert sample(ours, server) == EXPECTED
+        assert 2 <= len(server.connections) <= 6
+
+
+def test_a_connection_that_the_server_closed_while_nobody_used_it_costs_nothing() -> None:
+    def closes(asked: Asked) -> Answer:
+        return Answer(react(asked).body, headers={"connection": "close"})
+
+    with faulty(closes) as server, sampler() as ours:
+        assert sample(ours, server) == EXPECTED
+        assert sample(ours, server) == EXPECTED
+        assert ours.num_retries == 0
+
+
+def test_no_more_requests_are_under_way_than_may_be() -> None:
+    lock, running, most = threading.Lock(), 0, 0
+    both = threading.Barrier(2)
+
+    def script(asked: Asked) -> Answer:
+        nonlocal running, most
+        if asked.method == "GET":
+            return react(asked)
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait(timeout=60)  # two at a time, always
+        with lock:
+            running -= 1
+        return react(asked)
+
+    with faulty(script) as server, sampler(max_concurrency=2) as ours:
+        assert sample(ours, server) == EXPECTED
+    assert most == 2
+
+
+def endpoint_of(server: FaultyServer) -> list[Endpoint]:
+    return [Endpoint(url=server.url)]
+
+
+def test_groups_are_handed_on_as_they_arrive_each_with_its_index() -> None:
+    last = threading.Event()
+
+    def script(asked: Asked) -> Answer:
+        if asked.method == "POST" and len(asked.body["prompt"]) == 1:
+            last.wait(timeout=60)  # the first prompt is answered once all others were taken
+        return react(asked)
+
+    async def take() -> list[int]:
+        taken = []
+        async for index, group in ours.stream(endpoint_of(server), PROMPTS, num_samples=NUM_SAMPLES, seed=0):
+            assert [completion.token_ids for completion in group] == EXPECTED[index]
+            taken.append(index)
+            if len(taken) == len(PROMPTS) - 1:
+                last.set()
+        return taken
+
+    with faulty(script) as server, sampler() as ours:
+        taken = ours.run(take())
+    assert taken[-1] == 0
+    assert sorted(taken) == list(range(len(PROMPTS)))
+
+
+def test_who_takes_slowly_is_not_flooded() -> None:
+    async def take() -> int:
+        stream = ours.stream(endpoint_of(server), PROMPTS, num_samples=NUM_SAMPLES, seed=0)
+        await anext(stream)
+        await asyncio.sleep(0.3)  # whatever comes now was asked for too early
+        return len(server.completions)
+
+    with faulty(react) as server, sampler(max_concurrency=2) as ours:
+        assert ours.run(take()) <= 5
+
+
+@contextmanager
+def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer]:
+    """Answer nothing, and `act` once `num_requests` hang."""
+
+    def script(asked: Asked) -> Reaction:
+        if asked.method == "GET":
+            return react(asked)
+        if len(server.completions) == num_requests:
+            act()
+        return Hang()
+
+    with faulty(script) as server:
+        yield server
+
+
+class EnoughError(Exception):
+    """The caller has had enough."""
+
+
+def test_a_caller_who_stops_leaves_no_request_running() -> None:
+    def script(asked: Asked) -> Reaction:
+        return react(asked) if asked.method == "GET" or len(asked.body["prompt"]) == 1 else Hang()
+
+    async def stop() -> None:
+        async for _ in ours.stream(endpoint_of(server), PROMPTS, num_samples=NUM_SAMPLES, seed=0):
+            await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
+            raise EnoughError
+
+    with faulty(script) as server, sampler() as ours:
+        with pytest.raises(EnoughError):
+            ours.run(stop())
+        wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    tick = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        tick.wait(0.01)
+    pytest.fail("it never came to be")
+
+
+def interrupt(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Check that no task and no generator is left for asyncio to complain of."""
+    yield
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_request_running_and_the_sampler_usable(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with hanging(len(PROMPTS), lambda: interrupt(number)) as server, faulty(react) as well, sampler() as ours:
+            with pytest.raises(KeyboardInterrupt):
+                sample(ours, server)
+            assert signal.getsignal(number) is signal.default_int_handler
+            wait_until(lambda: len(server.given_up) == len(PROMPTS))
+            assert len(server.completions) == len(PROMPTS)
+            assert sample(ours, well) == EXPECTED
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_interrupt_while_it_waits_to_try_again_acts_at_once() -> None:
+    async def wait_for_ever(_: float) -> None:
+        interrupt(signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with (
+        faulty(always(FAULTS["500"])) as server,
+        sampler(sleep=wait_for_ever) as ours,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        sample(ours, server, prompts=PROMPTS[:1])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_second_interrupt_ends_what_the_first_one_could_not() -> None:
+    async def stubborn() -> None:
+        try:
+            interrupt(signal.SIGINT)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            interrupt(signal.SIGINT)
+            await asyncio.Event().wait()
+
+    with sampler() as ours, pytest.raises(KeyboardInterrupt):
+        ours.run(stubborn())
+
+
+def test_an_interrupt_that_is_held_back_waits_for_the_end() -> None:
+    def script(asked: Asked) -> Answer:
+        if len(server.completions) == 1:
+            interrupt(signal.SIGINT)
+        return react(asked)
+
+    def held_back() -> None:
+        with deferred_interrupt():
+            done.append(sample(ours, server))
+
+    done: list[Any] = []
+    with faulty(script) as server, sampler() as ours, pytest.raises(KeyboardInterrupt):
+        held_back()
+    assert done == [EXPECTED]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
+    def script(asked: Asked) -> Reaction:
+        if asked.method == "GET" or len(asked.body["prompt"]) > 1:
+            return react(asked) if asked.method == "GET" else Hang()
+        wait_until(lambda: len(server.completions) == len(PROMPTS))
+        return as_json({"error": {"message": "too long"}}, 400)
+
+    with faulty(script) as server, sampler() as ours:
+        with pytest.raises(UsageError, match="too long"):
+            sample(ours, server)
+        wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def failing(health: Health) -> None:
+    with pytest.raises(faults.Fault), health.watched():
+        raise faults.Fault("no", "anywhere")
+
+
+def test_a_server_that_fails_is_left_out_for_a_growing_while_and_tried_with_one_request() -> None:
+    clock = Clock()
+    health, rests = Health(clock), list[float]()
+    assert health.is_well()
+    for _ in range(9):
+        begun = clock.now
+        failing(health)
+        failing(health)  # while it is left out: counted once
+        while not health.is_well():
+            clock.now += 0.5
+        rests.append(clock.now - begun)
+    assert rests == [1, 2, 4, 8, 16, 32, REST_LIMIT_S, REST_LIMIT_S, REST_LIMIT_S]
+    with health.watched():
+        assert not health.is_well()
+    with health.watched():
+        assert health.is_well()  # it has answered
+
+
+def test_where_every_server_is_left_out_the_one_that_is_back_first_is_asked() -> None:
+    clock = Clock()
+    one, other = (Server(Endpoint(url=url), Health(clock)) for url in ("http://one", "http://other"))
+    servers = Servers([one, other])
+    assert [servers.next(()) for _ in range(4)] == [one, other, one, other]
+    failing(one.health)
+    assert [servers.next(()) for _ in range(2)] == [other, other]
+    clock.now += 0.5
+    failing(other.health)
+    assert [servers.next(()) for _ in range(2)] == [one, one]
+    assert servers.next({one}) is other
+
+
+def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
+    async def take() -> None:
+        taken = list[weakref.ref[Completion]]()
+        async for _, group in ours.stream(endpoint_of(server), [(7,)] * 60, num_samples=NUM_SAMPLES, seed=0):
+            taken += map(weakref.ref, group)
+            alive = sum(completion() is not None for completion in taken)
+            assert alive <= 2 * NUM_SAMPLES  # this group, and the one before while this one is handed on
+        assert len(taken) == 60 * NUM_SAMPLES
+
+    gc.disable()  # whatever a cycle held would be held for a while in a run, too
+    try:
+        with faulty(react) as server, sampler(max_concurrency=4) as ours:
+            ours.run(take())
+    finally:
+        gc.enable()

@@ -1,0 +1,296 @@
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.files.run_directory import RunDirectory
+from bridge.training import curves, trackers
+from bridge.training.metrics import Evaluation, StepMetrics
+from bridge.training.trackers import Trackers
+from bridge.types import Completion, Group
+
+NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
+"""Fields that are no figure, or several."""
+
+
+def metrics(step: int, **changed: Any) -> StepMetrics:
+    names = [each.name for each in dataclasses.fields(StepMetrics)]
+    known: dict[str, Any] = {"step": step, "rollouts": "0a1b", "device": "cpu", "reward_parts": {"exact": 0.25}}
+    known |= {"logprob_diff_histogram": (0.5, 0.25, 0, 0, 0, 0, 0, 0.25), "tokens_generated": 12, "rollout_s": 3.0}
+    return StepMetrics(**(dict.fromkeys(names, 0.5) | known | changed))
+
+
+def evaluation(step: int) -> Evaluation:
+    return Evaluation(
+        step=step, weight_version=step, reward_mean=0.75, reward_std=0.5, reward_parts={"exact": 0.5}, unscored=0,
+        num_problems=8, completion_tokens_mean=4.0, truncated_share=0.0, seconds=1.0,
+    )  # fmt: skip
+
+
+def groups(text: str = "5") -> list[Group]:
+    completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", weight_version=1)
+    return [
+        Group(problem={"prompt": "nobody answers"}, prompt_token_ids=(1,), completions=(), rewards=()),
+        Group(problem={"prompt": "2+3="}, prompt_token_ids=(1,), completions=(completion,), rewards=(1.0,)),
+    ]
+
+
+@dataclass
+class FakeTracker:
+    """Keeps what it is told, and fails from its `fails_at`-th log on."""
+
+    fails_at: int = 99
+    logged: list[tuple[int, Mapping[str, float], str | None]] = field(default_factory=list)
+    closed: list[bool] = field(default_factory=list)
+
+    def log(self, step: int, values: Mapping[str, float], sample: str | None = None) -> None:
+        if len(self.logged) + 1 >= self.fails_at:
+            raise OSError("No space left\non device")
+        self.logged.append((step, values, sample))
+
+    def close(self, *, failed: bool) -> None:
+        self.closed.append(failed)
+
+
+class FakeWriter:
+    """What `torch.utils.tensorboard.SummaryWriter` is to us."""
+
+    made: list["FakeWriter"]
+
+    def __init__(self, folder: str, *, purge_step: int, flush_secs: int) -> None:
+        self.folder, self.purge_step = folder, purge_step
+        self.scalars: list[tuple[str, float, int]] = []
+        self.texts: list[tuple[str, str, int | None]] = []
+        self.closed = False
+        self.made.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def add_text(self, name: str, text: str, step: int | None = None) -> None:
+        self.texts.append((name, text, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeWandb(ModuleType):
+    """What `wandb` is to us."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.error, self.chosen, self.logged = error, [], []  # type: ignore[var-annotated]
+        self.finished: list[int] = []
+        self.Html = lambda text, *, inject: text
+        self.Settings = SimpleNamespace
+
+    def init(self, **chosen: Any) -> "FakeWandb":
+        if self.error is not None:
+            raise self.error
+        self.chosen.append(chosen)
+        return self
+
+    def define_metric(self, names: str, *, step_metric: str) -> None:
+        assert (names, step_metric) == ("*", "step")
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append(values)
+
+    def finish(self, exit_code: int) -> None:
+        self.finished.append(exit_code)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what makes it look as if exactly these packages were installed."""
+
+    def install(*packages: str, wandb: FakeWandb | None = None) -> FakeWandb:
+        fake = wandb or FakeWandb()
+        FakeWriter.made = []
+        monkeypatch.setattr(trackers, "is_installed", lambda package: package in packages)
+        tensorboard = ModuleType("torch.utils.tensorboard")
+        tensorboard.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR", "WANDB_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        return fake
+
+    return install
+
+
+def config(**choices: Any) -> TrainConfig:
+    return TrainConfig(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
+
+
+def test_every_figure_of_a_step_has_a_curve_of_its_own() -> None:
+    drawn = {name for name in curves.STEP_CURVES if name != "fence_s"}
+    assert drawn == {each.name for each in dataclasses.fields(StepMetrics)} - NOT_DRAWN
+    assert len(set(curves.STEP_CURVES.values())) == len(curves.STEP_CURVES)
+    values = curves.of_step(metrics(1, fence_pause_s=0.004))
+    assert (values["fence/pause_ms"], values["rollout/tokens_per_s"], values["reward/part/exact"]) == (4.0, 4.0, 0.25)
+    shares = {name: value for name, value in values.items() if name.startswith("logprob_diff_share/")}
+    assert [*shares][:1] + [*shares][-1:] == ["logprob_diff_share/below_0.001", "logprob_diff_share/from_1"]
+    assert (len(shares), sum(shares.values())) == (8, 1.0)
+
+
+def test_what_is_no_number_is_not_drawn() -> None:
+    values = curves.of_step(metrics(1, logprob_diff_mean=math.nan, grad_norm=math.inf))
+    assert not {"mismatch/logprob_diff_mean", "train/grad_norm"} & set(values)
+    assert all(map(math.isfinite, values.values()))
+
+
+def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
+    told: list[str] = []
+    bad, good = FakeTracker(fails_at=2), FakeTracker()
+    with Trackers(lambda: {"Bad": bad, "Good": good}, told.append, shows_texts=True) as tracked:
+        for step in (1, 2, 3):
+            tracked.step(metrics(step), groups())
+        tracked.evaluation(evaluation(3))
+    assert told == ["Bad failed, and is told nothing more of this run: OSError: No space left on device"]
+    assert [step for step, _, _ in bad.logged] == [1]
+    assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
+    assert good.logged[-1][1]["held_out/reward_mean"] == 0.75
+    assert (bad.closed, good.closed) == ([], [False])
+
+
+def test_the_sample_is_the_first_completion_with_a_reward_and_is_left_out_where_no_text_is_kept() -> None:
+    shown, silent = FakeTracker(), FakeTracker()
+    Trackers(lambda: {"t": shown}, pytest.fail, shows_texts=True).step(metrics(1), groups("a \ud83d half"))
+    Trackers(lambda: {"t": silent}, pytest.fail, shows_texts=False).step(metrics(1), groups())
+    text = shown.logged[0][2]
+    assert text == "2+3=\n\n--- reward 1.000 ---\n\na \\ud83d half"
+    assert silent.logged[0][2] is None
+
+
+def test_a_run_that_ended_by_an_error_is_told_as_one() -> None:
+    tracker = FakeTracker()
+    tracked = Trackers(lambda: {"t": tracker}, pytest.fail, shows_texts=True)
+    with pytest.raises(KeyboardInterrupt), tracked:  # noqa: PT012
+        tracked.phase("rollouts")
+        raise KeyboardInterrupt
+    assert tracker.closed == [True]
+
+
+def test_tensorboard_is_used_where_it_is_installed_and_not_refused(tmp_path: Path, installed: Any) -> None:
+    run = RunDirectory(tmp_path)
+    for packages, choice, is_used in ((["tensorboard"], None, 1), (["tensorboard"], False, 0), ([], None, 0)):
+        installed(*packages)
+        with trackers.of(config(tensorboard=choice), run) as tracked:
+            tracked.phase("rollouts")
+            assert len(FakeWriter.made) == is_used
+
+
+def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: Any) -> None:
+    fake = installed("tensorboard", "wandb")
+    with trackers.of(config(wandb=True), RunDirectory(tmp_path)):
+        pass
+    assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_tensorboard_gets_every_curve_and_drops_what_a_resumed_run_lost(tmp_path: Path, installed: Any) -> None:
+    installed("tensorboard")
+    with trackers.of(config(), RunDirectory(tmp_path), first_step=3) as tracked:
+        tracked.step(metrics(3), groups("# not *markdown*"))
+    (writer,) = FakeWriter.made
+    assert (writer.folder, writer.purge_step, writer.closed) == (str(tmp_path / "tensorboard"), 3, True)
+    assert {name: value for name, value, _ in writer.scalars} == curves.of_step(metrics(3))
+    assert {step for _, _, step in writer.scalars} == {3}
+    (_, choices, _), (_, sample, step) = writer.texts
+    assert "secret" not in choices
+    assert json.loads(choices)["model_name"] == "m"
+    assert step == 3
+    assert all(line.startswith("    ") for line in sample.splitlines())
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_what_is_asked_for_and_not_installed_is_refused_with_what_to_install(
+    package: str, tmp_path: Path, installed: Any
+) -> None:
+    installed()
+    trackers.check(config())
+    with pytest.raises(UsageError, match="not installed") as refused:
+        trackers.check(config(**{package: True}))
+    assert refused.value.remedy == f"pip install {package}, or leave --{package} out"
+    with pytest.raises(UsageError):
+        trackers.of(config(**{package: True}), RunDirectory(tmp_path))
+
+
+def test_a_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bridge_tracker_of_nobody").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not trackers.is_installed("bridge_tracker_of_nobody")
+    assert trackers.is_installed("torch")
+
+
+def test_wandb_goes_on_with_the_run_that_the_directory_knows(tmp_path: Path, installed: Any) -> None:
+    fake = installed("wandb")
+    for first_step in (1, 2):
+        with trackers.of(config(wandb=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
+            tracked.step(metrics(first_step), groups("<b>5"))
+    first, second = fake.chosen
+    assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
+    assert (first["resume"], first["project"], first["dir"]) == ("allow", "bridge", str(tmp_path))
+    assert first["config"]["training_steps"] == 10
+    assert "start_command" not in first["config"]
+    assert [each["step"] for each in fake.logged] == [1, 2]
+    assert "&lt;b&gt;5" in fake.logged[0]["sample"]
+    assert fake.finished == [0, 0]
+
+
+def test_wandbs_own_variables_have_the_last_word(
+    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = installed("wandb")
+    own = {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_RUN_ID": "i"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    trackers.of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
+    (chosen,) = fake.chosen
+    assert [chosen[name] for name in ("project", "name", "dir", "id")] == ["p", "n", "/d", "i"]
+
+
+def test_what_was_asked_for_and_cannot_begin_stops_the_run_and_closes_the_others(
+    tmp_path: Path, installed: Any
+) -> None:
+    installed("tensorboard", "wandb", wandb=FakeWandb(RuntimeError("No API key configured")))
+    with pytest.raises(UsageError, match="Weights & Biases cannot be used: RuntimeError: No API key") as refused:
+        trackers.of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
+    assert "--wandb" in refused.value.remedy
+    assert [writer.closed for writer in FakeWriter.made] == [True]
+
+
+def test_what_nobody_asked_for_and_cannot_begin_is_told_of(
+    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    installed("tensorboard")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    trackers.of(config(), RunDirectory(tmp_path, tell=told.append)).step(metrics(1), groups())
+    assert len(told) == 1
+    assert told[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
+
+
+def test_what_is_written_is_what_tensorboard_reads(tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def write(first_step: int, rewards: Sequence[float]) -> None:
+        with trackers.of(config(tensorboard=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
+            for step, reward in enumerate(rewards, first_step):
+                tracked.step(metrics(step, reward_mean=reward), groups())
+
+    write(1, [0.0, 0.25, 0.5])
+    write(3, [1.0])
+    read = reading.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(each.step, each.value) for each in read.Scalars("reward/mean")] == [(1, 0.0), (2, 0.25), (3, 1.0)]
+    assert "sample/text_summary" in read.Tags()["tensors"]
