@@ -113,7 +113,7 @@ def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[f
 
 
 def _with_mask(sample: Sample, sampled: tuple[bool, ...]) -> Sample:
-    """Return the sample with a mask if it needs one: what comes before its first sampled token is read like a prompt."""
+    """Return the sample with a mask if it needs one: what comes before its first sampled token becomes prompt."""
     first = sampled.index(True)
     return replace(
         sample,

@@ -22,10 +22,10 @@ NAME = "report.html"
 HEAD_BYTES = 2048
 """Where a page of ours says so."""
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False)]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="The page. [default: report.html in the run, or here for several]"),
+    typer.Option("--out", metavar="FILE", help="The page; absent: report.html in the run, here for several."),
 ]
 
 

@@ -325,7 +325,8 @@ def test_help_shows_everything_and_loads_nothing_heavy() -> None:
     done = run_python(code)
     assert done.stderr == ""
     assert "--out" in done.stdout
-    assert "RUN..." in done.stdout
+    assert "{RUN}..." in done.stdout
+    assert "report.html in the run" in " ".join(done.stdout.split())
     assert "…" not in done.stdout
 
 
