@@ -1,6 +1,6 @@
 """`bridge demo`: the whole of the product in one command, with a tiny model that it makes itself.
 
-Not covered: the model (`demo_model.py`) and the picture (`reward_plot.py`).
+Not covered: the model (`demo_model.py`) and the page (`report/`).
 """
 
 import json
@@ -19,6 +19,7 @@ from bridge.files.run_directory import RunDirectory, write_json
 from cli import console
 from cli.engine import ServedEngine
 from cli.options import Json
+from cli.report import command as report
 from cli.run import attached_to
 from cli.serve import free_port, prepare
 from cli.train import load_environment, train_in
@@ -57,8 +58,9 @@ def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "au
     summary, checks = _train_and_verify(model, run, steps, device)
     document = conclusion(summary, checks)
     write_json(run.path / "summary.json", document)
-    plot = _plot(summary, run)
-    _print_table(document, plot, run)
+    page = run.path / report.NAME
+    report.write([run.path], page)
+    _print_table(document, page, run)
     if as_json:
         console.data(json.dumps(document))
     if not document["passed"]:
@@ -140,13 +142,7 @@ def _train_and_verify(
         return summary, proof(command.manifest, as_json=False)
 
 
-def _plot(summary: "Summary", run: RunDirectory) -> Path:
-    from cli import reward_plot
-
-    return reward_plot.plot(summary.rewards, _held_out(summary), run.path / "reward.png")
-
-
-def _print_table(document: dict[str, Any], plot: Path, run: RunDirectory) -> None:
+def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:
     rows = {
         "held-out reward before": f"{document['reward_before']:.3f}",
         "held-out reward after": f"{document['reward_after']:.3f}",
@@ -154,7 +150,7 @@ def _print_table(document: dict[str, Any], plot: Path, run: RunDirectory) -> Non
         "bytes of weights copied": str(document["weight_bytes_copied"]),
         "largest difference of log-probabilities": f"{document['logprob_diff_max']:.4f} nats",
         "fence, median": f"{document['fence_p50_ms']:.1f} ms",
-        "reward curve": str(plot),
+        "report, for a browser": str(page),
         "summary": str(run.path / "summary.json"),
     }
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -35,12 +35,12 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
             f"the {what} {folder} cannot be made: {error.strerror}", remedy=f"name another with {flag}"
         ) from error
     if not _lock(descriptor):
-        holder = _holder(os.fstat(descriptor).st_ino)
+        pid = holder(os.fstat(descriptor).st_ino)
         os.close(descriptor)
         raise UsageError(
-            f"the {what} {folder} is in use by {f'process {holder}' if holder else 'another process'}: "
+            f"the {what} {folder} is in use by {f'process {pid}' if pid else 'another process'}: "
             "two runs would overwrite each other",
-            remedy=f"wait for its end{f', or end it with: kill -INT {holder}' if holder else ''}; "
+            remedy=f"wait for its end{f', or end it with: kill -INT {pid}' if pid else ''}; "
             f"a run of its own needs another {flag}",
         )
     return missing
@@ -69,7 +69,7 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _holder(inode: int) -> str | None:
+def holder(inode: int) -> str | None:
     """Return the pid of the process that has locked `inode`, where the kernel tells."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()

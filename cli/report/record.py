@@ -91,7 +91,7 @@ def read(path: Path) -> Run:
         summary=summary if number(summary.get("steps")) == steps[-1] else {},
         evaluations=tuple(held_out[step] for step in sorted(held_out)),
         events=tuple(events.read(files, steps, columns)), device=str(rows[steps[-1]].get("device") or ""),
-        engine_version=_engine_version(files.server_log), holder=claim._holder(path.stat().st_ino),
+        engine_version=_engine_version(files.server_log), holder=claim.holder(path.stat().st_ino),
         written=_written(files), notes=tuple(notes),
     )  # fmt: skip
 

@@ -346,4 +346,4 @@ def test_the_healthy_range_and_the_bins_are_those_of_the_loss() -> None:
 
 def test_the_holder_of_a_claim_is_told_by_its_folder(tmp_path: Path) -> None:
     claim.make(tmp_path / "run", what="run directory", flag="--run-dir")
-    assert claim._holder((tmp_path / "run").stat().st_ino) == str(os.getpid())
+    assert claim.holder((tmp_path / "run").stat().st_ino) == str(os.getpid())

@@ -99,7 +99,7 @@ def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, mo
 
 def test_without_the_kernels_list_the_process_has_no_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path):
-        monkeypatch.setattr(claim, "_holder", lambda _: None)
+        monkeypatch.setattr(claim, "holder", lambda _: None)
         with pytest.raises(UsageError, match="in use by another process: two runs") as refused:
             make(tmp_path)
     assert refused.value.remedy == "wait for its end; a run of its own needs another --run-dir"
