@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks._models import SIZES, make_model, scatter
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
+from bridge import protocol
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.files.run_directory import RunDirectory
-from bridge.modes import handover
 from bridge.modes.lora_only import LoraOnly
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
@@ -167,7 +167,7 @@ def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: P
     """Let both servers generate in turns: stock vLLM by the saved adapter, ours by the slot that it was trained in."""
     body = {"lora_name": ADAPTER, "lora_path": str(adapter)}
     httpx.post(f"{urls[0]}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
-    stock_rates, patched_rates = rates(urls, options, (ADAPTER, handover.ADAPTER))
+    stock_rates, patched_rates = rates(urls, options, (ADAPTER, protocol.ADAPTER))
     figures = compared(stock_rates, patched_rates)
     if options.base:
         figures["base_tokens_per_s"] = statistics.median(rates(urls, options)[1])
@@ -195,7 +195,7 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
 def newest_adapter(sampled: Sampled) -> str:
     """Return the name of the adapter that is served beside the base model."""
     names = [model["id"] for model in httpx.get(f"{sampled._url}/v1/models").json()["data"]]
-    return next(str(name) for name in names if name.startswith(handover.ADAPTER))
+    return next(str(name) for name in names if name.startswith(protocol.ADAPTER))
 
 
 def graphs_captured(log: Path) -> list[str]:

@@ -59,6 +59,11 @@ class Completion:
     sampled: tuple[bool, ...] | None = None
     """Which of the tokens the model sampled; the others, such as a tool's answer, are not trained on. Absent: all."""
 
+    @property
+    def num_sampled(self) -> int:
+        """Return how many of the tokens the model sampled."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unscored:
@@ -77,13 +82,13 @@ class Group:
     problem: Problem
     """What was asked."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt as it was sent to the server."""
+    """The prompt as it was sent to the server; what a group has in common, where it came from elsewhere."""
     completions: tuple[Completion, ...]
     """The sampled completions that have a reward; there may be none."""
     rewards: tuple[float, ...]
     """One finite reward per completion, in the same order."""
     advantages: tuple[tuple[float, ...], ...] | None = None
-    """Advantages from outside, taken as they are: per completion one for each sampled token, or one for all of them.
+    """Advantages from outside, taken as they are: per completion one for each of its tokens, or one for all of them.
 
     Absent: they come from the rewards.
     """

@@ -48,6 +48,7 @@ class Tally:
     clock: Callable[[], float] = time.monotonic
     """Tells seconds."""
     groups: int = 0
+    """As in `FeedProgress`, and so are the next three."""
     too_long: int = 0
     unscored: int = 0
     unanswered: int = 0

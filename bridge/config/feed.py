@@ -20,5 +20,5 @@ class FeedConfig(RolloutConfig):
     """Where the Atropos API answers."""
     server_url: str = "http://127.0.0.1:9001"
     """Where the servers answer that sample, separated by commas; the least loaded is asked."""
-    max_queued_batches: float = Field(default=2.0, gt=0)
+    max_queued_batches: float = Field(default=2.0, ge=1)
     """Batches that may wait in the Atropos API before no more is sampled."""

@@ -64,10 +64,10 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     """
     kept = [row for row in _rows(groups, spec) if not (spec.mask_truncated and row[1].finish_reason in CUT_OFF)]
     num_completions = sum(len(group.completions) for group in groups)
-    num_tokens = sum(_num_sampled(completion) for _, completion, _ in kept)
+    num_tokens = sum(completion.num_sampled for _, completion, _ in kept)
     result = []
     for prompt, completion, advantages in kept:
-        length = _num_sampled(completion)
+        length = completion.num_sampled
         if not length or not (any(advantages) or spec.kl_coef > 0):
             continue
         divisor = {
@@ -90,10 +90,6 @@ def _rows(groups: Sequence[Group], spec: LossSpec) -> Iterator[tuple[tuple[int, 
 def _per_token(given: tuple[float, ...], completion: Completion) -> tuple[float, ...]:
     length = len(completion.token_ids)
     return _of_sampled(given if len(given) == length else given * length, completion)
-
-
-def _num_sampled(completion: Completion) -> int:
-    return len(completion.token_ids) if completion.sampled is None else sum(completion.sampled)
 
 
 def _of_sampled(values: tuple[float, ...], completion: Completion) -> tuple[float, ...]:

@@ -18,7 +18,8 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
-from bridge.modes.handover import ADAPTER, discard, post, saved, unload, unload_earlier
+from bridge.modes.handover import discard, post, saved, unload, unload_earlier
+from bridge.protocol import ADAPTER
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import fence
 from bridge.weights.adapter import Adapter

@@ -14,12 +14,10 @@ import httpx
 from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
 from bridge.errors import UsageError
 from bridge.files.whole_folder import written_whole
+from bridge.protocol import ADAPTER
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights.adapter import Adapter
 from bridge.weights.fence import FenceTimes
-
-ADAPTER = "bridge-adapter"
-"""The name under which the server serves what is trained."""
 
 
 class Handover(Protocol):

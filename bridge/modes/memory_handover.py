@@ -13,8 +13,9 @@ from torch import nn
 from bridge.config import TrainConfig
 from bridge.errors import AttachError
 from bridge.files.run_directory import RunDirectory
-from bridge.modes.handover import ADAPTER, discard, saved, seat
+from bridge.modes.handover import discard, saved, seat
 from bridge.modes.served import PatchedServer
+from bridge.protocol import ADAPTER
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import open_handles

@@ -14,6 +14,7 @@ optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/bu
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -56,8 +57,7 @@ class Learner:
             UsageError: advantages from outside cannot be used.
         """
         whole = with_advantages(groups, self._spec.advantage_scale)
-        size = len(whole) // self._config.updates_per_batch
-        cut = [whole[start : start + size] for start in range(0, len(whole), size)]
+        cut = _cut(whole, self._config.updates_per_batch)
         self._take([samples(each, self._spec, max_new_tokens=self._config.max_new_tokens) for each in cut])
 
     def wants_sleep(self) -> bool | None:
@@ -106,7 +106,7 @@ class Learner:
 
     def learnt(self) -> Learnt:
         """Wait for the device, and return what was found."""
-        return self._sums.read(sum(len(sample.token_ids) for each in self._shares for sample in each))
+        return self._sums.read(sum(sample.num_trained for each in self._shares for sample in each))
 
     def _take(self, shares: list[list[Sample]]) -> None:
         self._shares, self._parts = shares, list[list[Part]]()
@@ -184,3 +184,10 @@ class Learner:
                 remedy="go on from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
                 " --kv-sleep always",
             ) from error
+
+
+def _cut(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+    """Cut a batch into parts that differ by at most one group; into fewer where there are fewer groups."""
+    num_parts = max(1, min(num_parts, len(groups)))
+    borders = [len(groups) * number // num_parts for number in range(num_parts + 1)]
+    return [groups[start:end] for start, end in pairwise(borders)]

@@ -70,7 +70,7 @@ def step(
         fence_write_s=times.write_s,
         fence_publish_s=times.publish_s,
         rollouts=digest(groups),
-        tokens_generated=sum(len(completion.token_ids) for completion in completions),
+        tokens_generated=sum(completion.num_sampled for completion in completions),
         tokens_trained=learnt.num_tokens,
         peak_memory_gib=_peak_memory_gib(device),
         device=device.type,
@@ -148,7 +148,7 @@ def truncated_share(completions: Sequence[Completion]) -> float:
 
 
 def _mean_tokens(completions: Sequence[Completion]) -> float:
-    return statistics.fmean(len(each.token_ids) for each in completions) if completions else math.nan
+    return statistics.fmean(each.num_sampled for each in completions) if completions else math.nan
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("", "serve-vllm", "train", "run", "plan", "verify", "doctor", "demo")
+COMMANDS = ("", "serve-vllm", "train", "run", "plan", "verify", "doctor", "demo", "env", "report")
 HEAVY = ("torch", "vllm", "transformers", "matplotlib", "numpy")
 
 HELP = """

@@ -8,7 +8,7 @@ from bridge import __version__
 from cli import main
 
 HEAVY = ("torch", "vllm", "transformers", "matplotlib", "httpx", "numpy", "accelerate")
-COMMANDS = ("demo", "plan", "run", "serve-vllm", "train", "verify", "doctor")
+COMMANDS = ("demo", "plan", "run", "serve-vllm", "train", "verify", "doctor", "env", "report")
 
 
 def run_python(code: str, *arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:

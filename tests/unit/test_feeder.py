@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from bridge.atropos import asked, enrolment, feeder
 from bridge.atropos.client import AtroposApi
 from bridge.atropos.enrolment import Enrolment
+from bridge.atropos.scored import scored
 from bridge.atropos.tally import FeedProgress, Tally
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
@@ -163,15 +165,13 @@ def test_no_more_waits_than_the_trainer_takes_in_so_many_batches(
     model: Path, max_queued_batches: float, most: int
 ) -> None:
     api = FakeApi(num_steps=100)
-    api.takes = False
-    looks = 0
+    api.takes, looks = False, 0
 
     def bounded(asked: Asked) -> Answer | None:
         nonlocal looks
-        if asked.path == "/status-env":
-            looks += 1
-            api.takes = looks > 60
-            api.step = 100 if looks > 60 else 0
+        looks += asked.path == "/status-env" and len(api.queue) >= most
+        if looks > 20:  # long enough for one too many to come
+            api.step = 100
         return FakeApi.__call__(api, asked)
 
     Fed(model, bounded, max_queued_batches=max_queued_batches)
@@ -310,6 +310,13 @@ def test_reports_come_now_and_then(model: Path, monkeypatch: pytest.MonkeyPatch)
     counts = [report.groups for report in (*fed.reports, fed.last)]
     assert counts == sorted(counts)
     assert fed.last.seconds >= fed.reports[0].seconds
+
+
+def test_a_log_probability_that_is_no_number_is_sent_as_unknown() -> None:
+    nan = Completion(token_ids=(7, 8), logprobs=(math.nan, -1.0), text="x", finish_reason="stop", weight_version=None)
+    group = scored({"prompt": "p"}, (5,), [nan], [1.0], env_id=0, generation_params={})
+    assert group.inference_logprobs == ((1.0, 1.0, -1.0),)
+    assert "null" not in group.model_dump_json(include={"inference_logprobs"})
 
 
 def models(*names: str) -> Callable[[Asked], Answer]:
