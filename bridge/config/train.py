@@ -152,6 +152,13 @@ class TrainConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
+    def _of_these_rollouts(self) -> Self:
+        for field, rollouts in FIELDS_OF_ROLLOUTS.items():
+            if self.rollouts != rollouts and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{flag(field)} means nothing with --rollouts {self.rollouts}, only with {rollouts}")
+        return self
+
+    @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         if self.batch_size % self.group_size:
             raise ValueError(f"--batch-size {self.batch_size} is no multiple of --group-size {self.group_size}")
@@ -197,3 +204,19 @@ FIELDS_OF_MODES: Mapping[str, tuple[str, ...]] = {
     "start_command": ("none",),
 }
 """Field -> the modes in which it means something; anywhere else it is refused."""
+
+FIELDS_OF_ROLLOUTS: Mapping[str, str] = {
+    "environment": "environment",
+    "data": "environment",
+    "eval_data": "environment",
+    "prompt_column": "environment",
+    "answer_column": "environment",
+    "system_prompt": "environment",
+    "reward": "environment",
+    "reward_timeout_s": "environment",
+    "reward_processes": "environment",
+    "max_concurrency": "environment",
+    "atropos_url": "atropos",
+    "atropos_timeout_s": "atropos",
+}
+"""Field -> the one source of rollouts with which it means something; with another it is refused."""

@@ -204,6 +204,18 @@ def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, e
     assert told in bridge.refused(2, command, "--model-name", "m", "--environment", environment)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--rollouts", "atropos", "--environment", "gsm8k"), "--environment means nothing with --rollouts atropos"),
+        (("--rollouts", "atropos", "--reward", "math"), "--reward means nothing with --rollouts atropos"),
+        (("--atropos-url", "http://a:1"), "--atropos-url means nothing with --rollouts environment, only with atropos"),
+    ],
+)
+def test_a_choice_that_nothing_would_come_of_is_refused(bridge: Bridge, flags: tuple[str, ...], told: str) -> None:
+    assert told in bridge.refused(2, "train", "--model-name", "m", *flags)
+
+
 def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:
     silent = exported.model_copy(update={"url": f"http://127.0.0.1:{free_port('127.0.0.1')}"})
     manifests.write(silent, bridge.folder / manifests.MANIFEST_NAME)

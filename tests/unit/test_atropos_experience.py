@@ -196,7 +196,8 @@ def test_the_time_is_that_of_one_step(model: Path) -> None:
 
 def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> None:
     with serving(FakeApi(is_gone=lambda _: True)) as server:
-        config = TrainConfig.model_validate({"model_name": "/nowhere", "atropos_url": server.url, "max_retries": 2})
+        choices = {"model_name": "/nowhere", "rollouts": "atropos", "atropos_url": server.url, "max_retries": 2}
+        config = TrainConfig.model_validate(choices)
         time = FakeTime()
         with pytest.raises(AtroposError) as caught:
             AtroposExperience(config, print, clock=time.clock)
