@@ -99,7 +99,8 @@ def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
     path = config.run_dir or own
     if config.resume and path is not None and (_is_same(path, own) or _saves_to(path, config.save_path)):
         return RunDirectory.reopen(path, step, tell=console.note)
-    run = RunDirectory.create(config.run_dir, environment=config.environment, tell=console.note)
+    task = config.environment if config.rollouts == "environment" else config.rollouts
+    run = RunDirectory.create(config.run_dir, environment=task, tell=console.note)
     if found is not None:
         console.note(f"{run.path} begins at step {step + 1}: what came before is in {own}")
     return run
