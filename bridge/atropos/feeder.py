@@ -1,8 +1,7 @@
 """Feed an Atropos API with groups of an environment of ours, as many as it can use.
 
-The groups that wait and those under way are never more than the trainer takes in `max_queued_batches` batches, or in
-one if that is less: no batch would ever be formed. Batches that the API has formed and the trainer has not taken yet
-are not told of by the API, and not counted.
+The groups that wait and those under way are never more than the trainer takes in `max_queued_batches` batches. Batches
+that the API has formed and the trainer has not taken yet are not told of by the API, and not counted.
 
 Not covered: joining the API (`enrolment.py`), what becomes of a group (`sending.py`), sampling (`bridge/rollouts`). A
 group whose rewards are all the same is sent as any other: what becomes of it is the trainer's to say.
@@ -132,7 +131,7 @@ class Feeder:
     def _room(self, status: EnvironmentStatus) -> int:
         """Return how many more groups the trainer can use, those under way among them."""
         per_batch = self._joined.groups_per_batch
-        room = max(int(self._config.max_queued_batches * per_batch), per_batch)
+        room = int(self._config.max_queued_batches * per_batch)
         if self._joined.num_steps > 0:
             left = self._joined.num_steps - status.current_step + SPARE_BATCHES
             room = min(room, left * per_batch)

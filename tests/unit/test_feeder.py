@@ -160,7 +160,7 @@ def test_no_group_is_sampled_with_the_seeds_of_another(model: Path) -> None:
     assert len({seed + index for seed in seeds for index in range(GROUP)}) == GROUP * len(seeds)
 
 
-@pytest.mark.parametrize(("max_queued_batches", "most"), [(0.1, 2), (1.0, 2), (2.5, 5)])
+@pytest.mark.parametrize(("max_queued_batches", "most"), [(1.0, 2), (2.5, 5)])
 def test_no_more_waits_than_the_trainer_takes_in_so_many_batches(
     model: Path, max_queued_batches: float, most: int
 ) -> None:
