@@ -119,6 +119,7 @@ def training(server: LiveServer, folder: Path, *flags: str, accident: str = "0.0
             ),
             *("--vllm-config-path", str(server.path), "--environment", "accident.py:Accident"),
             *("--training-steps", str(steps), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--lr", "1e-3"),
+            *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first fault ends it
             *("--max-new-tokens", "64", "--run-dir", "run", "--save-path", "saved", *flags),
         ],
         cwd=folder,
