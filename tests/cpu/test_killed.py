@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -31,15 +31,11 @@ BATCH_SIZE = 8
 NUM_PROBLEMS = 7
 """Fewer than a run draws, and no multiple of a step's: the second pass over them begins inside a step."""
 ENVIRONMENT = f"""
-import os
-
-class Logged:
+class Numbered:
     def __iter__(self):
         yield from ({{"prompt": f"say {{number}}:"}} for number in range({NUM_PROBLEMS}))
 
     def score(self, problem, completion):
-        with open(os.environ["SCORED"], "a") as file:
-            file.write(problem["prompt"] + "\\n")
         return sum(map(ord, completion)) % 10 / 10
 """
 UNDISTURBED = "from cli.main import main; main()"
@@ -98,7 +94,7 @@ save = checkpoint.save
 
 def save_and_fill(*given):
     saved = save(*given)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     return saved
 
 checkpoint.save = save_and_fill
@@ -111,27 +107,24 @@ class Run:
 
     server: LiveServer
     folder: Path
-    begun_at: list[int] = field(default_factory=list)
-    """Where each trainer began: the step of its checkpoint."""
 
     @property
     def saved(self) -> Path:
         return self.folder / "saved"
 
-    def train(self, *flags: str, begin: int, expect: int, disturbed: str = "") -> list[str]:
+    def train(self, *flags: str, expect: int, disturbed: str = "") -> list[str]:
         """Run one trainer to its end, and return what it told people, a line each."""
-        self.begun_at.append(begin)
-        (self.folder / "logged.py").write_text(ENVIRONMENT)
+        (self.folder / "numbered.py").write_text(ENVIRONMENT)
         code = f"{PRELUDE}{disturbed}\n{UNDISTURBED}" if disturbed else UNDISTURBED
         done = subprocess.run(
             [
                 *(sys.executable, "-c", code, "train", "--model-name", self.server.manifest.model),
-                *("--vllm-config-path", str(self.server.path), "--environment", "logged.py:Logged"),
+                *("--vllm-config-path", str(self.server.path), "--environment", "numbered.py:Numbered"),
                 *("--training-steps", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--max-new-tokens", "48"),
                 *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--lr", "1e-3", "--save-path", "saved", *flags),
             ],
             cwd=self.folder,
-            env={**os.environ, "NO_COLOR": "1", "SCORED": str(self._log(len(self.begun_at)))},
+            env={**os.environ, "NO_COLOR": "1"},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -143,7 +136,7 @@ class Run:
 
     def killed(self, disturbed: str) -> None:
         """Begin, and be killed in step 6; everything is as the last checkpoint and the server's fence want it."""
-        self.train("--run-dir", "run", begin=0, expect=-signal.SIGKILL, disturbed=disturbed)
+        self.train("--run-dir", "run", expect=-signal.SIGKILL, disturbed=disturbed)
         assert [path.name for path in visible(self.saved)] == ["step_2", LAST]
         assert status(self.server).state == "serving"
         self.server.sample()  # raises where it does not answer
@@ -154,14 +147,11 @@ class Run:
         return [json.loads(line)["step"] for line in lines]
 
     def problems(self) -> dict[int, list[str]]:
-        """Return what each step of the weights that are there now was trained on: a later trainer did it over."""
+        """Return what each step of the weights that are there now was trained on."""
         trained: dict[int, list[str]] = {}
-        for number, begin in enumerate(self.begun_at, start=1):
-            scored = self._log(number).read_text().splitlines()
-            trained = {step: prompts for step, prompts in trained.items() if step <= begin}
-            trained |= {
-                begin + 1 + i // BATCH_SIZE: scored[i : i + BATCH_SIZE] for i in range(0, len(scored), BATCH_SIZE)
-            }
+        for line in (self.folder / "run" / "rollouts.jsonl").read_text().splitlines():
+            group = json.loads(line)
+            trained.setdefault(group["step"], []).append(group["problem"]["prompt"])
         return trained
 
     def check_whole(self) -> None:
@@ -177,9 +167,6 @@ class Run:
         assert different(self.server, whole_model(last)) == []
         assert mean_difference(last, self.server.sample()) < scenarios.PARITY_LIMIT
         assert running_in(self.folder) == []
-
-    def _log(self, number: int) -> Path:
-        return self.folder / f"scored-{number}"
 
 
 def visible(folder: Path) -> list[Path]:
@@ -207,7 +194,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def problems(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     """What each step of a run that nothing disturbs is trained on."""
     run = Run(server, tmp_path_factory.mktemp("undisturbed"))
-    run.train("--run-dir", "run", begin=0, expect=0)
+    run.train("--run-dir", "run", expect=0)
     run.check_whole()
     trained = run.problems()
     assert list(trained) == list(range(1, STEPS + 1))
@@ -235,7 +222,7 @@ def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
 ) -> None:
     run.killed(disturbed)
     assert [path.name.startswith(f".step_{KILLED_IN_STEP}.") for path in scratch(run.saved)] == [True] * num_scratch
-    told = run.train("--resume", begin=4, expect=0)
+    told = run.train("--resume", expect=0)
     assert told[0] == f"going on after step 4, from {run.saved.relative_to(run.folder) / LAST}"
     assert run.lost() == lost
     assert run.problems() == problems
@@ -247,7 +234,7 @@ def test_a_checkpoint_that_was_cut_short_since_is_told_and_the_older_one_is_gone
 ) -> None:
     run.killed(WHILE_IT_SAMPLES)
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
-    told = run.train("--resume", begin=2, expect=0)
+    told = run.train("--resume", expect=0)
     assert [line.partition(":")[0] for line in told[:2]] == ["passed over", "going on after step 2, from saved/step_2"]
     assert f"saved/{LAST} is not whole: model.safetensors was cut short" in told[0]
     assert not [line for line in told[1:] if line.startswith("passed over")]
@@ -260,7 +247,7 @@ def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
     run: Run, problems: dict[int, list[str]]
 ) -> None:
     before = status(run.server).version
-    told = run.train("--run-dir", "run", begin=0, expect=2, disturbed=FULL_AFTER_ITS_FIRST_CHECKPOINT)
+    told = run.train("--run-dir", "run", expect=2, disturbed=FULL_AFTER_ITS_FIRST_CHECKPOINT)
     *_, error, gap, hint = told
     assert error.startswith(f"error: cannot write {run.saved / LAST}: ")
     assert error.endswith(" bytes free)")
@@ -270,7 +257,7 @@ def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
     assert checkpoint.read(run.saved / "step_2").progress.step == 2
     assert (status(run.server).state, status(run.server).version) == ("serving", before + 4)
     run.server.sample()
-    run.train("--resume", begin=2, expect=0)
+    run.train("--resume", expect=0)
     assert run.lost() == [3, 4]
     assert run.problems() == problems
     run.check_whole()
