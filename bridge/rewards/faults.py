@@ -41,7 +41,7 @@ class Faults:
                 told.add(kind)
                 tell(
                     f"{self._batch}: {_completions(count)} without a reward, left out: {self._examples[kind]}"
-                    " (told once; each step's metrics count them)"
+                    " (told once; all are counted)"
                 )
 
     def _too_many(self) -> RewardError:
