@@ -64,15 +64,6 @@ class Status(Said):
     """Groups that wait and are in no batch yet."""
 
 
-class WandbInfo(Said):
-    """The answer of `GET /wandb_info`; null where no trainer registered."""
-
-    group: str | None
-    """As the trainer registered it."""
-    project: str | None
-    """As the trainer registered it."""
-
-
 class EnvironmentRegistration(Said):
     """The body of `POST /register-env`."""
 
