@@ -150,6 +150,7 @@ def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> 
     if not shares_weights:
         return {name: value for name, value in outer.items() if name not in SWITCHES}
     return {
+        "VLLM_MLA_DISABLE": "1",
         **outer,
         "VLLM_ENABLE_SHARED_WEIGHTS": "1",
         "VLLM_PLUGINS": ",".join(_plugins(outer)),

@@ -1,55 +1,54 @@
-"""Read off vLLM's own layer objects how each of its parameters is cut into Hugging Face parameters.
+"""Learn from vLLM's own `load_weights` where in its parameters every Hugging Face parameter lies.
 
-Names come from vLLM's own `WeightsMapper` and `packed_modules_mapping`, sizes from the fused layers;
-there is no table per model family. With LoRA on, vLLM wraps its layers, and a parameter is called
-`...base_layer.weight`: such a name without that part is the plain one, which vLLM's mappings know.
+vLLM's model is given the model's parameters under the names that its files have, without a value, and every copy that
+it makes of them is recorded instead of done (`bridge/weights/copy_recorder.py`). So whatever vLLM fuses, stacks, pads,
+renames or ties is known from the code that does it, and there is no table per model family.
 
-Not covered: checking the result (`bridge.weights.layout.check_coverage`), tensor-parallel cuts of
-layers that vLLM shards by column.
+Not covered: what vLLM does to weights once they are loaded (`loading.py`), and whether anything is left without a
+partner (`bridge/weights/layout.py`). Seen in vLLM 0.26 to 0.33.
 """
 
-from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from transformers import PreTrainedModel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from bridge.errors import UnsupportedModelError
-from bridge.weights.layout import OTHER_MODES, rows
+from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.weights.copy_recorder import CopyRecorder
+from bridge.weights.cuts import join
+from bridge.weights.layout import OTHER_MODES
+from bridge.weights.saved_form import saved_form
 from bridge.weights.shard import View
 
-Place = tuple[str, Any]
-"""A vLLM parameter by its plain name, and which shard of it (None: all of it)."""
 WRAPPED = "base_layer"
 """What vLLM's LoRA layers call the layer that they wrap (vLLM 0.26 to 0.33)."""
+LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a `load_weights` raises that asks a weight for its value, or finds no place for it."""
 
 
-def places(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
-    """Return which shard of which of vLLM's parameters each Hugging Face parameter of `names` is.
-
-    Raises:
-        UnsupportedModelError: a parameter that vLLM's own mappings do not lead to.
-    """
-    held = _plain_names(model).keys()
-    return {name: _place(model, held, name) for name in names}
-
-
-def views(model: nn.Module, found: Mapping[str, Place]) -> dict[str, View]:
-    """Return where in vLLM's `model` each of the `places` lies.
+def views(model: Any, skeleton: PreTrainedModel) -> dict[str, View]:
+    """Return where in vLLM's `model`, as it is before its weights are loaded, each parameter of `skeleton` would lie.
 
     Raises:
-        UnsupportedModelError: a layer that is cut in an unknown way.
+        UnsupportedModelError: a parameter that vLLM does not copy as it is, or not to one place.
     """
-    real = _plain_names(model)
-    parameters = dict(model.named_parameters())
-    cuts: dict[str, View] = {}
-    for name, (plain, shard) in found.items():
-        parameter = real[plain]
-        layer = model.get_submodule(parameter.rpartition(".")[0])
-        start, count = _rows(layer, shard, parameters[parameter].shape[0])
-        cuts[name] = rows(parameter, tuple(parameters[parameter].shape), start, count)
-    return cuts
+    sources = {name: parameter.detach() for name, parameter in skeleton.named_parameters()}
+    saved = saved_form(skeleton, sources)
+    recorder = CopyRecorder(sources, dict(model.named_parameters()))
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(saved.items()))
+    except BridgeError:
+        raise
+    except LOADING_ERRORS as error:
+        raise UnsupportedModelError(
+            f"vLLM's {type(model).__name__} does more than copying when it loads: {_first_line(error)}",
+            remedy=OTHER_MODES,
+        ) from error
+    copies = recorder.copies(dict(model.named_parameters()))
+    return {name: join(name, tuple(sources[name].shape), parts) for name, parts in copies.items()}
 
 
 def padding(model: nn.Module) -> dict[str, int]:
@@ -58,62 +57,17 @@ def padding(model: nn.Module) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         layer = model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, VocabParallelEmbedding):
-            spare = parameter.shape[0] - _vocabulary_rows(layer)
+            spare = parameter.shape[0] - int(layer.shard_indices.num_org_elements)
             if spare:
                 tails[name] = spare * parameter[0].numel()
     return tails
 
 
-def _plain_names(model: nn.Module) -> dict[str, str]:
+def plain_names(model: nn.Module) -> dict[str, str]:
     """Return the name of each parameter as it would be without LoRA -> its name."""
     names = (name for name, _ in model.named_parameters())
     return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
 
 
-def _place(model: nn.Module, held: Container[str], name: str) -> Place:
-    mapped, shard = _mapped(model, name)
-    if mapped in held:
-        return mapped, shard
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    prefix, _, leaf = mapped.rpartition(".")
-    parent, _, module = prefix.rpartition(".")
-    for fused, parts in packed.items():
-        candidate = f"{parent}.{fused}.{leaf}" if parent else f"{fused}.{leaf}"
-        if module in parts and candidate in held:
-            return candidate, parts.index(module)
-    raise UnsupportedModelError(
-        f"{name}: vLLM's {type(model).__name__} has no parameter for it (its own mapping leads to {mapped})",
-        remedy=OTHER_MODES,
-    )
-
-
-def _mapped(model: nn.Module, name: str) -> Place:
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name, None
-    place: Place | None = mapper._map_name_with_shard(name)
-    if place is None:
-        raise UnsupportedModelError(f"{name}: vLLM's mapping drops it", remedy=OTHER_MODES)
-    return place
-
-
-def _rows(layer: nn.Module, shard: Any, total: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of `shard` in `layer`'s parameters."""
-    if isinstance(layer, VocabParallelEmbedding):
-        return 0, _vocabulary_rows(layer)
-    if shard is None:
-        return 0, total
-    if isinstance(layer, QKVParallelLinear) and isinstance(shard, str | int):
-        part = shard if isinstance(shard, str) else "qkv"[shard]
-        return layer._get_shard_offset_mapping(part), layer._get_shard_size_mapping(part)
-    if isinstance(layer, MergedColumnParallelLinear) and isinstance(shard, int):
-        sizes = [size // layer.tp_size for size in layer.output_sizes]
-        return sum(sizes[:shard]), sizes[shard]
-    raise UnsupportedModelError(
-        f"shard {shard!r} of vLLM's {type(layer).__name__} is cut in a way that Bridge does not know",
-        remedy=OTHER_MODES,
-    )
-
-
-def _vocabulary_rows(layer: VocabParallelEmbedding) -> int:
-    return int(layer.shard_indices.num_org_elements)
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

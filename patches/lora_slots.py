@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from bridge.weights.layout import Shape
+from bridge.weights.shard import View
 
 SIDES = ("lora_a_stacked", "lora_b_stacked")
-QKV = "qkv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,29 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def find(model: nn.Module, shapes: Mapping[str, Shape], places: Mapping[str, tuple[str, Any]]) -> dict[str, Slots]:
-    """Return the slots of each Hugging Face module of `places` whose slots have the plain layout."""
+def find(model: nn.Module, views: Mapping[str, View]) -> dict[str, Slots]:
+    """Return the slots of each Hugging Face module whose slots have the plain layout.
+
+    `views` name vLLM's parameters as they would be without LoRA.
+    """
     layers, found = _layers(model), {}
-    for name, (parameter, shard) in places.items():
+    for parameter, names in _parts(views).items():
         layer = layers.get(parameter.removesuffix(".weight"))
-        slots = None if layer is None else _slots(layer, shard, shapes[name])
-        if slots is not None:
-            found[name.removesuffix(".weight")] = slots
+        sides = [] if layer is None else [_pieces(layer, side) for side in SIDES]
+        if not sides or {len(side) for side in sides} != {len(names)}:  # one adapter's part of several, or none
+            continue
+        for name, lora_a, lora_b in zip(names, *sides, strict=True):
+            if _is_plain(slots := Slots(lora_a=lora_a, lora_b=lora_b), views[name].shape):
+                found[name.removesuffix(".weight")] = slots
     return found
+
+
+def _parts(views: Mapping[str, View]) -> dict[str, list[str]]:
+    """Return, per parameter of vLLM, the Hugging Face parameters in it, in their order."""
+    parts: dict[str, list[str]] = {}
+    for name, view in sorted(views.items(), key=lambda item: item[1].offset):
+        parts.setdefault(view.parameter, []).append(name)
+    return parts
 
 
 def _layers(model: nn.Module) -> Mapping[str, Any]:
@@ -65,23 +79,6 @@ def _layers(model: nn.Module) -> Mapping[str, Any]:
 def _pieces(layer: Any, side: str) -> tuple[torch.Tensor, ...]:
     stacked = getattr(layer, side, ())
     return (stacked,) if isinstance(stacked, torch.Tensor) else stacked if isinstance(stacked, tuple) else ()
-
-
-def _slots(layer: Any, shard: Any, shape: Shape) -> Slots | None:
-    sides = [_pieces(layer, side) for side in SIDES]
-    index = _index(shard, len(sides[0]))
-    if index is None or len(sides[0]) != len(sides[1]):
-        return None
-    slots = Slots(lora_a=sides[0][index], lora_b=sides[1][index])
-    return slots if _is_plain(slots, shape) else None
-
-
-def _index(shard: Any, num_pieces: int) -> int | None:
-    """Return the place of `shard` among a layer's pieces; None if it has none, or is all of several."""
-    if shard is None:
-        return 0 if num_pieces == 1 else None
-    index = QKV.find(shard) if isinstance(shard, str) else shard
-    return index if isinstance(index, int) and 0 <= index < num_pieces else None
 
 
 def _is_plain(slots: Slots, shape: Shape) -> bool:

@@ -20,6 +20,8 @@ class Pin(ABC):
     """Qualified name inside the module."""
     why: str
     """What Bridge does with it."""
+    optional: bool = False
+    """True if Bridge does without it where a version lacks it; where it is there, it has to fit."""
 
     @abstractmethod
     def fault(self, source: Source) -> str | None:

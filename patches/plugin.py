@@ -19,10 +19,11 @@ def register() -> None:
     """
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from patches import compatibility, memory_pool, model_runner, prefix_cache, tether
+    from patches import compatibility, loading, memory_pool, model_runner, prefix_cache, tether
 
     compatibility.check_installed()
     tether.tie()
+    loading.patch()
     model_runner.patch()
     memory_pool.patch()
     prefix_cache.patch()

@@ -16,10 +16,10 @@ from torch import nn
 
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.protocol import Element
-from bridge.weights import cuda_ipc, digest, layout, skeleton
+from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
-from patches import layers, lora_slots, memory_pool, model_runner
+from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle, View
+from patches import layers, loading, lora_slots, memory_pool, model_runner
 
 if TYPE_CHECKING:
     from bridge.weights.shared_memory import SharedBlock
@@ -84,23 +84,29 @@ class BridgeWorker:
     def _bridge_shard(self) -> Shard:
         model, config = self._bridge_model(), self.vllm_config.model_config
         _refuse_foreign_types(model, config.dtype)
-        expected = skeleton.shapes(
-            skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code)
-        )
-        places = layers.places(model, expected)
+        record = loading.record_of(model)
+        views = _renamed(record.views, layers.plain_names(model))
         whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
         shard = Shard(
             rank=self.rank,
             gpu_uuid=_gpu_uuid(model),
             ipc_handles=_handles(model),
-            param_mappings=layers.views(model, places),
+            param_mappings=views,
             padding=layers.padding(model),
-            lora_slots=_lora_slots(model, lora_slots.find(model, expected, places)) if whole else {},
+            lora_slots=_lora_slots(model, lora_slots.find(model, record.views)) if whole else {},
         )
         if whole:
             held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
-            layout.check_coverage(expected, held, shard.param_mappings, shard.padding)
+            layout.check_coverage(record.expected, held, shard.param_mappings, shard.padding)
         return shard
+
+
+def _renamed(views: Mapping[str, View], names: Mapping[str, str]) -> dict[str, View]:
+    """Return `views` by the names that vLLM's parameters have now; one that is gone keeps its own, and is refused."""
+    return {
+        name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
+        for name, view in views.items()
+    }
 
 
 def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:

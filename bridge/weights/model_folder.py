@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from bridge.errors import UsageError
+from bridge.weights.saved_form import saved_form
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -72,7 +73,12 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> 
     """
     copied = tokenizer_files(tokenizer_source)
     with no_progress_bar():
-        model.save_pretrained(folder, state_dict=_state_of_own_storages(model), max_shard_size=MAX_SHARD_BYTES)
+        model.save_pretrained(
+            folder,
+            state_dict=_state_of_own_storages(model),
+            max_shard_size=MAX_SHARD_BYTES,
+            save_original_format=False,  # it is in the files' form already, and transformers would copy all experts
+        )
     for path in copied:
         copyfile(path, folder / path.name)
 
@@ -92,10 +98,11 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UsageError: as `check` does; no parameter was touched.
     """
+    places = saved_form(model, dict(model.named_parameters(remove_duplicate=False)))
     for path, names in _plan(model, folder).items():
         with torch.no_grad(), safe_open(path, framework="pt") as file:
             for name in names:
-                model.get_parameter(name).copy_(file.get_tensor(name))
+                places[name].copy_(file.get_tensor(name))
 
 
 def _plan(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]]:
@@ -118,16 +125,14 @@ def _plan(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]]:
 
 
 def _parameters(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, str]]:
-    """Return every parameter's description, a tied one once, and the other names of tied ones -> their first."""
-    expected: dict[str, str] = {}
-    aliases: dict[str, str] = {}
+    """Return what is saved of each parameter, a tied one once, and the other names of tied ones -> their first."""
     first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) == name:
-            expected[name] = describe(parameter)
-        else:
+        if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
-    return expected, aliases
+    saved = saved_form(model, dict(model.named_parameters()))
+    return {name: describe(tensor) for name, tensor in saved.items()}, aliases
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -143,12 +148,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict over the same memory, each tensor as a storage of its own.
+    """Return the state dict over the same memory in the files' form, each tensor as a storage of its own.
 
     `save_pretrained` tells by the storage which tensors are shared: it would clone every slice of a fused tensor on
     the GPU (most of the model) and count the whole storage for the size of a file. Tied tensors still coincide.
     """
-    return {name: from_dlpack(tensor.detach()) for name, tensor in model.state_dict().items()}
+    return {name: from_dlpack(tensor) for name, tensor in saved_form(model, model.state_dict()).items()}
 
 
 @contextmanager

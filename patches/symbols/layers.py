@@ -1,4 +1,4 @@
-"""Symbols of vLLM: how layers tell what they fuse and pad.
+"""Symbols of vLLM: how its models load their weights, and what they pad.
 
 Not covered: the runners that hold them (`loading.py`).
 """
@@ -7,30 +7,25 @@ from patches.pins import Class, Function, Pin
 
 LAYERS: tuple[Pin, ...] = (
     Function(
-        module="vllm.model_executor.layers.linear",
-        name="QKVParallelLinear._get_shard_offset_mapping",
-        use="call",
-        parameters=("loaded_shard_id",),
-        why="first row of q, k and v in the fused weight",
+        module="vllm.model_executor.model_loader.base_loader",
+        name="BaseModelLoader.load_model",
+        use="wrap",
+        parameters=("vllm_config", "model_config", "prefix"),
+        why="what a model's weights become is seen from before they are loaded until vLLM is done with them",
     ),
     Function(
-        module="vllm.model_executor.layers.linear",
-        name="QKVParallelLinear._get_shard_size_mapping",
-        use="call",
-        parameters=("loaded_shard_id",),
-        why="rows of q, k and v in the fused weight",
+        module="vllm.model_executor.model_loader.base_loader",
+        name="BaseModelLoader.load_weights",
+        use="wrap",
+        parameters=("model", "model_config"),
+        why="the model has its parameters, and nothing in them yet",
     ),
-    Class(
-        module="vllm.model_executor.layers.linear",
-        name="MergedColumnParallelLinear",
-        attributes=("output_sizes", "tp_size"),
-        why="rows of gate and up in the fused weight, of all ranks together",
-    ),
-    Class(
+    Function(
         module="vllm.model_executor.models.llama",
-        name="LlamaForCausalLM",
-        attributes=("packed_modules_mapping", "hf_to_vllm_mapper"),
-        why="how a family tells which of its modules are fused; Qwen and others do as Llama does",
+        name="LlamaForCausalLM.load_weights",
+        use="call",
+        parameters=("weights",),
+        why="every family has it: what it copies where is the layout",
     ),
     Class(
         module="vllm.model_executor.layers.vocab_parallel_embedding",
@@ -43,12 +38,5 @@ LAYERS: tuple[Pin, ...] = (
         name="VocabParallelEmbeddingShardIndices",
         attributes=("org_vocab_start_index", "org_vocab_end_index", "num_org_elements"),
         why="the tokens of one rank",
-    ),
-    Function(
-        module="vllm.model_executor.models.utils",
-        name="WeightsMapper._map_name_with_shard",
-        use="call",
-        parameters=("key",),
-        why="from Hugging Face's name to vLLM's parameter and the shard of it (0.31 may return several shards)",
     ),
 )

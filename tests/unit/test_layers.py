@@ -3,7 +3,7 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
 from bridge.weights.shard import View
 from patches import model_runner
+from patches.loading import RECORDS, Record
 
 HIDDEN, HEAD = 8, 4
 VOCABULARY, PADDED = 11, 16
@@ -30,29 +31,20 @@ SHAPES = {
 }  # fmt: skip
 
 
-class QKVParallelLinear(nn.Module):
-    """vLLM's, as far as Bridge asks it."""
+class Fused(nn.Module):
+    """A linear layer that holds several, as many rows of each."""
 
-    sizes: ClassVar = {"q": 4 * HEAD, "k": HEAD, "v": HEAD}
-
-    def __init__(self) -> None:
+    def __init__(self, *rows: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias = parameter(6 * HEAD, HIDDEN), parameter(6 * HEAD)
+        self.rows = rows
+        self.weight = parameter(sum(rows), HIDDEN)
+        self.bias = parameter(sum(rows)) if bias else None
 
-    def _get_shard_offset_mapping(self, part: str) -> int:
-        return {"q": 0, "k": 4 * HEAD, "v": 5 * HEAD}[part]
-
-    def _get_shard_size_mapping(self, part: str) -> int:
-        return self.sizes[part]
-
-
-class MergedColumnParallelLinear(nn.Module):
-    tp_size = 1
-    output_sizes = (12, 12)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = parameter(24, HIDDEN)
+    def load(self, leaf: str, part: int, loaded: Tensor) -> None:
+        """Load one of them, as vLLM's weight loaders do."""
+        whole = self.get_parameter(leaf)
+        start = sum(self.rows[:part])
+        whole.data.narrow(0, start, self.rows[part]).copy_(loaded)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -61,6 +53,10 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = parameter(PADDED, HIDDEN)
         self.shard_indices = SimpleNamespace(num_org_elements=VOCABULARY)
 
+    def load(self, loaded: Tensor) -> None:
+        self.weight[: loaded.shape[0]].data.copy_(loaded)
+        self.weight[loaded.shape[0] :].data.fill_(0)
+
 
 class Plain(nn.Module):
     def __init__(self, *shape: int) -> None:
@@ -68,28 +64,48 @@ class Plain(nn.Module):
         self.weight = parameter(*shape)
 
 
-class Mapper:
-    """vLLM's `WeightsMapper`: what it leads elsewhere, and what it drops."""
-
-    def __init__(self, **places: Any) -> None:
-        self._places = places
-
-    def _map_name_with_shard(self, name: str) -> Any:
-        return self._places.get(name.replace(".", "_"), (name, None))
-
-
 class Model(nn.Module):
-    packed_modules_mapping: ClassVar = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
+    """A model of vLLM, whose parts know how they are loaded."""
+
+    stacked: ClassVar = {
+        "attn.q_proj": ("attn", "qkv_proj", 0), "attn.k_proj": ("attn", "qkv_proj", 1),
+        "attn.v_proj": ("attn", "qkv_proj", 2),
+        "mlp.gate_proj": ("mlp", "gate_up_proj", 0), "mlp.up_proj": ("mlp", "gate_up_proj", 1),
+    }  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm = VocabParallelEmbedding(), Plain(HIDDEN)
-        self.attn = nn.ModuleDict({"qkv_proj": QKVParallelLinear()})
-        self.mlp = nn.ModuleDict({"gate_up_proj": MergedColumnParallelLinear(), "down_proj": Plain(HIDDEN, 12)})
+        self.attn = nn.ModuleDict({"qkv_proj": Fused(4 * HEAD, HEAD, HEAD, bias=True)})
+        self.mlp = nn.ModuleDict({"gate_up_proj": Fused(12, 12), "down_proj": Plain(HIDDEN, 12)})
         self.head = self.embed  # tied
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, loaded in weights:
+            module, _, leaf = name.rpartition(".")
+            if module in self.stacked:
+                block, fused, part = self.stacked[module]
+                self.get_submodule(f"{block}.{fused}").load(leaf, part, loaded)  # type: ignore[operator]
+            elif module == "embed":
+                self.embed.load(loaded)
+            else:
+                self.get_parameter(name).data.copy_(loaded)
+
+
+def skeleton(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """A model of transformers without its weights, and without anything that its files hold in another form."""
+    root: Any = nn.Module()
+    root._weight_conversions = []
+    root.config = None
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]
+        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+    return root
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -98,15 +114,12 @@ def parameter(*shape: int) -> nn.Parameter:
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Import `patches.layers` over fakes of the two modules of vLLM that it reads."""
-    linear = ModuleType("vllm.model_executor.layers.linear")
-    vars(linear).update(MergedColumnParallelLinear=MergedColumnParallelLinear, QKVParallelLinear=QKVParallelLinear)
+    """Import `patches.layers` over a fake of the module of vLLM that it reads."""
     vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
     vars(vocabulary).update(VocabParallelEmbedding=VocabParallelEmbedding)
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (linear, vocabulary):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, vocabulary.__name__, vocabulary)
     for name in ("layers", "worker"):
         monkeypatch.setattr(patches, name, None, raising=False)  # so that the real one comes back afterwards
         monkeypatch.delitem(sys.modules, f"patches.{name}", raising=False)
@@ -116,7 +129,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def laid_out(layers: Any, model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
-    views: dict[str, View] = layers.views(model, layers.places(model, shapes))
+    views: dict[str, View] = layers.views(model, skeleton(shapes))
     return views
 
 
@@ -156,20 +169,6 @@ def with_lora() -> Any:
     return model
 
 
-@pytest.mark.parametrize("mapper", [None, Mapper(attn_k_proj_weight=("attn.qkv_proj.weight", "k"))])
-def test_with_lora_the_wrapped_layers_are_cut_as_before(layers: Any, mapper: Mapper | None) -> None:
-    plain, model = Model(), with_lora()
-    if mapper is not None:
-        model.hf_to_vllm_mapper = mapper
-    views, before = laid_out(layers, model, SHAPES), laid_out(layers, plain, SHAPES)
-    held = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    check_coverage(SHAPES, held, views, layers.padding(model))
-    assert views["attn.k_proj.weight"].parameter == "attn.qkv_proj.base_layer.weight"
-    assert layers.padding(model) == {"embed.base_layer.weight": (PADDED - VOCABULARY) * HIDDEN}
-    for name, view in before.items():
-        assert (view.offset, view.shape, view.stride) == (views[name].offset, views[name].shape, views[name].stride)
-
-
 def test_the_padding_is_what_no_token_owns(layers: Any) -> None:
     model: Any = Model()
     assert layers.padding(model) == {"embed.weight": (PADDED - VOCABULARY) * HIDDEN}
@@ -177,30 +176,59 @@ def test_the_padding_is_what_no_token_owns(layers: Any) -> None:
     assert layers.padding(model) == {}
 
 
-def test_vllms_own_mapper_is_followed(layers: Any) -> None:
-    model: Any = Model()
-    model.hf_to_vllm_mapper = Mapper(old_norm_weight=("norm.weight", None), k=("attn.qkv_proj.weight", "k"))
-    views = laid_out(layers, model, {"old.norm.weight": (HIDDEN,), "k": (HEAD, HIDDEN)})
-    assert views["old.norm.weight"].parameter == "norm.weight"
-    assert torch.equal(cut(model, views["k"]), model.attn["qkv_proj"].weight[16:20])
+def test_learning_the_layout_leaves_the_weights_alone(layers: Any) -> None:
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    laid_out(layers, model, SHAPES)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_with_lora_names_go_on_to_lead_to_the_wrapped_layers(layers: Any) -> None:
+    names = layers.plain_names(with_lora())
+    assert names["attn.qkv_proj.weight"] == "attn.qkv_proj.base_layer.weight"
+    assert names["norm.weight"] == "norm.weight"
+    assert names.keys() == layers.plain_names(Model()).keys()
+    assert layers.padding(with_lora()) == {"embed.base_layer.weight": (PADDED - VOCABULARY) * HIDDEN}
+
+
+class Doubling(Model):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name, 2 * loaded if name == "norm.weight" else loaded) for name, loaded in weights)
+
+
+class Asking(Model):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name, loaded) for name, loaded in weights if loaded.sum().item())
+
+
+class Writing(Model):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name, loaded.mul_(2)) for name, loaded in weights)
+
+
+class Choosing(Model):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name, loaded) for name, loaded in weights if name != "attn.k_proj.bias")
 
 
 @pytest.mark.parametrize(
-    ("name", "mapper", "words"),
+    ("kind", "words"),
     [
-        ("attn.o_proj.weight", {}, "no parameter for it"),
-        ("rotary.inv_freq", {"rotary_inv_freq": None}, "drops it"),
-        ("norm.scale", {"norm_scale": ("norm.weight", 1)}, "does not know"),
-        ("q", {"q": ("attn.qkv_proj.weight", (0, 1))}, "does not know"),
+        (Doubling, "norm.weight: vLLM loads it into none of its parameters"),
+        (Asking, "Asking does more than copying when it loads: RuntimeError"),
+        (Writing, "attn.k_proj.bias: vLLM changes it while it loads it"),
+        (Choosing, "attn.k_proj.bias: vLLM loads it into none of its parameters"),
     ],
 )
-def test_what_vllms_mappings_do_not_lead_to_is_refused_by_name(
-    layers: Any, name: str, mapper: dict[str, Any], words: str
-) -> None:
-    model: Any = Model()
-    model.hf_to_vllm_mapper = Mapper(**mapper)
-    with pytest.raises(UnsupportedModelError, match=words):
-        laid_out(layers, model, {name: (HIDDEN,)})
+def test_what_vllm_does_not_copy_as_it_is_is_refused_by_name(layers: Any, kind: type[Model], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words) as caught:
+        laid_out(layers, kind(), SHAPES)
+    assert "lora_only" in caught.value.remedy
+
+
+def test_a_parameter_that_vllm_has_no_place_for_is_refused(layers: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="extra"):
+        laid_out(layers, Model(), {**SHAPES, "extra.weight": (3,)})
 
 
 def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> None:
@@ -261,9 +289,10 @@ def test_a_runner_is_wrapped_once_and_its_weights_are_watched_after_the_load() -
 
 
 def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker of vLLM that has loaded `model`, whose layers LoRA may have wrapped since."""
     module = importlib.import_module("patches.worker")
-    monkeypatch.setattr(module.skeleton, "build", lambda *_, **__: model)
-    monkeypatch.setattr(module.skeleton, "shapes", lambda _: SHAPES)
+    record = Record(expected=dict(SHAPES), views=module.layers.views(Model(), skeleton(SHAPES)))
+    monkeypatch.setitem(RECORDS, model, record)
     made = module.BridgeWorker()
     made.rank = 0
     config = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=False)

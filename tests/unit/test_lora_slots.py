@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bridge.weights import shared_memory
-from bridge.weights.shard import Shard
+from bridge.weights.layout import rows
+from bridge.weights.shard import Shard, View
 from patches import cpu_lora, lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
@@ -17,17 +18,25 @@ from tests.unit.test_layers import HIDDEN, SHAPES, layers, with_lora, worker  # 
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
-PLACES = {
-    "attn.q_proj.weight": ("attn.qkv_proj.weight", "q"),
-    "attn.k_proj.weight": ("attn.qkv_proj.weight", 1),
-    "attn.v_proj.weight": ("attn.qkv_proj.weight", "v"),
-    "attn.q_proj.bias": ("attn.qkv_proj.bias", "q"),
-    "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", 0),
-    "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", 1),
-    "mlp.down_proj.weight": ("mlp.down_proj.weight", None),
-    "embed.weight": ("embed.weight", None),
-    "norm.weight": ("norm.weight", None),
-}
+
+
+def views() -> dict[str, View]:
+    """Where the parameters lie, by the names that vLLM's have without LoRA."""
+    shapes: dict[str, tuple[str, int]] = {
+        "attn.q_proj.weight": ("attn.qkv_proj.weight", 0),
+        "attn.k_proj.weight": ("attn.qkv_proj.weight", 16),
+        "attn.v_proj.weight": ("attn.qkv_proj.weight", 20),
+        "attn.q_proj.bias": ("attn.qkv_proj.bias", 0),
+        "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", 12),
+        "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", 0),
+        "mlp.down_proj.weight": ("mlp.down_proj.weight", 0),
+        "embed.weight": ("embed.weight", 0),
+        "norm.weight": ("norm.weight", 0),
+    }
+    return {
+        name: rows(parameter, (99, *SHAPES[name][1:]), start, SHAPES[name][0])
+        for name, (parameter, start) in shapes.items()
+    }
 
 
 def slots(outputs: int, inputs: int, *, rank: int = RANK) -> tuple[Tensor, Tensor]:
@@ -60,7 +69,7 @@ def model_with_slots() -> Any:
 
 def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
     model = model_with_slots()
-    found = lora_slots.find(model, SHAPES, PLACES)
+    found = lora_slots.find(model, views())
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
     assert {name: (id(pair.lora_a), id(pair.lora_b)) for name, pair in found.items()} == {
         f"{block}.{name}": (id(layer.lora_a_stacked[index]), id(layer.lora_b_stacked[index]))
@@ -80,9 +89,7 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     processor = SimpleNamespace()
     processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
     model.lora_manager = SimpleNamespace(modules={"lm_head": processor})
-    found = lora_slots.find(
-        model, {"lm_head.weight": (VOCABULARY, HIDDEN)}, {"lm_head.weight": ("lm_head.weight", None)}
-    )
+    found = lora_slots.find(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
     assert found["lm_head"].lora_a is processor.lora_a_stacked
     assert found["lm_head"].lora_b is processor.lora_b_stacked
 
@@ -102,18 +109,18 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
 def test_slots_of_another_layout_are_left_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
     model: Any = nn.Module()
     model.lora_manager = SimpleNamespace(modules={"proj": stack(SimpleNamespace(), *pairs)})
-    assert lora_slots.find(model, {"proj.weight": (16, HIDDEN)}, {"proj.weight": ("proj.weight", None)}) == {}
+    assert lora_slots.find(model, {"proj.weight": rows("proj.weight", (16, HIDDEN), 0, 16)}) == {}
 
 
-def test_a_shard_that_the_layer_has_no_slice_for_is_left_out() -> None:
+def test_a_parameter_that_is_part_of_what_the_slots_are_for_is_left_out() -> None:
     model = model_with_slots()
-    for shard in ("x", 3, -1, (0, 1)):
-        assert lora_slots.find(model, {"q.weight": (16, HIDDEN)}, {"q.weight": ("attn.qkv_proj.weight", shard)}) == {}
+    alone = {"q.weight": rows("attn.qkv_proj.weight", (24, HIDDEN), 0, 16)}
+    assert lora_slots.find(model, alone) == {}
 
 
 def test_a_model_without_lora_has_no_slots() -> None:
     assert lora_slots.tensors(nn.Linear(2, 2)) == {}
-    assert lora_slots.find(nn.Linear(2, 2), SHAPES, PLACES) == {}
+    assert lora_slots.find(nn.Linear(2, 2), views()) == {}
 
 
 def test_slots_are_moved_with_the_weights_and_stay_the_objects_that_they_are() -> None:

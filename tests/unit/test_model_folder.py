@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from bridge.errors import UsageError
 from bridge.weights import model_folder
@@ -254,3 +261,22 @@ def test_an_index_that_is_none_is_refused(text: str, source: Path, out: Path) ->
 def test_a_folder_without_weights_is_refused(out: Path) -> None:
     with pytest.raises(UsageError, match=f"{out}/{SINGLE_NAME} cannot be read"):
         check(shared_model(tied=True), out)
+
+
+def test_experts_are_saved_one_by_one_and_loaded_back_into_the_memory_that_they_share(source: Path, out: Path) -> None:
+    """In memory the experts of a layer are one parameter; files hold them as they always did."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, dtype="bfloat16",
+    )  # fmt: skip
+    model, other = (MixtralForCausalLM(config).bfloat16() for _ in range(2))
+    save(model, source, out)
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in load_file(out / SINGLE_NAME)
+    before = [parameter.data_ptr() for parameter in other.parameters()]
+    check(other, out)
+    load_into(other, out)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter)
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert [parameter.data_ptr() for parameter in other.parameters()] == before

@@ -1,0 +1,106 @@
+"""A tiny model of every family that is proved: each with what is odd about it, from uneven heads to tied embeddings.
+
+Not covered: writing them to disk, and the Llama and the Qwen2 that other tests use as well (`tiny.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import (
+    DeepseekV2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
+
+from tests.models import tiny
+
+SMALL: dict[str, Any] = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+
+
+def _linear_llama() -> LlamaConfig:
+    """DeepSeek Coder's: a Llama with linearly scaled positions, a head of its own, and as many KV heads as heads."""
+    rope = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}
+    return LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": False, "rope_parameters": rope})
+
+
+def _llama2() -> LlamaConfig:
+    """Llama 2: no scaling, an odd intermediate size, one KV head, biases in attention and MLP."""
+    odd = {"intermediate_size": 172, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}
+    return LlamaConfig(**SMALL | odd | {"tie_word_embeddings": False})
+
+
+def _tied_qwen2() -> Qwen2Config:
+    return Qwen2Config(**SMALL | {"tie_word_embeddings": True, "num_hidden_layers": 3})
+
+
+def _phi() -> PhiConfig:
+    """Phi-2: biases everywhere, in the head too, layer norms, half of each head rotated."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    return PhiConfig(**SMALL | {"num_key_value_heads": 4, "rope_parameters": rope, "tie_word_embeddings": False})
+
+
+def _gemma(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
+    return kind(**SMALL, head_dim=64, tie_word_embeddings=True, **more)
+
+
+def _deepseek_v2(q_lora_rank: int | None = None) -> DeepseekV2Config:
+    """DeepSeek-V2: latent attention whose values are narrower than its keys, shared and routed experts."""
+    latent = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
+    experts = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    more = {"num_key_value_heads": 4, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "rope_parameters": rope}
+    return DeepseekV2Config(**SMALL | EXPERTS | latent | experts | more)
+
+
+FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
+    "Qwen2, Qwen2.5": tiny.qwen2,
+    "Qwen2, tied": _tied_qwen2,
+    "Llama 3, 3.1": tiny.llama,
+    "Llama 2": _llama2,
+    "DeepSeek Coder, Yi": _linear_llama,
+    "Mistral": lambda: MistralConfig(**SMALL, head_dim=64, sliding_window=512, tie_word_embeddings=False),
+    "Mixtral": lambda: MixtralConfig(**SMALL, **EXPERTS, num_local_experts=4),
+    "Phi-2": _phi,
+    "Phi-3": lambda: Phi3Config(**SMALL, sliding_window=512, tie_word_embeddings=False),
+    "Gemma": lambda: _gemma(GemmaConfig),
+    "Gemma 2": lambda: _gemma(Gemma2Config, query_pre_attn_scalar=64, sliding_window=512),
+    "Gemma 3 (text)": lambda: _gemma(Gemma3TextConfig, query_pre_attn_scalar=64, sliding_window=512),
+    "DeepSeek-V2-Lite": _deepseek_v2,
+    "DeepSeek-V2": lambda: _deepseek_v2(q_lora_rank=32),
+    "StarCoder2": lambda: Starcoder2Config(**SMALL, sliding_window=512, tie_word_embeddings=True),
+    "Qwen3": lambda: Qwen3Config(**SMALL, head_dim=64, tie_word_embeddings=True),
+    "Qwen3-MoE": lambda: Qwen3MoeConfig(
+        **SMALL, **EXPERTS, head_dim=64, num_experts=4, moe_intermediate_size=64, norm_topk_prob=True
+    ),
+    "OLMo 2": lambda: Olmo2Config(**SMALL, tie_word_embeddings=False),
+    "Granite": lambda: GraniteConfig(
+        **SMALL, tie_word_embeddings=True, embedding_multiplier=12.0, logits_scaling=8.0,
+        residual_multiplier=0.22, attention_multiplier=0.0156,
+    ),
+}  # fmt: skip
+"""Name of the family -> its configuration."""
