@@ -100,6 +100,8 @@ class CopyRecorder(ViewsOnly):
             )
             return args[0]
         if any(_storage(tensor) in self._targets for tensor in changed):
+            if func is _aten.copy_.default:
+                args[1].expand(args[0].shape)  # a copy that fails has to fail
             return changed[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 

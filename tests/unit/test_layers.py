@@ -92,7 +92,7 @@ class Model(nn.Module):
                 self.get_parameter(name).data.copy_(loaded)
 
 
-def skeleton(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+def skeleton(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model of transformers without its weights, and without anything that its files hold in another form."""
     root: Any = nn.Module()
     root._weight_conversions = []
@@ -104,7 +104,7 @@ def skeleton(shapes: Mapping[str, tuple[int, ...]]) -> Any:
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = module._modules[part]
-        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
     return root
 
 

@@ -1,0 +1,219 @@
+"""A server made by chance: it fuses, stacks, pads and ties, and its loader may do with a weight what a trainer cannot.
+
+Not covered: memory that is shared (`toy_server.py`).
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+Load = Callable[[Tensor, Tensor], None]
+"""Load a weight into its place in the server's parameter."""
+
+
+def _plain(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded)
+
+
+def _by_slices(place: Tensor, loaded: Tensor) -> None:
+    for row in reversed(range(len(loaded))):
+        place.data[row : row + 1] = loaded.narrow(0, row, 1)
+
+
+def _duplicated(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded.clone().to(place.dtype).detach())
+
+
+def _twice(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded)
+    place.copy_(loaded)
+
+
+def _cleared_first(place: Tensor, loaded: Tensor) -> None:
+    place.zero_()
+    place.copy_(loaded)
+
+
+def _by_halves(place: Tensor, loaded: Tensor) -> None:
+    for there, here in zip(place.chunk(2, dim=-1), loaded.chunk(2, dim=-1), strict=True):
+        there.copy_(here.contiguous())
+
+
+def _doubled(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded * 2)
+
+
+def _shifted_afterwards(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded)
+    place.add_(1)
+
+
+def _one_row_shifted(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded)
+    place[-1:].add_(1)
+
+
+def _upside_down(place: Tensor, loaded: Tensor) -> None:
+    for row in range(len(loaded)):
+        place[len(loaded) - 1 - row].copy_(loaded[row])
+
+
+def _halves_swapped(place: Tensor, loaded: Tensor) -> None:
+    half = len(loaded) // 2
+    place[: len(loaded) - half].copy_(loaded[half:])
+    place[len(loaded) - half :].copy_(loaded[:half])
+
+
+def _interleaved(place: Tensor, loaded: Tensor) -> None:
+    order = [*range(0, len(loaded), 2), *range(1, len(loaded), 2)]
+    place.copy_(loaded[order])
+
+
+def _transposed(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded.t() if loaded.dim() == 2 and loaded.shape[0] == loaded.shape[1] else loaded)
+
+
+def _spread(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded[:1])
+
+
+def _in_part(place: Tensor, loaded: Tensor) -> None:
+    place[1:].copy_(loaded[1:])
+
+
+def _by_value(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded)
+    if loaded.sum().item() > 0:
+        place[:1].mul_(2)
+
+
+def _rounded(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded.to(torch.bfloat16).to(place.dtype))
+
+
+def _changed_first(place: Tensor, loaded: Tensor) -> None:
+    place.copy_(loaded.clone().add_(1))
+
+
+def _left_out(place: Tensor, loaded: Tensor) -> None:
+    """Leave what was there."""
+
+
+GOOD: tuple[Load, ...] = (_plain, _by_slices, _duplicated, _twice, _cleared_first)
+ODD: tuple[Load, ...] = (
+    _by_halves, _doubled, _shifted_afterwards, _one_row_shifted, _upside_down, _halves_swapped, _interleaved,
+    _transposed, _spread, _in_part, _by_value, _rounded, _changed_first, _left_out,
+)  # fmt: skip
+
+
+@dataclass
+class Server:
+    """What was made by chance."""
+
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """The model's parameters."""
+    held: dict[str, Shape] = field(default_factory=dict)
+    """The server's."""
+    padding: dict[str, int] = field(default_factory=dict)
+    """Elements at the end of the server's parameters that the model has nothing for, as it says."""
+    loads: dict[str, list[tuple[str, tuple[slice, ...], tuple[slice, ...], Load]]] = field(default_factory=dict)
+    """Model's parameter -> what is loaded: into which of the server's, into what of it, from what, and how."""
+    is_plain: bool = True
+    """Whether nothing odd was chosen: then it has to be accepted."""
+
+    def model(self) -> "Model":
+        """Return a new one, filled with what nobody loaded."""
+        return Model(self)
+
+
+class Model(nn.Module):
+    """The server's model."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+        for name, shape in server.held.items():
+            self.register_parameter(name, nn.Parameter(torch.full(shape, -1.0), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load by whatever was chosen for each."""
+        for name, loaded in weights:
+            for parameter, into, of, load in self._server.loads[name]:
+                load(self.get_parameter(parameter).data[into], loaded[of])
+
+
+def make(random_: random.Random) -> Server:
+    """Make one: most are right throughout, the others have one or two oddities."""
+    server = Server()
+    for index in range(random_.randint(1, 3)):
+        (_stack if random_.random() < 0.3 else _fuse)(server, f"v{index}", random_)
+    for _ in range(random_.choice([0, 0, 1, 2])):
+        random_.choice([_odd_load, _odd_load, _another_place, _overwritten, _odd_padding, _odd_size])(server, random_)
+        server.is_plain = False
+    return server
+
+
+def _fuse(server: Server, name: str, random_: random.Random) -> None:
+    """Put several parameters below each other, with padding behind the last one now and then."""
+    rest = tuple(random_.randint(1, 4) for _ in range(random_.randint(0, 2)))
+    start = 0
+    for part in range(random_.randint(1, 3)):
+        count = random_.randint(1, 5)
+        own = f"h{name}x{part}"
+        server.shapes[own] = (count, *rest)
+        server.loads[own] = [(name, (slice(start, start + count),), (), random_.choice(GOOD))]
+        start += count
+    spare = random_.choice([0, 0, 3])
+    server.held[name] = (start + spare, *rest)
+    if spare:
+        server.padding[name] = spare * torch.Size(rest).numel()
+
+
+def _stack(server: Server, name: str, random_: random.Random) -> None:
+    """Load one parameter expert by expert, each in two halves."""
+    experts, half, inner = random_.randint(1, 3), random_.randint(1, 3), random_.randint(1, 3)
+    own = f"h{name}"
+    server.shapes[own] = server.held[name] = (experts, 2 * half, inner)
+    cells = [
+        (slice(expert, expert + 1), slice(start, start + half)) for expert in range(experts) for start in (0, half)
+    ]
+    random_.shuffle(cells)
+    server.loads[own] = [(name, cell, cell, random_.choice(GOOD)) for cell in cells]
+
+
+def _odd_load(server: Server, random_: random.Random) -> None:
+    loads = server.loads[random_.choice(sorted(server.loads))]
+    index = random_.randrange(len(loads))
+    loads[index] = (*loads[index][:3], random_.choice(ODD))
+
+
+def _another_place(server: Server, random_: random.Random) -> None:
+    """Load a part once more somewhere else, or instead."""
+    loads = server.loads[random_.choice(sorted(server.loads))]
+    index = random_.randrange(len(loads))
+    parameter, into, of, load = loads[index]
+    start = max(0, (into[0].start or 0) + random_.choice([-1, 1]))
+    moved = (parameter, (slice(start, start + into[0].stop - into[0].start), *into[1:]), of, load)
+    loads[index : index + random_.randint(0, 1)] = [moved]
+
+
+def _overwritten(server: Server, random_: random.Random) -> None:
+    """Load something over what another parameter was loaded into."""
+    name, other = (random_.choice(sorted(server.loads)) for _ in range(2))
+    parameter, into, _, load = random_.choice(server.loads[other])
+    server.loads[name].append((parameter, into, (), load))
+
+
+def _odd_padding(server: Server, random_: random.Random) -> None:
+    name = random_.choice(sorted(server.held))
+    server.padding[name] = max(0, server.padding.get(name, 0) + random_.choice([-2, -1, 1, 2]))
+
+
+def _odd_size(server: Server, random_: random.Random) -> None:
+    name = random_.choice(sorted(server.held))
+    rows, *rest = server.held[name]
+    server.held[name] = (max(1, rows + random_.choice([-1, 1])), *rest)

@@ -1,0 +1,82 @@
+"""Layouts by chance: what is accepted is right to the last byte, or it is refused; nothing is wrong in silence."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge.errors import UnsupportedModelError
+from bridge.weights.attach import _view
+from bridge.weights.layout import check_coverage
+from bridge.weights.shard import View
+from tests.unit import random_server
+from tests.unit.random_server import Server
+
+# The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
+from tests.unit.test_layers import layers, skeleton  # noqa: F401
+
+NUM_CASES, NUM_TESTS = 10_000, 8
+
+
+def values(server: Server, first: int) -> dict[str, Tensor]:
+    """Give every element of the model a number of its own."""
+    made = {}
+    for name, shape in server.shapes.items():
+        made[name] = torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        first += made[name].numel()
+    return made
+
+
+def laid_out(layers: Any, server: Server) -> dict[str, View] | None:  # noqa: F811
+    """Return the layout as a server and a trainer find and check it; None where they refuse it."""
+    model = server.model()
+    try:
+        views: dict[str, View] = layers.views(model, skeleton(server.shapes, torch.float32))
+        check_coverage(server.shapes, server.held, views, server.padding)
+    except UnsupportedModelError as error:
+        assert "\n" not in error.message
+        return None
+    assert all((parameter == -1).all() for parameter in model.parameters())
+    return views
+
+
+def check(server: Server, views: dict[str, View]) -> None:
+    """What the trainer writes through its views is what the server had if it loaded the same, byte for byte."""
+    served, expected = server.model(), server.model()
+    served.load_weights(values(server, 1000).items())
+    held = dict(served.named_parameters())
+    mine = {name: _view(held[view.parameter], view) for name, view in views.items()}
+    for name, weight in values(server, 1000).items():
+        assert torch.equal(mine[name], weight), name
+    before = {name: parameter.detach().clone() for name, parameter in held.items()}
+    for name, weight in values(server, 5000).items():
+        mine[name].copy_(weight)
+    expected.load_weights(values(server, 5000).items())
+    for name, parameter in expected.named_parameters():
+        own = parameter.numel() - server.padding.get(name, 0)
+        assert torch.equal(held[name].view(-1)[:own], parameter.view(-1)[:own]), name
+        assert torch.equal(held[name].view(-1)[own:], before[name].view(-1)[own:]), name
+
+
+@pytest.mark.parametrize("part", range(NUM_TESTS))
+def test_what_is_accepted_is_right_and_the_rest_is_refused(part: int, layers: Any) -> None:  # noqa: F811
+    num_accepted = num_refused = 0
+    for case in range(part, NUM_CASES, NUM_TESTS):
+        server = random_server.make(random.Random(case))
+        views = laid_out(layers, server)
+        if views is None:
+            assert not server.is_plain, case
+            num_refused += 1
+        else:
+            check(server, views)
+            num_accepted += 1
+    assert num_accepted > NUM_CASES / NUM_TESTS / 3
+    assert num_refused > NUM_CASES / NUM_TESTS / 5
+
+
+@pytest.mark.parametrize("odd", random_server.ODD, ids=lambda odd: odd.__name__)
+def test_each_oddity_alone_is_refused(odd: random_server.Load, layers: Any) -> None:  # noqa: F811
+    load = ("v", (slice(0, 4),), (), odd)
+    assert laid_out(layers, Server(shapes={"h": (4, 4)}, held={"v": (4, 4)}, loads={"h": [load]})) is None
