@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-.PHONY: help setup lint type test test-unit test-cpu test-slow test-gpu contract demo compare bench clean
+.PHONY: help setup lint type test test-unit test-cpu test-slow test-gpu families contract demo compare bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ test-slow: $(INSTALLED) ## Those left out: each starts a real vLLM, or a compile
 
 test-gpu: $(INSTALLED) ## The same and more on a GPU
 	@$(BIN)/python -m pytest tests/gpu
+
+families: $(INSTALLED) ## Prove every family on the CPU, and write docs/families.md from what is found
+	@$(BIN)/python -m pytest tests/cpu/test_families.py --record-families
+	$(BIN)/python -m tests.family_results
 
 contract: $(INSTALLED) ## Check the pinned symbols in the source of every supported vLLM
 	@$(BIN)/python -m pytest tests/contract --every-vllm

@@ -57,13 +57,22 @@ def doctor(
             help="Where vLLM is to run; auto: what the installed vLLM was built for.",
         ),
     ] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            envvar="BRIDGE_MODEL",
+            show_envvar=False,
+            help="A model's folder or name: tell by which modes it can be trained, from its configuration alone.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find what goes wrong before and while attaching, and name the command that mends it."""
     from cli.examination import examine
 
     with console.waiting("Looking at software, hardware, environment and server"):
-        sections = list(examine(port, vllm_config_path, device))
+        sections = list(examine(port, vllm_config_path, device, model))
     checks = [check for _, found in sections for check in found]
     if as_json:
         for check in checks:

@@ -12,7 +12,20 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import bridge
-from bridge.checks import cuda_ipc, facts, gpu, installation, leftovers, manifest, memfd, memory, port, server, software
+from bridge.checks import (
+    cuda_ipc,
+    facts,
+    gpu,
+    installation,
+    leftovers,
+    manifest,
+    memfd,
+    memory,
+    model,
+    port,
+    server,
+    software,
+)
 from bridge.checks.result import Check, failed, passed
 from bridge.checks.surroundings import environment_variables
 from bridge.config import ServeConfig
@@ -23,7 +36,10 @@ DEFAULT_PORT: int = ServeConfig.model_fields["port"].default
 
 
 def examine(
-    asked_port: int | None, given: Path | None, asked_device: Literal["auto", "cpu", "cuda"]
+    asked_port: int | None,
+    given: Path | None,
+    asked_device: Literal["auto", "cpu", "cuda"],
+    asked_model: str | None = None,
 ) -> Iterator[tuple[str, list[Check]]]:
     """Yield every check, section by section; outside Linux nothing but the first can be looked at."""
     system = software.operating_system(sys.platform)
@@ -37,6 +53,8 @@ def examine(
     yield "Hardware", hardware_checks(known, device, examined.live)
     plugins = [name for names in installation.our_plugins().values() for name in names]
     yield "Environment", environment_variables(os.environ, device, plugins)
+    if asked_model is not None:
+        yield "Model", list(model.modes(asked_model, model.read(asked_model)))
     yield "Server", server_checks(examined, known, asked_port, searched=given is None)
 
 

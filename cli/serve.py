@@ -4,7 +4,6 @@ Not covered: the flags and variables it gets (`server_command.py`).
 """
 
 import errno
-import json
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ from typing import Annotated
 import psutil
 import typer
 
+from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.process import boot_id
@@ -56,7 +56,7 @@ def prepare(
     """
     if shares_weights:
         compatibility.check_installed()
-    check_model(config.model)
+    check_model(config.model, shares_weights=shares_weights)
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     check_port(config.host, config.port)
     if shares_weights:
@@ -67,12 +67,14 @@ def prepare(
     return command
 
 
-def check_model(model: str) -> None:
-    """Check that `model` is there and not quantised, if it is a folder: vLLM would take it for a hub name.
+def check_model(model: str, *, shares_weights: bool = True) -> None:
+    """Check that `model` is there, if it is a folder, and that its configuration stands against no server of ours.
+
+    vLLM would take a folder that is not there for a hub name.
 
     Raises:
         UsageError: there is no such folder, or no model in it.
-        UnsupportedModelError: it is quantised.
+        UnsupportedModelError: it is quantised, no causal language model, or cannot be shared.
     """
     folder = Path(model).expanduser()
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
@@ -80,29 +82,15 @@ def check_model(model: str) -> None:
         raise UsageError(
             f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub"
         )
-    if folder.is_dir():
-        _refuse_quantised(model, folder / "config.json")
-
-
-def _refuse_quantised(model: str, config: Path) -> None:
-    try:
-        document = json.loads(config.read_text())
-        quantised = document.get("quantization_config") or document.get("text_config", {}).get("quantization_config")
-    except (OSError, ValueError, AttributeError) as error:
+    config = model_checks.read(model)
+    if config is None and folder.is_dir():
         raise UsageError(
-            f"--model {model}: its config.json is no JSON object of a model: {error}",
-            remedy="download or copy the model again",
-        ) from error
-    if quantised:
-        raise UnsupportedModelError(
-            f"--model {model} is quantised ({_method(quantised)}), expected plain weights: a trainer steps the very "
-            "bytes that vLLM serves",
-            remedy="take the unquantised model, in bfloat16",
+            f"--model {model}: its config.json is no JSON object of a model", remedy="download or copy the model again"
         )
-
-
-def _method(quantised: object) -> str:
-    return str(quantised.get("quant_method", "of no named method")) if isinstance(quantised, dict) else str(quantised)
+    mode = model_checks.SHARED if shares_weights else model_checks.NONE
+    against = [obstacle for obstacle in model_checks.obstacles(config or {}) if mode in obstacle.modes]
+    if against:
+        raise UnsupportedModelError(f"--model {model}: {against[0].reason}", remedy=against[0].remedy)
 
 
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:

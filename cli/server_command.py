@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError
 from bridge.weights import manifest
@@ -22,6 +23,11 @@ SLEEP_MODE = "--enable-sleep-mode"
 """With it vLLM can free its KV cache while a trainer needs the memory; it costs nothing until then."""
 SLEEP_MODE_IS_THEIRS = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
 """vLLM's flags beside which the user chooses; 0.33 refuses to start with it and a KV connector that cannot sleep."""
+MOE_BACKEND = ("--moe-backend", "triton")
+"""vLLM's kernels that read experts as they are loaded; those that it prefers on some GPUs pack them anew."""
+PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
+"""Latent attention in its plain form, unless the caller says otherwise: the other one derives weights from kv_b_proj,
+which would not follow a step."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
 """What switches our plugins on; without it vLLM may load them and they do nothing."""
@@ -75,7 +81,12 @@ class ServerCommand:
         cpu = _cpu_variables(config, outer) if device == "cpu" else {}
         path = manifest.resolve_path(config.vllm_config_path).absolute()
         return cls(
-            argv=(*_vllm(config, share), *_defaults(flags, device, shares_weights), *adapters.argv, *flags),
+            argv=(
+                *_vllm(config, share),
+                *_defaults(config.model, flags, device, shares_weights),
+                *adapters.argv,
+                *flags,
+            ),
             environment={**_environment(path, outer, shares_weights), **adapters.environment, **cpu},
             model=config.model,
             host=config.host,
@@ -119,14 +130,20 @@ def _entry(model: str) -> list[str]:
     return ["vllm.entrypoints.openai.api_server", "--model", model]
 
 
-def _defaults(flags: Sequence[str], device: Device, shares_weights: bool) -> list[str]:
+def _defaults(model: str, flags: Sequence[str], device: Device, shares_weights: bool) -> list[str]:
     """Return what Bridge adds; the trainer compares with the distribution that was sampled from, after temperature."""
     given = vllm_flags.names(flags)
     logprobs = [] if "--logprobs-mode" in given else ["--logprobs-mode", "processed_logprobs"]
     if not shares_weights:
         return logprobs
     can_sleep = device == "cuda" and given.isdisjoint(SLEEP_MODE_IS_THEIRS)  # on a CPU vLLM has no such mode
-    return ["--worker-extension-cls", WORKER_EXTENSION, *([SLEEP_MODE] if can_sleep else []), *logprobs]
+    mixture = device == "cuda" and MOE_BACKEND[0] not in given and model_checks.has_experts(model_checks.read(model))
+    return [
+        *("--worker-extension-cls", WORKER_EXTENSION),
+        *([SLEEP_MODE] if can_sleep else []),
+        *(MOE_BACKEND if mixture else []),
+        *logprobs,
+    ]
 
 
 def _memory_share(
@@ -150,7 +167,7 @@ def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> 
     if not shares_weights:
         return {name: value for name, value in outer.items() if name not in SWITCHES}
     return {
-        "VLLM_MLA_DISABLE": "1",
+        **PLAIN_ATTENTION,
         **outer,
         "VLLM_ENABLE_SHARED_WEIGHTS": "1",
         "VLLM_PLUGINS": ",".join(_plugins(outer)),

@@ -96,6 +96,7 @@ REFUSED: Mapping[str, Refusal] = {
     "--enable-expert-parallel": _MOVING,
     "--enable-eplb": _MOVING,
     "--enable-elastic-ep": _MOVING,
+    "--moe-backend": Refusal("its kernels read experts that were packed anew", {"auto", "triton"}.__contains__),
     "--speculative-config": _DRAFT,
     "--speculative-model": _DRAFT,
     "--spec-model": _DRAFT,

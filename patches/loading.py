@@ -127,8 +127,8 @@ class Watch:
     def finish(self, model: nn.Module) -> Record:
         """Compare with what vLLM has made of it, and return what is known."""
         now = {name: digest.digest(parameter) for name, parameter in model.named_parameters()}
-        altered = sorted(name for name in now.keys() | self._digests.keys() if now.get(name) != self._digests.get(name))
-        derived = sorted({name for name, tensor in _tensors(model) if self._is_new(tensor)} - now.keys())
+        altered = sorted(name for name, before in self._digests.items() if now.get(name) != before)
+        derived = sorted({name for name, tensor in _tensors(model) if self._is_new(tensor)} - self._digests.keys())
         with self._refusing():
             _refuse(altered, "rewritten by vLLM for one of its kernels")
             _refuse(derived, "derived by vLLM from weights, and would not follow a step")

@@ -90,6 +90,7 @@ class BridgeWorker:
         shard = Shard(
             rank=self.rank,
             gpu_uuid=_gpu_uuid(model),
+            model_class=type(model).__name__,
             ipc_handles=_handles(model),
             param_mappings=views,
             padding=layers.padding(model),

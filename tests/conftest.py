@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="download every supported vLLM and check the pinned symbols in its source",
     )
+    parser.addoption(
+        "--record-families", action="store_true", help="keep what the proof of each family finds, for docs/families.md"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -35,6 +35,8 @@ from cli.server_command import ServerCommand
 START_LIMIT_S = 300
 PARITY_LIMIT = 0.03
 """Nats: two bf16 engines differ by about half of it on models of this size before any training."""
+FAMILY_PARITY_LIMIT = 0.05
+"""Nats, the mean: rounding sends a token to other experts now and then, and its log-probability is another."""
 ADAPTER_PARITY_LIMIT = 0.06
 """Nats, the largest: PEFT rounds each product of A and of B to bf16, and vLLM their sum alone."""
 EAGER = ("--enforce-eager",)
@@ -134,12 +136,12 @@ def trained(server: LiveServer, folder: Path, *flags: str, steps: int = 3) -> su
     )
 
 
-def check_metrics(run: Path, *, steps: int = 3) -> None:
+def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIMIT) -> None:
     """Check that each step moved weights, became the next version, and learnt from its own samples."""
     found = metrics(run)
     assert [step["step"] for step in found] == [*range(1, steps + 1)]
     assert all(step["changed_weight_share"] > 0.01 for step in found), found
-    assert all(step["logprob_diff_mean"] < PARITY_LIMIT for step in found), found
+    assert all(step["logprob_diff_mean"] < parity_limit for step in found), found
     assert [step["weight_version"] - found[0]["weight_version"] for step in found] == [*range(steps)]
 
 

@@ -92,6 +92,8 @@ class Shard(Record):
     """Tensor-parallel rank."""
     gpu_uuid: str | None
     """UUID of the GPU that holds it; None on the CPU."""
+    model_class: str = ""
+    """vLLM's class of the model; empty where a manifest of before does not say."""
     ipc_handles: dict[str, AnyHandle]
     """vLLM's parameters by vLLM's name."""
     param_mappings: dict[str, View]

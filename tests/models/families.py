@@ -69,10 +69,13 @@ def _gemma(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
 
 
 def _deepseek_v2(q_lora_rank: int | None = None) -> DeepseekV2Config:
-    """DeepSeek-V2: latent attention whose values are narrower than its keys, shared and routed experts."""
+    """DeepSeek-V2: latent attention with values narrower than keys, YaRN, shared and routed experts."""
     latent = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
     experts = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
-    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+    }  # fmt: skip
     more = {"num_key_value_heads": 4, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "rope_parameters": rope}
     return DeepseekV2Config(**SMALL | EXPERTS | latent | experts | more)
 

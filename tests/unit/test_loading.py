@@ -78,9 +78,14 @@ def _derive_two(model: Any) -> None:
     model.norm.register_buffer("copy", model.norm.weight.detach().clone())
 
 
+def _derive_a_parameter(model: Any) -> None:
+    model.attn["qkv_proj"].W_UK_T = nn.Parameter(model.attn["qkv_proj"].weight.detach().t().contiguous())
+
+
 @pytest.mark.parametrize(
     ("process", "words"),
     [
+        (_derive_a_parameter, "^attn.qkv_proj.W_UK_T: derived"),
         (_negate, "^norm.weight: rewritten"),
         (_pack, "^mlp.down_proj.weight: rewritten"),
         (_drop, "^mlp.down_proj.weight: rewritten"),

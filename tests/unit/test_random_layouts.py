@@ -35,8 +35,7 @@ def laid_out(layers: Any, server: Server) -> dict[str, View] | None:  # noqa: F8
     try:
         views: dict[str, View] = layers.views(model, skeleton(server.shapes, torch.float32))
         check_coverage(server.shapes, server.held, views, server.padding)
-    except UnsupportedModelError as error:
-        assert "\n" not in error.message
+    except UnsupportedModelError:
         return None
     assert all((parameter == -1).all() for parameter in model.parameters())
     return views

@@ -1,0 +1,148 @@
+"""Tell from a model's configuration alone by which modes it can be trained; no weight is read, and torch is not needed.
+
+Not covered: what only vLLM's own loader shows (`patches/layers.py`, `patches/loading.py`), and whether the model fits
+the memory (`bridge plan`).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.checks.result import Check, failed, passed, skipped, warned
+
+Config = Mapping[str, Any]
+NAME = "Model"
+SHARED, LORA, NONE = "shared_vllm", "lora_only", "none"
+MODES = (SHARED, LORA, NONE)
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the classes are called that transformers' AutoModelForCausalLM makes."""
+ANOTHER = "take a plain language model, of those in docs/families.md"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What families call the number of a layer's experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """One reason why a model cannot be trained by some modes."""
+
+    modes: tuple[str, ...]
+    """The modes that it rules out."""
+    reason: str
+    """What it is, and why."""
+    remedy: str
+    """What to use instead."""
+
+
+def read(model: str) -> Config | None:
+    """Return the configuration of `model`, a folder or a name of which the hub's cache keeps it; None: neither."""
+    path: Any = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            return None
+    try:
+        document = json.loads(Path(path).read_bytes()) if isinstance(path, str | Path) else None
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def has_experts(config: Config | None) -> bool:
+    """Tell whether its layers are mixtures of experts."""
+    return config is not None and any(config.get(name) for name in EXPERTS)
+
+
+def obstacles(config: Config) -> list[Obstacle]:
+    """Return every reason that the configuration shows, the gravest first."""
+    return [obstacle for rule in RULES for obstacle in rule(config)]
+
+
+def modes(model: str, config: Config | None) -> Iterator[Check]:
+    """Yield a check per mode: whether `model` can be trained by it, and what stands against it."""
+    if config is None:
+        yield skipped(
+            NAME, f"no configuration of {model} here", "a folder with config.json, or a name in the hub's cache"
+        )
+        return
+    found = obstacles(config)
+    usable = [mode for mode in MODES if not any(mode in obstacle.modes for obstacle in found)]
+    for mode in MODES:
+        name, expected = f"{NAME}, {mode}", f"{model} can be trained by --mode {mode}"
+        against = next((obstacle for obstacle in found if mode in obstacle.modes), None)
+        if against is None:
+            yield passed(name, f"nothing in its configuration stands against it{_notes(config, mode)}", expected)
+        else:
+            report = warned if usable else failed
+            yield report(name, against.reason, expected, against.remedy)
+
+
+def _notes(config: Config, mode: str) -> str:
+    notes = []
+    if _dtype(config) == "float16":
+        notes.append("with --dtype bfloat16: gradients overflow in its own float16")
+    if mode == SHARED and config.get("kv_lora_rank"):
+        notes.append("with latent attention in its plain form (VLLM_MLA_DISABLE=1), whose cache is larger")
+    if mode == LORA and has_experts(config):
+        notes.append("experts get no adapter")
+    return "".join(f"; {note}" for note in notes)
+
+
+def _dtype(config: Config) -> object:
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def _quantised(config: Config) -> Iterator[Obstacle]:
+    quantised = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "of no named method") if isinstance(quantised, dict) else quantised
+        reason = f"quantised ({method}): its weights are no plain numbers that an optimizer could step"
+        yield Obstacle(modes=MODES, reason=reason, remedy="take the unquantised model, in bfloat16")
+
+
+def _encoder(config: Config) -> Iterator[Obstacle]:
+    if config.get("is_encoder_decoder"):
+        yield Obstacle(modes=MODES, reason="an encoder and a decoder: not a causal language model", remedy=ANOTHER)
+
+
+def _of_several(config: Config) -> Iterator[Obstacle]:
+    if config.get("text_config"):
+        kind = config.get("model_type", "model")
+        yield Obstacle(
+            modes=MODES, reason=f"a {kind}, in which the language model is one part of several", remedy=ANOTHER
+        )
+
+
+def _not_causal(config: Config) -> Iterator[Obstacle]:
+    names = config.get("architectures") or []
+    if names and not any(str(name).endswith(CAUSAL) for name in names):
+        yield Obstacle(modes=MODES, reason=f"{', '.join(names)}: not a causal language model", remedy=ANOTHER)
+
+
+def _sparse_latent(config: Config) -> Iterator[Obstacle]:
+    """DeepSeek-V3.2's: vLLM 0.26 to 0.33, `models/deepseek_v2.py`, has its indexer in latent attention alone."""
+    if config.get("kv_lora_rank") and config.get("index_topk"):
+        reason = "sparse latent attention: vLLM computes with projections that it derives from kv_b_proj"
+        yield Obstacle(modes=(SHARED,), reason=reason, remedy="--mode lora_only or --mode none")
+
+
+def _router_bias(config: Config) -> Iterator[Obstacle]:
+    """DeepSeek-V3's: vLLM 0.26 to 0.33, `models/deepseek_v2.py`, keeps it as a float32 parameter."""
+    if config.get("topk_method") == "noaux_tc" or config.get("model_type") == "deepseek_v3":
+        reason = "mlp.gate.e_score_correction_bias: a float32 parameter in vLLM, and no parameter in transformers"
+        yield Obstacle(modes=(SHARED,), reason=reason, remedy="--mode lora_only or --mode none")
+
+
+RULES: tuple[Callable[[Config], Iterator[Obstacle]], ...] = (
+    _quantised,
+    _encoder,
+    _of_several,
+    _not_causal,
+    _sparse_latent,
+    _router_bias,
+)

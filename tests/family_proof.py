@@ -1,0 +1,71 @@
+"""The proof of one family: a tiny model is served, compared, trained in place, compared with its checkpoint, verified.
+
+Not covered: which families there are (`models/families.py`), and what becomes of the results (`family_results.py`).
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.types import Group
+from bridge.verify import logprob_diffs
+from bridge.weights.attach import attach
+from bridge.weights.manifest import Manifest
+from tests import scenarios
+from tests.family_results import Result
+from tests.models import tiny
+from tests.models.families import FAMILIES
+from tests.scenarios import LiveServer
+
+MOVED_AT_LEAST = 4
+"""How many times as far from the weights before as from its checkpoint a server has to be after the steps."""
+
+
+def prove(family: str, folder: Path) -> Result:
+    """Prove `family` on a server of its own, and return what was found."""
+    model = tiny.write(FAMILIES[family](), folder / "model", std=0.06)
+    with scenarios.served(model, folder / "server") as server:
+        result = trains(server, model, folder)
+        scenarios.check_metrics(folder / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
+        scenarios.verifies(server, folder)
+    return result
+
+
+def trains(server: LiveServer, model: Path, folder: Path) -> Result:
+    """Train three steps, and compare the server with plain transformers before and after."""
+    assert attach(server.manifest).weight_bytes() == 0  # refused unless every parameter of both sides has a partner
+    plain = _load(model)
+    before = _mean(plain, server.sample())
+    scenarios.trained(server, folder)
+    after_steps = server.sample()
+    after, moved = _mean(_load(folder / "saved" / "step_3"), after_steps), _mean(plain, after_steps)
+    assert max(before, after) < scenarios.FAMILY_PARITY_LIMIT, (before, after, moved)
+    assert moved > MOVED_AT_LEAST * after, (before, after, moved)
+    return Result(
+        transformers_class=type(plain).__name__,
+        vllm_class=server.manifest.model_class,
+        together=together(server.manifest),
+        before=round(before, 4),
+        after=round(after, 4),
+        moved=round(moved, 4),
+        versions=" ".join(f"{name} {server.manifest.versions[name]}" for name in ("vllm", "torch", "transformers")),
+    )
+
+
+def together(manifest: Manifest) -> tuple[str, ...]:
+    """Return which parameters lie in one of vLLM's, by their last names, and that vocabularies are padded."""
+    parts: dict[str, list[str]] = {}
+    for name, view in sorted(manifest.param_mappings.items(), key=lambda item: item[1].offset):
+        parts.setdefault(view.parameter, []).append(name.removesuffix(".weight").removesuffix(".bias"))
+    fused = {" ".join(name.rpartition(".")[2] for name in names) for names in parts.values() if len(names) > 1}
+    return (*sorted(fused), *(["padded vocabulary"] if manifest.padding else []))
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return loaded
+
+
+def _mean(model: PreTrainedModel, samples: list[Group]) -> float:
+    return float(logprob_diffs(model, samples).mean())

@@ -1,0 +1,115 @@
+"""What the proof of each family found, kept as JSON, and the table in the docs that is made of it.
+
+Not covered: the proof itself (`family_proof.py`). `python -m tests.family_results` writes the docs anew.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.models.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "families-cpu.json"
+PAGE = ROOT / "docs" / "families.md"
+INTRODUCTION = """\
+# Families
+
+Nobody trusts a list: every row was proved by `make families`, from a tiny configuration with random weights on the
+real vLLM on a CPU. Every parameter of the transformers class and every element of vLLM's has a partner;
+log-probabilities agree before; three steps are taken in place through `bridge train`; the server then agrees with the
+saved checkpoint in plain transformers, and not with the weights before; `bridge verify` passes. This page is made of
+what those proofs wrote.
+
+A family that is missing here is no special case: its layout, like that of each one here, is learnt from vLLM's own
+`load_weights` ([`patches/layers.py`](../patches/layers.py)), and it passes the same checks or is refused by name.
+
+"""
+COLUMNS = ("family", "transformers", "vLLM", "held together in vLLM", "before", "after", "moved", "versions")
+READING = """
+`before`, `after` and `moved` are means of the difference of log-probabilities over sampled tokens, in nats: the server
+against the weights that it loaded, against the checkpoint of step 3, and after the steps against the weights before.
+
+## Refused
+
+One line says which parameters, why, and what to use instead, with exit code 4. What a configuration shows is refused
+before vLLM starts, and `bridge doctor --model MODEL` tells it for every mode.
+
+"""
+REFUSED = (
+    ("what", "why", "instead"),
+    ("---",) * 3,
+    ("FP8, AWQ, GPTQ, bitsandbytes", "no plain numbers that an optimizer could step", "the unquantised model"),
+    ("encoders, with decoders or without; models of several parts", "not what `AutoModelForCausalLM` makes", "another"),
+    (
+        "DeepSeek-V3's `mlp.gate.e_score_correction_bias`",
+        "a float32 parameter in vLLM, and none in transformers",
+        "`lora_only`, `none`",
+    ),
+    ("sparse latent attention", "vLLM computes with what it derives from `kv_b_proj`", "`lora_only`, `none`"),
+    ("latent attention with `VLLM_MLA_DISABLE=0`", "the same: `W_UV`, `W_UK_T`", "Bridge's own setting, 1"),
+    ("experts that a kernel packs", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
+    ("a weight of another type than the model's", "its bytes are not those that are trained", "`--dtype`"),
+    ("speculative decoding, expert parallelism, offloading", "another set of weights, or one that moves", "without it"),
+    (
+        "whatever vLLM computes, transposes, permutes or leaves out while it loads",
+        "not the same bytes on both sides",
+        "`lora_only`, `none`",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one proof found."""
+
+    transformers_class: str
+    """Class of the trainer's model."""
+    vllm_class: str
+    """Class of the server's."""
+    together: tuple[str, ...]
+    """Parameters of the model that lie in one of the server's, by their last names."""
+    before: float
+    """Mean difference of log-probabilities before the steps, in nats."""
+    after: float
+    """The same after them, against the saved checkpoint."""
+    moved: float
+    """What the steps changed, against the weights before."""
+    versions: str
+    """Of vLLM, torch and transformers."""
+
+
+def record(family: str, result: Result) -> None:
+    """Put the result of `family` into the file, in the order of the families, and into the page."""
+    found = {**load(), family: dataclasses.asdict(result)}
+    ordered = {name: found[name] for name in FAMILIES if name in found}
+    RESULTS.write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
+    PAGE.write_text(page(ordered))
+
+
+def load() -> dict[str, dict[str, object]]:
+    """Return all results by family; none where there is no file."""
+    found: dict[str, dict[str, object]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return found
+
+
+def page(results: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the page of the docs."""
+    rows = [_row(family, Result(**found)) for family, found in results.items()]  # type: ignore[arg-type]
+    return INTRODUCTION + _table([COLUMNS, ("---",) * len(COLUMNS), *rows]) + READING + _table(REFUSED)
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(family: str, result: Result) -> tuple[str, ...]:
+    numbers = (f"{number:.4f}" for number in (result.before, result.after, result.moved))
+    together = "; ".join(f"`{names}`" for names in result.together) or "nothing"
+    return (family, result.transformers_class, result.vllm_class, together, *numbers, result.versions)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(load()))

@@ -1,0 +1,88 @@
+"""By which modes a model can be trained, from its configuration alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.checks import model
+from bridge.checks.model import LORA, MODES, NONE, SHARED
+from tests.models.families import FAMILIES
+
+
+def statuses(config: dict[str, Any]) -> dict[str, str]:
+    return {check.name.rpartition(" ")[2]: check.status for check in model.modes("m", config)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_the_table_can_be_trained_by_every_mode(family: str) -> None:
+    config = FAMILIES[family]()
+    named = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+    assert statuses(named) == dict.fromkeys(MODES, "PASS")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ({"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM: not a causal"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal"),
+        (
+            {"model_type": "gemma3", "text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]},
+            "not a causal",
+        ),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "a llava, in which"),
+    ],
+)
+def test_what_no_mode_can_train_fails_with_the_reason(config: dict[str, Any], words: str) -> None:
+    checks = list(model.modes("m", config))
+    assert [check.status for check in checks] == ["FAIL"] * 3
+    assert words in checks[0].found
+    assert checks[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"kv_lora_rank": 512, "index_topk": 2048}, "kv_b_proj"),
+        ({"kv_lora_rank": 512, "topk_method": "noaux_tc"}, "e_score_correction_bias"),
+    ],
+)
+def test_what_cannot_be_shared_names_the_modes_that_are_left(config: dict[str, Any], words: str) -> None:
+    shared, *others = model.modes("m", {**config, "architectures": ["DeepseekV3ForCausalLM"]})
+    assert shared.status == "WARN"
+    assert words in shared.found
+    assert LORA in (shared.remedy or "")
+    assert NONE in (shared.remedy or "")
+    assert [check.status for check in others] == ["PASS", "PASS"]
+
+
+def test_notes_say_what_comes_with_a_mode() -> None:
+    found = {
+        check.name: check.found
+        for check in model.modes("m", {"dtype": "float16", "kv_lora_rank": 64, "n_routed_experts": 4})
+    }
+    assert "VLLM_MLA_DISABLE=1" in found[f"Model, {SHARED}"]
+    assert "VLLM_MLA_DISABLE" not in found[f"Model, {NONE}"]
+    assert "experts get no adapter" in found[f"Model, {LORA}"]
+    assert all("--dtype bfloat16" in text for text in found.values())
+
+
+def test_a_configuration_is_read_from_a_folder_and_from_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
+    assert model.has_experts(model.read(str(tmp_path)))
+    (tmp_path / "config.json").write_text("[]")
+    assert model.read(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text("{")
+    assert model.read(str(tmp_path)) is None
+    assert model.read(str(tmp_path / "none")) is None
+    assert model.read("nobody/has-such-a-model") is None
+    assert not model.has_experts(None)
+    (check,) = model.modes("m", None)
+    assert check.status == "SKIP"
