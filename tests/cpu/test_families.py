@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import family_proof, family_results
+from bridge.errors import UnsupportedModelError
+from bridge.weights.manifest import MANIFEST_NAME
+from cli.serve import free_port
+from tests import family_proof, family_results, scenarios
+from tests.models import tiny
 from tests.models.families import FAMILIES
 
 QUICK = {
@@ -29,3 +33,16 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
     result = family_proof.prove(family, tmp_path)
     if pytestconfig.getoption("--record-families"):
         family_results.record(family, result)
+
+
+@pytest.mark.slow
+def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent attention in its absorbed form computes with projections of its own, which no step would reach."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
+    model = tiny.write(FAMILIES["DeepSeek-V2-Lite"](), tmp_path / "model")
+    port = str(free_port("127.0.0.1"))
+    flags = ("--model", model, "--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME, "--", "--enforce-eager")
+    said = scenarios.bridge("serve-vllm", *flags, folder=tmp_path, expect=UnsupportedModelError.exit_code)
+    assert "W_UK_T" in said.stderr
+    assert "derived by vLLM" in said.stderr
+    assert not (tmp_path / MANIFEST_NAME).exists()
