@@ -171,7 +171,24 @@ def quantised(folder: Path) -> Path:
 @pytest.mark.parametrize("command", ["serve-vllm", "run"])
 def test_a_quantised_model_is_refused_before_vllm_starts(bridge: Bridge, command: str) -> None:
     error = bridge.refused(4, command, "--model", quantised(bridge.folder / "packed"))
-    assert error.endswith("is quantised (awq), expected plain weights: a trainer steps the very bytes that vLLM serves")
+    assert error.endswith("quantised (awq): its weights are no plain numbers that an optimizer could step")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM: not a causal language model"),
+        ({"model_type": "llava", "text_config": {"hidden_size": 8}}, "the language model is one part of several"),
+        ({"kv_lora_rank": 8, "topk_method": "noaux_tc"}, "mlp.gate.e_score_correction_bias: a float32 parameter"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_is_refused_by_its_configuration(
+    bridge: Bridge, config: dict[str, Any], words: str
+) -> None:
+    (bridge.folder / "m").mkdir()
+    (bridge.folder / "m" / "config.json").write_text(json.dumps(config))
+    assert words in bridge.refused(4, "serve-vllm", "--model", "./m")
 
 
 def test_a_quantised_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
