@@ -35,6 +35,8 @@ SIZES = {
             "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip
 """Qwen2.5's own shapes, and one for a try on the CPU."""
+DUMMY = "dummy"
+"""vLLM's word for weights that it makes up."""
 SHARD_BYTES = 4 * 10**9
 """Largest file of weights, and their copy in host memory while it is written."""
 
@@ -60,9 +62,15 @@ def make_whole_model(size: str, folder: Path) -> Path:
 
     Every completion is then as long as it may be, and its text tells its tokens, whoever samples it.
     """
+    make_dummy_model(size, folder)
+    _write_weights(folder)
+    return folder
+
+
+def make_dummy_model(size: str, folder: Path) -> Path:
+    """Write what `make_whole_model` does but the weights, which vLLM is to make up."""
     model_config(size).save_pretrained(folder)
     _write_words(folder, int(str(SIZES[size]["vocab_size"])))
-    _write_weights(folder)
     return folder
 
 
@@ -78,6 +86,12 @@ def spread(parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Fill one parameter, in place, with what `scatter` gives it."""
     centre, deviation = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
     return parameter.normal_(centre, deviation, generator=generator)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of the weights of the model in `folder`, in bf16, with or without files of them."""
+    shapes = skeleton.shapes(skeleton.build(str(folder), torch.bfloat16))
+    return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
 def _write_words(folder: Path, vocabulary: int) -> None:
@@ -123,4 +137,5 @@ def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int,
 
 
 if __name__ == "__main__":  # in a process of its own: what it takes of a GPU is free afterwards
-    make_whole_model(sys.argv[1], Path(sys.argv[2]))
+    make = make_dummy_model if sys.argv[3:] == [DUMMY] else make_whole_model
+    make(sys.argv[1], Path(sys.argv[2]))

@@ -50,6 +50,8 @@ class Side:
     """Whose."""
     variant: str
     """TRL: completions of one pass, and flags of `_trl.py`. Bridge: the optimizer, and flags of `bridge run`."""
+    engine: tuple[str, ...] = ()
+    """Bridge: more flags of vLLM."""
 
     def argv(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         """Return the command that takes `steps` steps on `model`, keeping what it writes in `folder`."""
@@ -92,7 +94,7 @@ class Side:
             str(work.tokens), "--max-model-len", MAX_MODEL_LEN, "--port", str(free_port("127.0.0.1")), *share,
             "--run-dir", str(folder / "run"), "--save-path", str(folder / "saved"), "--no-save-optimizer",
             "--vllm-config-path", str(folder / "manifest.json"), "--kv-sleep", "never", "--optimizer",
-            *shlex.split(self.variant), "--", *engine,
+            *shlex.split(self.variant), "--", *engine, *self.engine,
         ]  # fmt: skip
 
 

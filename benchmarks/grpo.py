@@ -2,6 +2,8 @@
 
     python -m benchmarks.grpo --sizes 1.5b 7b --steps 8
     python -m benchmarks.grpo --sizes 7b --trl 16 "8 --no-checkpointing" "16 --liger" --ours adamw adamw-8bit
+    python -m benchmarks.grpo --sizes 32b --dummy-weights --trl --share 0.6 --completions 32 --steps 3 --warm-up 1 \
+        --ours "adamw-4bit --gradient-release --kv-sleep always"
 
 A step is 64 completions of exactly 256 tokens in groups of 8, of prompts of 120 tokens, and one AdamW update of bf16
 weights with the token-mean loss, clipped gradients and truncated importance weights. The model has random weights, and
@@ -30,11 +32,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import _figures, _gpu_memory, _results, _sides, _stamped
-from benchmarks._models import SIZES
+from benchmarks._models import DUMMY, SIZES, weight_bytes
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
-from bridge.weights.model_folder import INDEX_NAME
 from cli import accelerator
 
 GIB = 2**30
@@ -46,7 +47,10 @@ LEAST_S = 30.0
 
 def main() -> None:
     """Measure every size, and write what is known after every run."""
-    options = _flags().parse_args()
+    flags = _flags()
+    options = flags.parse_args()
+    if options.dummy_weights and options.trl:
+        flags.error("--dummy-weights are vLLM's alone, and TRL reads files: give an empty --trl")
     bench = Bench(options, deadline=time.monotonic() + options.limit_s)
     for size in options.sizes:
         bench.measure(size)
@@ -66,6 +70,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument(
         "--ours", nargs="*", default=list(OURS), metavar="OPTIMIZER", help='"OPTIMIZER [flags of bridge run]"'
     )
+    flags.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of no file; goes without --trl's runs")
     flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
     flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
     flags.add_argument("--tokens", type=int, default=work.tokens, help="tokens of a completion")
@@ -91,8 +96,9 @@ class Bench:
         with TemporaryDirectory(prefix="bridge-bench-") as scratch:
             say(f"{size}: writing the model")
             model = Path(scratch, "model")
-            subprocess.run([sys.executable, "-m", "benchmarks._models", size, str(model)], check=True)
-            weights_gib = _weight_bytes(model) / GIB
+            made_up = [DUMMY] if self.options.dummy_weights else []
+            subprocess.run([sys.executable, "-m", "benchmarks._models", size, str(model), *made_up], check=True)
+            weights_gib = weight_bytes(model) / GIB
             runs: dict[Side, list[Run]] = {}
             for number, side in enumerate(self._turns()):
                 folder = Path(scratch, str(number))
@@ -103,8 +109,9 @@ class Bench:
                 self._tell(size, runs, weights_gib)
 
     def _turns(self) -> Iterator[Side]:
+        engine = ("--load-format", DUMMY) if self.options.dummy_weights else ()
         sides = [Side("trl", variant) for variant in self.options.trl]
-        sides += [Side("bridge", variant) for variant in self.options.ours]
+        sides += [Side("bridge", variant, engine) for variant in self.options.ours]
         for number in range(self.options.rounds):
             yield from reversed(sides) if number % 2 else sides
 
@@ -139,11 +146,6 @@ class Bench:
         path = _results.write("grpo", self.results, self.options.out)
         lines = [f"{size}, weights {weights_gib:.1f} GiB, in {path}", _figures.table(rows)]
         say("\n".join([*lines, *_figures.verdicts(rows, weights_gib=weights_gib)]))
-
-
-def _weight_bytes(model: Path) -> int:
-    index = json.loads((model / INDEX_NAME).read_text())
-    return int(index["metadata"]["total_size"])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 Not covered: which families there are (`models/families.py`), and what becomes of the results (`family_results.py`).
 """
 
+from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.types import Group
 from bridge.verify import logprob_diffs
@@ -15,31 +17,35 @@ from bridge.weights.manifest import Manifest
 from tests import scenarios
 from tests.family_results import Result
 from tests.models import tiny
-from tests.models.families import FAMILIES
 from tests.scenarios import LiveServer
 
+GAIN = 0.7
 MOVED_AT_LEAST = 4
 """How many times as far from the weights before as from its checkpoint a server has to be after the steps."""
 
 
-def prove(family: str, folder: Path) -> Result:
-    """Prove `family` on a server of its own, and return what was found."""
-    model = tiny.write(FAMILIES[family](), folder / "model", std=0.06)
-    with scenarios.served(model, folder / "server") as server:
-        result = trains(server, model, folder)
+def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (), lr: float = scenarios.LR) -> Result:
+    """Prove the family of `config` on a server of its own, and return what was found.
+
+    Random weights are scaled so that what a layer makes of its input is about as large, whatever its width.
+    """
+    model = tiny.write(config, folder / "model", std=GAIN / sqrt(config.hidden_size))
+    with scenarios.served(model, folder / "server", *engine) as server:
+        result = trains(server, model, folder, lr=lr)
         scenarios.check_metrics(folder / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
         scenarios.verifies(server, folder)
     return result
 
 
-def trains(server: LiveServer, model: Path, folder: Path) -> Result:
+def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Result:
     """Train three steps, and compare the server with plain transformers before and after."""
     assert attach(server.manifest).weight_bytes() == 0  # refused unless every parameter of both sides has a partner
-    plain = _load(model)
+    device = scenarios.device_of(server)
+    plain = _load(model, device)
     before = _mean(plain, server.sample())
-    scenarios.trained(server, folder)
+    scenarios.trained(server, folder, "--lr", str(lr))
     after_steps = server.sample()
-    after, moved = _mean(_load(folder / "saved" / "step_3"), after_steps), _mean(plain, after_steps)
+    after, moved = _mean(_load(folder / "saved" / "step_3", device), after_steps), _mean(plain, after_steps)
     assert max(before, after) < scenarios.FAMILY_PARITY_LIMIT, (before, after, moved)
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)
     return Result(
@@ -62,8 +68,8 @@ def together(manifest: Manifest) -> tuple[str, ...]:
     return (*sorted(fused), *(["padded vocabulary"] if manifest.padding else []))
 
 
-def _load(folder: Path) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+def _load(folder: Path, device: str) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
     return loaded
 
 

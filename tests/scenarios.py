@@ -41,6 +41,8 @@ ADAPTER_PARITY_LIMIT = 0.06
 """Nats, the largest: PEFT rounds each product of A and of B to bf16, and vLLM their sum alone."""
 EAGER = ("--enforce-eager",)
 """vLLM's flag for a start that is sooner by a third on the CPU: most tests are of what does not depend on it."""
+LR = 3e-3
+"""Learning rate at which three steps move a tiny model far."""
 LORA_RANK = 8
 """The smallest of vLLM's slots that holds more than one direction."""
 ENVIRONMENT = Path(__file__).parent / "models" / "vowels.py"
@@ -129,9 +131,10 @@ def trains_an_adapter(server: LiveServer, folder: Path, handover: str) -> None:
 def trained(server: LiveServer, folder: Path, *flags: str, steps: int = 3) -> subprocess.CompletedProcess[str]:
     """Train through the command line."""
     return bridge(
-        *("train", *flags, "--model-name", server.manifest.model, "--training-steps", str(steps)),
-        *("--environment", f"{ENVIRONMENT}:Vowels", "--lr", "3e-3", "--max-new-tokens", "16"),
+        *("train", "--model-name", server.manifest.model, "--training-steps", str(steps)),
+        *("--environment", f"{ENVIRONMENT}:Vowels", "--lr", str(LR), "--max-new-tokens", "16"),
         *("--vllm-config-path", server.path, "--run-dir", folder / "run", "--save-path", folder / "saved"),
+        *flags,
         folder=folder,
     )
 

@@ -39,6 +39,15 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""Sizes by which a family has more than 100 million parameters, without latent attention or small experts."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 
@@ -107,3 +116,9 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     ),
 }  # fmt: skip
 """Name of the family -> its configuration."""
+
+
+def large(config: PretrainedConfig) -> PretrainedConfig:
+    """Return `config` at another size, with everything else that is odd about it."""
+    sizes = {name: size for name, size in LARGE.items() if hasattr(config, name)}
+    return type(config).from_dict({**config.to_dict(), **sizes, "layer_types": None})

@@ -1,0 +1,56 @@
+"""Two hundred steps on a GPU hold no more memory at their end than early on: the GPU's, and the processes' own.
+
+Not covered: a thousand steps (`tests/cpu/test_flat_memory.py`).
+"""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks import _gpu_memory
+from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
+from bridge.training import loop
+from bridge.training.metrics import StepMetrics
+from bridge.training.reporting import Listener
+from environments import registry
+from tests import scenarios
+from tests.held_memory import LIMIT_MIB, Memory
+from tests.models import tiny
+
+STEPS = 200
+EVERY = 5
+WARM_UP = 50
+LEARNING_RATE = 2e-5
+"""So that after hundreds of steps there still is something to learn."""
+
+
+def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
+    num_updates = 0
+
+    def report(metrics: StepMetrics) -> None:
+        nonlocal num_updates
+        num_updates += metrics.updates
+        if metrics.step % EVERY == 0:
+            memory.sample(metrics.step)
+
+    config = tiny.llama()
+    config.head_dim = 64
+    model = tiny.write(config, tmp_path / "model")
+    device_bytes = _gpu_memory.reader()
+    assert device_bytes is not None
+    with scenarios.served(model, tmp_path / "server") as server:
+        on_gpu = {"gpu": device_bytes, "trainer reserved": torch.cuda.memory_reserved}
+        memory = Memory(psutil.Process(server.child.process.pid), on_gpu)
+        choices = TrainConfig(
+            model_name=str(model), vllm_config_path=server.path, training_steps=STEPS, lr=LEARNING_RATE,
+            environment=f"{scenarios.ENVIRONMENT}:Vowels", max_new_tokens=16, save_path=tmp_path / "saved",
+        )  # fmt: skip
+        run = RunDirectory.create(tmp_path / "run", environment=choices.environment)
+        loop.train(choices, registry.load(choices), run, Listener(report))
+    growth = memory.growth(since=WARM_UP)
+    print("growth in MiB", growth, "updates", num_updates)  # noqa: T201  pytest -s shows what was found
+    assert num_updates > 0.9 * STEPS  # or little was left to learn, and little was done
+    assert len(growth) == 6
+    assert all(rise <= LIMIT_MIB for rise in growth.values()), (growth, memory)
