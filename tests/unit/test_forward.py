@@ -21,6 +21,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -66,6 +68,19 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
     assert prepared(model) == []
     assert model.config._attn_implementation == attention.NAME
     assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json knows nothing of it
+
+
+def test_weights_with_which_attention_hardly_matters_are_no_family_that_mixes_sequences() -> None:
+    """As vLLM makes them up: what sequences would do to one another is less than what rounding does."""
+    wide = {"vocab_size": 301, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+    model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | wide))).bfloat16().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1e-3, 1e-3, generator=generator)
+    (said,) = prepared(model)
+    assert said.startswith("attention hardly matters with these weights: in packed sequences hidden states differ by ")
+    assert model.config._attn_implementation == attention.NAME
 
 
 def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
