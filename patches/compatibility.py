@@ -72,7 +72,7 @@ def find_faults(read: ReadModule, symbols: Iterable[Pin] = SYMBOLS) -> list[str]
             text = read(pin.module)
             sources[pin.module] = None if text is None else Source(text)
         source = sources[pin.module]
-        if pin.optional and (source is None or not source.defines(pin.name)):
+        if pin.beside is not None and (source is None or not source.defines(pin.beside)):
             continue
         fault = "is missing with its module" if source is None else pin.fault(source)
         if fault is not None:

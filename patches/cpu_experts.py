@@ -4,8 +4,8 @@ Symptom: a mixture of experts on the CPU cannot be shared: its experts are rewri
 Cause: vLLM packs them for its grouped products, and keeps the packed copy alone.
 Why this is safe: the same products are done by plain linear layers, an expert at a time, in the rounding that linear
 layers have here anyway (`model_runner.py`). Activations that are not known here are left as they are, and refused.
-Seen in vLLM 0.32 and 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; where vLLM packs them elsewhere
-they are refused by name (`loading.py`).
+Seen in vLLM 0.30 to 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; before, where they choose the
+experts of a token themselves or are elsewhere, they are refused by name (`loading.py`).
 
 Not covered: GPUs, where `--moe-backend triton` reads them as they are.
 """
@@ -23,6 +23,8 @@ from torch.nn import functional
 from bridge.passes import wide_linear
 
 MODULE = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+MODULAR = "finalize_weight_and_reduce_impl"
+"""Method of experts that are told which of them are chosen for a token."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -34,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def patch() -> None:
     """Replace what packs the experts and what reads the packed ones; once per process."""
     experts: Any = getattr(import_module(MODULE), "CPUUnquantizedExperts", None) if find_spec(MODULE) else None
-    if experts is None or hasattr(experts, "bridge"):
+    if experts is None or MODULAR not in vars(experts) or hasattr(experts, "bridge"):
         return
     pack, apply_packed = experts.process_weights_after_loading, experts.apply
 

@@ -20,8 +20,8 @@ class Pin(ABC):
     """Qualified name inside the module."""
     why: str
     """What Bridge does with it."""
-    optional: bool = False
-    """True if Bridge does without it where a version lacks it; where it is there, it has to fit."""
+    beside: str | None = None
+    """Name in the same module without which Bridge does without the pinned one; None: it has to be there and fit."""
 
     @abstractmethod
     def fault(self, source: Source) -> str | None:

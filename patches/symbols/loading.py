@@ -7,6 +7,9 @@ from patches.pins import Class, Function, LateImport, Name, Pin
 
 _DISPATCH = ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
 
+MODULAR_EXPERTS = "CPUUnquantizedExperts.finalize_weight_and_reduce_impl"
+"""Since vLLM 0.30 experts are told which of them are chosen, and have this; before, they choose."""
+
 LOADING: tuple[Pin, ...] = (
     Function(
         module="vllm.v1.worker.gpu_model_runner",
@@ -107,8 +110,8 @@ LOADING: tuple[Pin, ...] = (
         name="CPUUnquantizedExperts.process_weights_after_loading",
         use="wrap",
         parameters=("layer",),
-        why="experts on the CPU are packed here, and would no longer be the shared ones; packed elsewhere before 0.32",
-        optional=True,
+        why="experts on the CPU are packed here, and would no longer be the shared ones",
+        beside=MODULAR_EXPERTS,
     ),
     Function(
         module="vllm.model_executor.layers.fused_moe.experts.cpu_moe",
@@ -125,6 +128,6 @@ LOADING: tuple[Pin, ...] = (
             "apply_router_weight_on_input",
         ),
         why="reads the experts as they are loaded",
-        optional=True,
+        beside=MODULAR_EXPERTS,
     ),
 )

@@ -60,11 +60,12 @@ def test_the_undoctored_source_fits() -> None:
     assert _faults("", "") == []
 
 
-def test_what_is_optional_may_be_missing_and_has_to_fit_where_it_is_not() -> None:
-    elsewhere = replace(LOAD, module="n", optional=True)
-    assert _faults("", "", (replace(LOAD, optional=True), elsewhere)) == []
-    assert _faults("def load", "def load_weights", (replace(LOAD, optional=True),)) == []
-    assert _faults("load(self, dummy=False", "load(self", (replace(LOAD, optional=True),))
+def test_what_bridge_can_do_without_has_to_fit_where_what_it_stands_beside_is_there() -> None:
+    beside_pool, elsewhere = replace(LOAD, beside="Worker.pool"), replace(LOAD, module="n", beside="Worker.pool")
+    assert _faults("", "", (beside_pool, elsewhere)) == []
+    assert _faults("load(self, dummy=False", "load(self", (replace(LOAD, beside="Worker.drain"),)) == []
+    assert _faults("load(self, dummy=False", "load(self", (beside_pool,))
+    assert _faults("def load", "def load_weights", (beside_pool,))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(m
     with pytest.raises(IncompatibleVersionError) as refusal:
         compatibility.check_installed()
     assert "0.30.0" in refusal.value.message
-    names = [f"{pin.module}.{pin.name}" for pin in SYMBOLS if not pin.optional]
+    names = [f"{pin.module}.{pin.name}" for pin in SYMBOLS if pin.beside is None]
     assert [name for name in names if f"{name} is missing with its module" not in refusal.value.message] == []
     assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
 
