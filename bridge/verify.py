@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from bridge.checks.result import Check, failed, passed
 from bridge.client import BridgeClient
-from bridge.passes.batch import packs
 from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import packs
 from bridge.passes.samples import Sample
 from bridge.protocol import Element
 from bridge.rollouts.endpoint import Endpoint

@@ -168,7 +168,7 @@ def _log_ratios(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, s
     if spec.ratio_level == "token":
         return log_ratios_N
     values_N = log_ratios_N.detach()
-    empty_S = values_N.new_zeros(len(batch.ends_S))
+    empty_S = values_N.new_zeros(batch.num_sequences)
     sums_S = empty_S.index_add(0, batch.sequences_N, values_N)
     lengths_S = empty_S.index_add(0, batch.sequences_N, torch.ones_like(values_N))
     return (sums_S / lengths_S)[batch.sequences_N] + (logprobs_N - logprobs_N.detach())

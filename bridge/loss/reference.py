@@ -27,11 +27,18 @@ class Reference:
     """A model that does not change, or one that is put aside for as long as it is asked."""
 
     def __init__(
-        self, model: PreTrainedModel, *, weight_bytes: int, frozen: Callable[[], AbstractContextManager[None]]
+        self,
+        model: PreTrainedModel,
+        *,
+        weight_bytes: int,
+        frozen: Callable[[], AbstractContextManager[None]],
+        shares_prompts: bool = True,
     ) -> None:
         self._model, self._frozen = model, frozen
         self.weight_bytes = weight_bytes
         """Bytes of weights that it holds beside the trained model's."""
+        self.shares_prompts = shares_prompts
+        """Whether completions of one prompt may share it, as far as this model is concerned."""
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
@@ -74,8 +81,8 @@ def open_reference(
     assert config.reference_model is not None, "refused by the configuration"
     _check_memory(config.reference_model, device, model.dtype)
     own = loaded.load(config.reference_model, device=str(device), dtype=model.dtype)
-    preparation.prepare(own.model, config.model_copy(update={"gradient_checkpointing": False}), note)
-    return Reference(own.model, weight_bytes=own.weight_bytes, frozen=nullcontext)
+    shares_prompts = preparation.prepare(own.model, config.model_copy(update={"gradient_checkpointing": False}), note)
+    return Reference(own.model, weight_bytes=own.weight_bytes, frozen=nullcontext, shares_prompts=shares_prompts)
 
 
 @contextmanager

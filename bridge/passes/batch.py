@@ -1,7 +1,9 @@
-"""Micro-batches: samples packed behind one another, without padding, up to a bounded number of tokens.
+"""Micro-batches: samples behind one another, without padding, as tensors.
 
-Not covered: the bound (`budget.py`), attention that keeps them apart (`attention.py`), the loss (`bridge/loss`).
-Shape suffixes: S sequences, S1 one more, T tokens of all of them, N rows (positions that predict a sampled token).
+Not covered: which samples are put together (`packing.py`), attention that keeps them apart (`attention.py`), the loss
+(`bridge/loss`).
+Shape suffixes: S1 spans and one more, T tokens of all of them, U tokens that each sees, N rows (positions that predict
+a sampled token).
 
 Alignment, for a prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
 
@@ -13,18 +15,28 @@ Alignment, for a prompt `p p p` with completion `a b`, and a prompt `q` with com
     sequences_N        0  0      1
     starts_S1    0               5      7   the last one is T
 
+The same where prompts may be shared, and a third sample has the prompt `p p p` with completion `d`:
+
+    t            0  1  2 | 3  4 | 5 | 6  7
+    tokens_T     p  p  p | a  b | d | q  c
+    positions_T  0  1  2 | 3  4 | 3 | 0  1
+    rows_N             2    3     2   6     the prompt's last token predicts the first of every completion
+    seen.keys_U  0 1 2 | 0 1 2 3 4 | 0 1 2 5 | 6 7
+
 A token of a completion that was not sampled, such as a tool's answer, is in tokens_T and has no row.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, pairwise
 
 import torch
 from torch import Tensor
 
+from bridge.passes.attention import Seen, Spans
 from bridge.passes.samples import Sample
+
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +44,19 @@ class MicroBatch:
     """Sequences behind one another: what one forward and backward pass holds."""
 
     tokens_T: Tensor
-    """int64: prompt, completion, prompt, completion, ..."""
+    """int64: prompt, completion, prompt, completion, ..., or a prompt and all of its completions."""
     positions_T: Tensor
     """int64: 0, 1, 2, ... from each sequence's first token."""
-    starts_S1: Tensor
-    """int32: where each sequence begins in T, and T itself: what variable-length attention takes."""
-    ends_S: tuple[int, ...]
-    """Where each sequence ends in T, on the host."""
+    spans: Spans
+    """Which tokens see which."""
+    num_sequences: int
+    """Samples."""
     rows_N: Tensor
-    """int64: positions of T that predict a sampled token, ascending."""
+    """int64: positions of T that predict a sampled token, sample after sample."""
     targets_N: Tensor
     """int64: the token that was sampled there."""
     sequences_N: Tensor
-    """int64: 0 to S - 1, the sequence that a row is of."""
+    """int64: 0 to num_sequences - 1, the sample that a row is of."""
     sampled_logprobs_N: Tensor
     """float32, nats: where it was sampled; not a number where unknown."""
     advantages_N: Tensor
@@ -55,66 +67,76 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         """Return T."""
-        return self.ends_S[-1]
-
-    @property
-    def longest(self) -> int:
-        """Return the tokens of the longest sequence."""
-        return max(end - start for start, end in pairwise((0, *self.ends_S)))
+        return len(self.tokens_T)
 
 
-def packs(samples: Sequence[Sample], *, max_tokens: int, device: torch.device) -> list[MicroBatch]:
-    """Pack the samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
+@dataclass
+class _Places:
+    """Where tokens lie, span after span."""
 
-    A sample longer than `max_tokens` gets a micro-batch of its own. The longest come first, so that what does not
-    fit in memory fails at once. The result does not depend on the order of the samples.
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    key_starts: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, tokens: Tokens, before: range = range(0)) -> range:
+        """Put a span behind the others that sees the places `before` it and itself; return its places."""
+        places = range(len(self.tokens), len(self.tokens) + len(tokens))
+        self.tokens += tokens
+        self.positions += range(len(before), len(before) + len(tokens))
+        self.keys += (*before, *places)
+        self.starts.append(len(self.tokens))
+        self.key_starts.append(len(self.keys))
+        return places
+
+
+def _place(groups: Sequence[Sequence[Sample]]) -> tuple[_Places, list[Sequence[int]]]:
+    """Return where everything lies, and per sample the places that predict the tokens of its completion.
+
+    The prompts that are shared come first: spans of one length are then neighbours, and attended to at once.
     """
-    bins: list[list[Sample]] = []
-    free: list[int] = []
-    for sample in sorted(samples, key=_order, reverse=True):
-        index = next((index for index, room in enumerate(free) if room >= sample.num_tokens), len(bins))
-        if index == len(bins):
-            bins.append([])
-            free.append(max_tokens)
-        bins[index].append(sample)
-        free[index] -= sample.num_tokens
-    return _move([_lay_out(packed) for packed in bins], device)
-
-
-def _order(sample: Sample) -> tuple[object, ...]:
-    """Order by length, and by everything else that is trained on, so that no tie is left to the order of arrival."""
-    tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
-    known = sample.sampled_logprobs
-    if math.isnan(sum(known)):  # one of them is, and has no order
-        known = tuple(0.0 if math.isnan(value) else value for value in known)
-    return sample.num_tokens, *tokens, known, sample.advantages, sample.weight
+    places, predicting = _Places(), list[Sequence[int]]()
+    shared = [places.add(group[0].prompt_token_ids) if len(group) > 1 else None for group in groups]
+    for group, prompt in zip(groups, shared, strict=True):
+        for sample in group:
+            if prompt is None:
+                whole = places.add(sample.prompt_token_ids + sample.token_ids)
+                predicting.append(whole[len(sample.prompt_token_ids) - 1 : -1])
+            else:
+                predicting.append([prompt[-1], *places.add(sample.token_ids, prompt)[:-1]])
+    return places, predicting
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
     """One micro-batch on the host: all of its integers behind one another, and all of its floats."""
 
-    ends: tuple[int, ...]
     integers: Tensor
+    sizes: tuple[int, ...]
     floats: Tensor
-    num_rows: int
+    longest: int
+    longest_keys: int
+    num_sequences: int
 
 
-def _lay_out(samples: Sequence[Sample]) -> _Layout:
+def _lay_out(groups: Sequence[Sequence[Sample]]) -> _Layout:
+    samples = [sample for group in groups for sample in group]
     for sample in samples:
         assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
         num_sampled = len(sample.token_ids) if sample.sampled is None else sum(sample.sampled)
         counts = {num_sampled, len(sample.sampled_logprobs), len(sample.advantages)}
         assert len(counts) == 1, counts
         assert sample.sampled is None or len(sample.sampled) == len(sample.token_ids), sample.sampled
-    ends = tuple(accumulate(sample.num_tokens for sample in samples))
-    starts = 0, *ends[:-1]
+    places, predicting = _place(groups)
     integers = [
-        _joined(samples, lambda sample: sample.prompt_token_ids + sample.token_ids),
-        _joined(samples, lambda sample: range(sample.num_tokens)),
-        torch.tensor((0, *ends)),
-        torch.cat([_rows(sample, start) for sample, start in zip(samples, starts, strict=True)]),
-        _joined(samples, _targets),
+        torch.tensor(places.tokens),
+        torch.tensor(places.positions),
+        torch.tensor(places.starts),
+        torch.tensor(places.key_starts),
+        torch.tensor(places.keys if len(groups) < len(samples) else [], dtype=torch.int64),
+        torch.tensor([row for rows, sample in zip(predicting, samples, strict=True) for row in _sampled(rows, sample)]),
+        _joined(samples, lambda sample: _sampled(sample.token_ids, sample)),
         torch.arange(len(samples)).repeat_interleave(torch.tensor([sample.num_trained for sample in samples])),
     ]
     floats = [
@@ -122,7 +144,14 @@ def _lay_out(samples: Sequence[Sample]) -> _Layout:
         _joined(samples, lambda sample: sample.advantages, torch.float32),
         _joined(samples, lambda sample: (sample.weight,) * sample.num_trained, torch.float32),
     ]
-    return _Layout(ends=ends, integers=torch.cat(integers), floats=torch.cat(floats), num_rows=len(floats[0]))
+    return _Layout(
+        integers=torch.cat(integers),
+        sizes=tuple(map(len, integers)),
+        floats=torch.cat(floats),
+        longest=max(end - start for start, end in pairwise(places.starts)),
+        longest_keys=max(end - start for start, end in pairwise(places.key_starts)),
+        num_sequences=len(samples),
+    )
 
 
 def _joined(
@@ -131,18 +160,17 @@ def _joined(
     return torch.tensor([value for sample in samples for value in values(sample)], dtype=dtype)
 
 
-def _rows(sample: Sample, start: int) -> Tensor:
-    first = start + len(sample.prompt_token_ids) - 1
-    rows = torch.arange(first, first + len(sample.token_ids))
-    return rows if sample.sampled is None else rows[torch.tensor(sample.sampled)]
+def _sampled(of_completion: Sequence[int], sample: Sample) -> Sequence[int]:
+    """Leave out what belongs to tokens of the completion that were not sampled."""
+    return of_completion if sample.sampled is None else tuple(compress(of_completion, sample.sampled))
 
 
-def _targets(sample: Sample) -> Sequence[int]:
-    return sample.token_ids if sample.sampled is None else tuple(compress(sample.token_ids, sample.sampled))
+def lay_out(batches: Iterable[Sequence[Sequence[Sample]]], device: torch.device) -> list[MicroBatch]:
+    """Return a micro-batch for each list of groups; samples of a group share their prompt.
 
-
-def _move(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
-    """Copy all micro-batches to the device at once, and cut them there."""
+    All are copied to the device at once, and cut there.
+    """
+    layouts = [_lay_out(groups) for groups in batches]
     if not layouts:
         return []
     integers = _copy(torch.cat([layout.integers for layout in layouts]), device)
@@ -161,15 +189,16 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _cut(layout: _Layout, integers: Tensor, floats: Tensor) -> MicroBatch:
-    num_tokens, num_starts, num_rows = layout.ends[-1], len(layout.ends) + 1, layout.num_rows
-    sizes = [num_tokens, num_tokens, num_starts, num_rows, num_rows, num_rows]
-    tokens_T, positions_T, starts_S1, rows_N, targets_N, sequences_N = integers.split(sizes)
-    sampled_logprobs_N, advantages_N, weights_N = floats.split(num_rows)
+    tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = integers.split(
+        layout.sizes
+    )
+    sampled_logprobs_N, advantages_N, weights_N = floats.split(len(rows_N))
+    seen = Seen(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
     return MicroBatch(
         tokens_T=tokens_T,
         positions_T=positions_T,
-        starts_S1=starts_S1.int(),
-        ends_S=layout.ends,
+        spans=Spans(starts_S1=starts_S1.int(), longest=layout.longest, seen=seen),
+        num_sequences=layout.num_sequences,
         rows_N=rows_N,
         targets_N=targets_N,
         sequences_N=sequences_N,

@@ -17,8 +17,9 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.passes import attention
 from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
+from bridge.passes.expected import Note
 from bridge.passes.layers import recompute_activations
-from bridge.passes.preparation import Note
+from bridge.passes.packing import num_tokens
 from bridge.passes.samples import Sample
 from bridge.planning.activations import MOST_TOKENS
 
@@ -44,10 +45,13 @@ class Budget:
         config: TrainConfig,
         note: Note,
         *,
+        share_prompts: bool = False,
         measure: Measure | None = None,
         free_bytes: Callable[[PreTrainedModel], float] | None = None,
     ) -> None:
         self._model, self._config, self._note = model, config, note
+        self.share_prompts = share_prompts
+        """Whether a prompt is in a micro-batch once, whatever the number of its completions there."""
         self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
         self._on_gpu = measure is not None or model.device.type == "cuda"
         self._tokens = config.micro_batch_tokens or (None if self._on_gpu else self._most)
@@ -104,7 +108,7 @@ class Budget:
 
     def _see(self, samples: Sequence[Sample]) -> None:
         self._longest = max(sample.num_tokens for sample in samples)
-        self._total = sum(sample.num_tokens for sample in samples)
+        self._total = num_tokens(samples, share_prompts=self.share_prompts)
 
     @property
     def _wanted(self) -> int:

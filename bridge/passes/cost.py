@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from bridge.passes.batch import packs
 from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import packs
 from bridge.passes.preparation import first_trained
 from bridge.passes.samples import Sample
 

@@ -3,8 +3,9 @@
 What the kernel for variable lengths lacks is done here: the CPU, float32, caps on scores, attention sinks.
 
 Not covered: the kernel (`attention.py`).
-Shape suffixes: S sequences, S1 one more, T tokens of all of them, L tokens of the longest of a block, A attention
-heads, K key-value heads (A is a multiple of K), X either, D size of a head.
+Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each sees, span after span, L tokens of
+the longest span of a block, M the most that one of them sees, A attention heads, K key-value heads (A is a multiple of
+K), X either, D size of a head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,10 @@ ENOUGH = 16
 """Sequences after which a block ends where the next is of another length: those of equal lengths need no filling."""
 
 
+Span = tuple[int, int]
+"""How many tokens a span has, and how many it sees: those before it, and itself."""
+
+
 class Rule(NamedTuple):
     """How a layer weighs the tokens before one."""
 
@@ -35,76 +40,109 @@ class Rule(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def by_blocks(q_TAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_S1: Tensor, rule: Rule) -> Tensor:
+def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
     """Attend by blocks of neighbours of similar length; a pack has its sequences in the order of their lengths.
 
-    Shapes: [T, A, D], [T, K, D] x 2, [S + 1] -> [T, A, D].
+    Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
     """
-    lengths = list(_similar([end - start for start, end in pairwise(starts_S1.tolist())]))
-    sizes = [sum(block) for block in lengths]
-    parts = zip(lengths, q_TAD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), strict=True)
+    num_queries, num_keys = ([end - start for start, end in pairwise(starts_S1.tolist())] for starts_S1 in starts)
+    blocks = list(_similar(zip(num_queries, num_keys, strict=True)))
+    queries, keys = ([sum(span[side] for span in block) for block in blocks] for side in (0, 1))
+    parts = zip(blocks, q_TAD.split(queries), k_UKD.split(keys), v_UKD.split(keys), strict=True)
     return torch.cat([_block(*part, rule) for part in parts])
 
 
-def _similar(lengths: Iterable[int]) -> Iterator[list[int]]:
-    """Cut the lengths into blocks: of equal ones, or of few that differ little."""
-    block: list[int] = []
+def _similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Cut the spans into blocks: of those that see equally many tokens, or of few that differ little."""
+    block: list[Span] = []
     shortest = longest = 0
-    for length in lengths:
-        shortest, longest = (min(shortest, length), max(longest, length)) if block else (length, length)
-        if block and (shortest < LEAST_FILLED * longest or (len(block) >= ENOUGH and length != block[-1])):
+    for span in spans:
+        shortest, longest = (min(shortest, span[1]), max(longest, span[1])) if block else (span[1], span[1])
+        if block and (shortest < LEAST_FILLED * longest or (len(block) >= ENOUGH and span != block[-1])):
             yield block
-            block, shortest, longest = [], length, length
-        block.append(length)
+            block, shortest, longest = [], span[1], span[1]
+        block.append(span)
     yield block
 
 
-def _block(lengths: Sequence[int], q_TAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-    """Attend in rows as long as the longest; causally, what fills a row behind its sequence is seen by none of it."""
-    shape = len(lengths), max(lengths)
-    if len(q_TAD) == shape[0] * shape[1]:
-        rows = (x_TXD.unflatten(0, shape).transpose(1, 2) for x_TXD in (q_TAD, k_TKD, v_TKD))
-        return in_rows(*rows, rule=rule).transpose(1, 2).flatten(0, 1)
-    lengths_S1 = torch.tensor(lengths, device=q_TAD.device).unsqueeze(1)
-    within_1L = torch.arange(shape[1], device=q_TAD.device).unsqueeze(0)
-    filled_SL = within_1L < lengths_S1
-    places = (lengths_S1.cumsum(0) - lengths_S1 + torch.minimum(within_1L, lengths_S1 - 1)).flatten()
-    rows = (x_TXD.index_select(0, places).unflatten(0, shape).transpose(1, 2) for x_TXD in (q_TAD, k_TKD, v_TKD))
-    output = in_rows(*rows, rule=rule).transpose(1, 2).flatten(0, 1)
-    return output.index_select(0, filled_SL.flatten().nonzero().squeeze(1))
+def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
+    """Attend in rows as long as the longest; what fills a row behind its span is seen by none of it."""
+    queries, keys = (_Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
+    seen = None
+    if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):
+        before_S1 = keys.lengths_S1 - queries.lengths_S1
+        last_SL = torch.minimum(before_S1 + queries.within_1L, keys.lengths_S1 - 1)  # or what fills would see nothing
+        seen = _up_to(last_SL, keys.num_columns, rule).unsqueeze(1)
+    rows = queries.of(q_TAD), keys.of(k_UKD), keys.of(v_UKD)
+    return queries.back(in_rows(*rows, rule=rule, seen_SLM=seen))
 
 
-def in_rows(q_SALD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, *, rule: Rule) -> Tensor:
+class _Rows:
+    """Spans of different lengths as rows of one length."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.num_columns = max(lengths)
+        self.lengths_S1 = torch.tensor(lengths, device=device).unsqueeze(1)
+        self.within_1L = torch.arange(self.num_columns, device=device).unsqueeze(0)
+        self._shape = len(lengths), self.num_columns
+        self._is_full = min(lengths) == self.num_columns
+
+    def of(self, x_TXD: Tensor) -> Tensor:
+        """Return [S, X, L, D]; a row that is too short is filled with its last token."""
+        if not self._is_full:
+            firsts_S1 = self.lengths_S1.cumsum(0) - self.lengths_S1
+            places_SL = firsts_S1 + torch.minimum(self.within_1L, self.lengths_S1 - 1)
+            x_TXD = x_TXD.index_select(0, places_SL.flatten())
+        rows_SLXD: Tensor = x_TXD.unflatten(0, self._shape)
+        return rows_SLXD.transpose(1, 2)
+
+    def back(self, x_SXLD: Tensor) -> Tensor:
+        """Return [T, X, D], without what was filled in."""
+        x_TXD = x_SXLD.transpose(1, 2).flatten(0, 1)
+        if self._is_full:
+            return x_TXD
+        kept = (self.within_1L < self.lengths_S1).flatten().nonzero().squeeze(1)
+        return x_TXD.index_select(0, kept)
+
+
+def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_SLM: Tensor | None = None) -> Tensor:
     """Attend in each row on its own, causally; in float32 on the CPU, whose bf16 kernels take ten times as long.
 
-    Shapes: [S, A, L, D], [S, K, L, D] x 2 -> [S, A, L, D].
+    The queries are of the last tokens of a row, unless `seen_SLM` says what each sees.
+
+    Shapes: [S, A, L, D], [S, K, M, D] x 2, [S, 1, L, M] bool -> [S, A, L, D].
     """
     if not q_SALD.is_cuda and q_SALD.dtype != torch.float32:
-        rows = (x_SXLD.float() for x_SXLD in (q_SALD, k_SKLD, v_SKLD))
-        return in_rows(*rows, rule=rule).to(q_SALD.dtype)
-    groups = q_SALD.shape[1] // k_SKLD.shape[1]
+        rows = (x_SXLD.float() for x_SXLD in (q_SALD, k_SKMD, v_SKMD))
+        return in_rows(*rows, rule=rule, seen_SLM=seen_SLM).to(q_SALD.dtype)
+    groups, num_queries, num_keys = q_SALD.shape[1] // k_SKMD.shape[1], q_SALD.shape[2], k_SKMD.shape[2]
+    is_plain = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
+    if seen_SLM is None:
+        last_L = torch.arange(num_keys - num_queries, num_keys, device=q_SALD.device)
+        seen_SLM = _up_to(last_L, num_keys, rule)
     if rule.cap is not None or rule.sinks_A is not None:
-        k_SALD, v_SALD = (x_SKLD.repeat_interleave(groups, dim=1) for x_SKLD in (k_SKLD, v_SKLD))
-        return _spelt_out(q_SALD, k_SALD, v_SALD, rule)
-    window = None if rule.window is None or rule.window >= q_SALD.shape[2] else _seen(q_SALD, rule)
+        k_SAMD, v_SAMD = (x_SKMD.repeat_interleave(groups, dim=1) for x_SKMD in (k_SKMD, v_SKMD))
+        return _spelt_out(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
+    mask = None if is_plain else seen_SLM
     return scaled_dot_product_attention(
-        q_SALD, k_SKLD, v_SKLD, attn_mask=window, is_causal=window is None, scale=rule.scale, enable_gqa=groups > 1
+        q_SALD, k_SKMD, v_SKMD, attn_mask=mask, is_causal=is_plain, scale=rule.scale, enable_gqa=groups > 1
     )
 
 
-def _spelt_out(q_SALD: Tensor, k_SALD: Tensor, v_SALD: Tensor, rule: Rule) -> Tensor:
+def _spelt_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor, rule: Rule) -> Tensor:
     scale = q_SALD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-    scores_SALL = (q_SALD @ k_SALD.transpose(2, 3)).float() * scale
+    scores_SALM = (q_SALD @ k_SAMD.transpose(2, 3)).float() * scale
     if rule.cap is not None:
-        scores_SALL = rule.cap * torch.tanh(scores_SALL / rule.cap)
-    scores_SALL = scores_SALL.masked_fill(~_seen(q_SALD, rule), -torch.inf)
+        scores_SALM = rule.cap * torch.tanh(scores_SALM / rule.cap)
+    scores_SALM = scores_SALM.masked_fill(~seen_SLM, -torch.inf)
     if rule.sinks_A is None:
-        return scores_SALL.softmax(-1).to(v_SALD.dtype) @ v_SALD
-    sinks_SAL1 = rule.sinks_A.float().reshape(1, -1, 1, 1).expand(*scores_SALL.shape[:3], 1)
-    return torch.cat([scores_SALL, sinks_SAL1], dim=-1).softmax(-1)[..., :-1].to(v_SALD.dtype) @ v_SALD
+        return scores_SALM.softmax(-1).to(v_SAMD.dtype) @ v_SAMD
+    sinks_SAL1 = rule.sinks_A.float().reshape(1, -1, 1, 1).expand(*scores_SALM.shape[:3], 1)
+    return torch.cat([scores_SALM, sinks_SAL1], dim=-1).softmax(-1)[..., :-1].to(v_SAMD.dtype) @ v_SAMD
 
 
-def _seen(q_SALD: Tensor, rule: Rule) -> Tensor:
-    length = q_SALD.shape[2]
-    causal_LL = torch.ones(length, length, dtype=torch.bool, device=q_SALD.device).tril()
-    return causal_LL if rule.window is None else causal_LL.triu(1 - rule.window)
+def _up_to(last_L: Tensor, num_keys: int, rule: Rule) -> Tensor:
+    """Return which of the keys each token sees that is the last of those before it: [..., L] -> [..., L, M]."""
+    keys_M = torch.arange(num_keys, device=last_L.device)
+    seen_LM = keys_M <= last_L.unsqueeze(-1)
+    return seen_LM if rule.window is None else seen_LM & (keys_M > last_L.unsqueeze(-1) - rule.window)

@@ -50,9 +50,7 @@ def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature:
 
     Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N` (see `batch.py`).
     """
-    hidden_TH = packed_hidden(
-        model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.starts_S1, longest=micro_batch.longest
-    )
+    hidden_TH = packed_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
     head_VH, bias_V, transform = _head(model, temperature)
     return _blocked_logprobs(
         hidden_TH.index_select(0, micro_batch.rows_N), head_VH, bias_V, micro_batch.targets_N, transform

@@ -25,8 +25,8 @@ from bridge.loss.advantages import samples, with_advantages
 from bridge.loss.policy_loss import LossSpec
 from bridge.loss.reference import Reference
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.passes.batch import packs
 from bridge.passes.budget import Budget
+from bridge.passes.packing import packs
 from bridge.passes.samples import Sample
 from bridge.training.gradients import Gradients, Learnt, Part, Sums
 from bridge.types import Group
@@ -128,7 +128,9 @@ class Learner:
         if not share:
             return []
         max_tokens = self._budget.max_tokens(share)
-        parts = [Part(batch=batch) for batch in packs(share, max_tokens=max_tokens, device=self._model.device)]
+        sharing = self._budget.share_prompts
+        packed = packs(share, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing)
+        parts = [Part(batch=batch) for batch in packed]
         if len(parts) > 1 and self._steps_in_backward:
             raise UsageError(
                 f"--gradient-release steps each parameter after one backward pass, and the {len(share)} completions of"

@@ -16,7 +16,7 @@ from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
-from bridge.passes.preparation import Note
+from bridge.passes.expected import Note
 from bridge.training.learner import Learner
 
 MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
@@ -32,7 +32,7 @@ def learner_of(
         UnsupportedModelError: the model cannot be trained as it is wanted to be.
     """
     model = opened.model
-    preparation.prepare(model, config, note)
+    shares_prompts = preparation.prepare(model, config, note)
     groups = [
         factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
         for name, factor in opened.lr_factors.items()
@@ -47,4 +47,7 @@ def learner_of(
             remedy=f"bridge plan --model {config.model_name} tells what fits: a lower --gpu-memory-utilization, an"
             " --optimizer with less state, --offload-optimizer",
         ) from error
-    return Learner(config, model, optimizer, budget=Budget(model, config, note), reference=beside)
+    if beside is not None:
+        shares_prompts = shares_prompts and beside.shares_prompts
+    budget = Budget(model, config, note, share_prompts=shares_prompts)
+    return Learner(config, model, optimizer, budget=budget, reference=beside)

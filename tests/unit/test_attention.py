@@ -30,7 +30,9 @@ from transformers import (
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, dense_attention, layers
-from bridge.passes.preparation import packed
+from bridge.passes.expected import packed
+from bridge.passes.packing import packs
+from bridge.passes.samples import Sample
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -172,13 +174,88 @@ def test_a_cache_is_refused() -> None:
     "lengths", [(5,), (4, 4, 4), (9, 8, 7), (1, 9, 1, 9), (3, 2, 1) * 20, (*range(40, 0, -1),), (6,) * 50]
 )
 def test_blocks_hold_every_sequence_in_its_order_and_little_padding(lengths: tuple[int, ...]) -> None:
-    blocks = list(dense_attention._similar(lengths))
-    assert tuple(itertools.chain(*blocks)) == lengths
-    assert all(min(block) >= dense_attention.LEAST_FILLED * max(block) for block in blocks)
+    blocks = list(dense_attention._similar((length, length) for length in lengths))
+    assert tuple(span[1] for span in itertools.chain(*blocks)) == lengths
+    assert all(
+        min(block)[1] >= dense_attention.LEAST_FILLED * max(block, key=lambda span: span[1])[1] for block in blocks
+    )
 
 
 def test_many_sequences_of_one_length_are_one_block() -> None:
-    assert list(dense_attention._similar([7] * 100 + [6] * 100)) == [[7] * 100, [6] * 100]
+    spans = [(7, 7)] * 100 + [(6, 6)] * 100
+    assert list(dense_attention._similar(spans)) == [spans[:100], spans[100:]]
+
+
+def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return the hidden states of sequences that share prompts, and of each alone.
+
+    Prompts of several lengths, with one completion, few and many, short ones and long ones.
+    """
+    ids = iter(torch.randint(3, 97, (2000,), generator=torch.Generator().manual_seed(2)).tolist())
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(next(ids) for _ in range(count))
+
+    sizes = {7: (9, 6, 6, 5, 1), 1: (3, 2), 12: (4,), 5: (5,) * 20}
+    samples = [
+        Sample(
+            prompt_token_ids=prompt,
+            token_ids=some(size),
+            sampled_logprobs=(0.0,) * size,
+            advantages=(0.0,) * size,
+            weight=1.0,
+        )
+        for prompt, counts in ((some(length), counts) for length, counts in sizes.items())
+        for size in counts
+    ]
+    (apart,) = packs(samples, max_tokens=10_000, device=torch.device("cpu"))
+    (batch,) = packs(samples, max_tokens=10_000, device=torch.device("cpu"), share_prompts=True)
+    assert batch.num_tokens < 0.6 * apart.num_tokens
+    decoder, rows = model.get_decoder(), {}
+    for part in apart.tokens_T.tensor_split(apart.spans.starts_S1[1:-1].tolist()):
+        rows[tuple(part.tolist())] = decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
+    expected = []
+    assert batch.spans.seen is not None
+    for places in batch.spans.seen.keys_U.split(batch.spans.seen.starts_S1.diff().tolist()):
+        whole = rows.get(tuple(batch.tokens_T[places].tolist()))
+        if whole is not None:
+            expected.append((places, whole))
+    assert len(expected) == len(samples)
+    model.set_attn_implementation(attention.NAME)
+    hidden = attention.packed_hidden(model, batch.tokens_T, batch.positions_T, batch.spans)
+    return torch.cat([hidden[places] for places, _ in expected]), torch.cat([whole for _, whole in expected])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_that_share_a_prompt_are_what_each_is_alone_forward_and_backward(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    ours, expected = shared(model)
+    assert_same(ours, expected, model)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("family", ["qwen2", "mistral, by a window", "gpt 2"])
+def test_the_kernel_is_told_what_completions_see(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    ours, expected = shared(model)
+    assert_same(ours, expected, model)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_compiled_layers_share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    model = tiny(FAMILIES["llama"])
+    layers.compile_layers(model)
+    ours, expected = shared(model)
+    assert_same(ours, expected, model)
+
+
+def test_a_shared_prompt_gathers_the_gradients_of_its_completions_in_float32() -> None:
+    keys = torch.randn(4, 1, 8).bfloat16().requires_grad_()
+    places = torch.arange(4).repeat(1000)
+    attention._gathered(keys, places).backward(torch.full((4000, 1, 8), 1 / 256, dtype=torch.bfloat16))
+    assert keys.grad is not None
+    assert torch.equal(keys.grad, torch.full_like(keys.grad, 1000 / 256))  # in bf16 the sum would stop at 1
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -30,7 +30,8 @@ from transformers import (
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, layers
-from bridge.passes.preparation import packed, prepare
+from bridge.passes.expected import packed
+from bridge.passes.preparation import prepare
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -68,6 +69,28 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
     assert prepared(model) == []
     assert model.config._attn_implementation == attention.NAME
     assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json knows nothing of it
+
+
+def test_prompts_are_shared_where_completions_see_them_and_not_where_a_model_loses_what_they_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = TrainConfig(model_name="m")
+    assert prepare(llama(), config, pytest.fail)
+    boundaries = attention._boundaries
+    monkeypatch.setattr(attention, "_boundaries", lambda *given: {**boundaries(*given), "seen": None})
+    notes: list[str] = []
+    model = llama()
+    assert not prepare(model, config, notes.append)
+    assert model.config._attn_implementation == attention.NAME
+    (said,) = notes
+    assert said.startswith("prompts are not shared: LlamaForCausalLM treats packed sequences in a way of its own")
+
+
+def test_prompts_are_not_shared_where_attention_is_the_model_s_own() -> None:
+    config = Gemma2Config(**SIZES, head_dim=8)
+    model = Gemma2ForCausalLM(config).eval()
+    model._can_set_attn_implementation = lambda: False
+    assert not prepare(model, TrainConfig(model_name="m"), lambda _: None)
 
 
 def test_weights_with_which_attention_hardly_matters_are_no_family_that_mixes_sequences() -> None:

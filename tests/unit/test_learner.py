@@ -563,7 +563,7 @@ def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: py
     ("choices", "words"),
     [
         ({}, "activations are recomputed from now on"),
-        ({"gradient_checkpointing": False}, "micro-batches have at most 54 tokens from now on"),
+        ({"gradient_checkpointing": False}, "micro-batches have at most 33 tokens from now on"),
         ({"gradient_checkpointing": True, "micro_batch_tokens": 40}, "micro-batches have at most 20 tokens"),
     ],
 )

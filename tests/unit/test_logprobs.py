@@ -19,8 +19,9 @@ from transformers import (
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import logits
-from bridge.passes.batch import MicroBatch, packs
+from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import check_head, model_logprobs, token_logprobs
+from bridge.passes.packing import packs
 from bridge.passes.samples import Sample
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -212,7 +213,7 @@ def test_a_model_s_log_probabilities_and_gradients_are_those_of_its_own_logits(i
     model = models()[index].eval()
     batch = micro_batch([(3, 5), (1, 2), (4, 4)])
     ours, entropies = model_logprobs(model, batch, 0.8)
-    parts = torch.tensor_split(batch.tokens_T, batch.ends_S[:-1])
+    parts = torch.tensor_split(batch.tokens_T, batch.spans.starts_S1[1:-1].tolist())
     whole = torch.cat([model(input_ids=part.unsqueeze(0)).logits[0] for part in parts]).float() / 0.8
     every = whole.log_softmax(-1)[batch.rows_N]
     expected = every.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1)

@@ -18,7 +18,7 @@ from bridge.files.run_directory import to_json
 from bridge.loss import policy_loss
 from bridge.loss.policy_loss import LossStatistics
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.passes import batch
+from bridge.passes import packing
 from bridge.passes.budget import Budget
 from bridge.training import gradients
 from bridge.training.learner import Learner
@@ -198,7 +198,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     with running() as run:
-        original, calls = batch.packs, 0
+        original, calls = packing.packs, 0
 
         def broken(*arguments: Any, **choices: Any) -> Any:
             nonlocal calls

@@ -13,7 +13,8 @@ from bridge.config import TrainConfig
 from bridge.loss.advantages import samples
 from bridge.loss.mismatch import Correction
 from bridge.loss.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
-from bridge.passes.batch import MicroBatch, packs
+from bridge.passes.batch import MicroBatch
+from bridge.passes.packing import packs
 from bridge.passes.samples import Sample
 from bridge.types import Completion, Group
 

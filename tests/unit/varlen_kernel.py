@@ -19,10 +19,13 @@ def kernel_on_the_cpu() -> Iterator[None]:
     It reads the boundaries, windows and scale that were handed over, so that a wrong one gives wrong numbers.
     """
 
-    def compute(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: list[int]) -> Tensor:
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, scale: float | None, window: list[int]
+    ) -> Tensor:
         assert window[1] == 0, "causal"
         rule = Rule(scale=scale, window=None if window[0] < 0 else window[0] + 1)
-        parts = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
+        boundaries = (starts, starts_k, starts_k)
+        parts = zip(*(x.split(of.diff().tolist()) for x, of in zip((q, k, v), boundaries, strict=True)), strict=True)
         rows = ((x.transpose(0, 1).unsqueeze(0) for x in part) for part in parts)
         return torch.cat([dense_attention.in_rows(*row, rule=rule)[0].transpose(0, 1) for row in rows])
 
@@ -31,10 +34,10 @@ def kernel_on_the_cpu() -> Iterator[None]:
         scale: float | None = None, window: list[int] | None = None, enable_gqa: bool = False, *_others: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert window is not None
-        assert max_q == max_k == int(starts.diff().max())
+        assert (max_q, max_k) == (int(starts.diff().max()), int(starts_k.diff().max()))
         assert enable_gqa or q.shape[1] == k.shape[1]
         lse = torch.zeros(q.shape[1], len(q))
-        return compute(q, k, v, starts, scale, window), lse, torch.zeros(2, dtype=torch.uint64)
+        return compute(q, k, v, starts, starts_k, scale, window), lse, torch.zeros(2, dtype=torch.uint64)
 
     def backward(
         gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, starts_k: Tensor,
@@ -43,7 +46,7 @@ def kernel_on_the_cpu() -> Iterator[None]:
         def gradients() -> tuple[Tensor, ...]:
             assert window is not None
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            output = compute(leaves[0], leaves[1], leaves[2], starts, scale, window)
+            output = compute(leaves[0], leaves[1], leaves[2], starts, starts_k, scale, window)
             return torch.autograd.grad(output, leaves, gradient)
 
         with ThreadPoolExecutor(1) as thread:  # in this one, inside an operator, nothing is recorded
