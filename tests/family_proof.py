@@ -55,6 +55,7 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
         before=round(before, 4),
         after=round(after, 4),
         moved=round(moved, 4),
+        num_parameters=plain.num_parameters(),
         versions=" ".join(f"{name} {server.manifest.versions[name]}" for name in ("vllm", "torch", "transformers")),
     )
 

@@ -32,7 +32,7 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
 ) -> None:
     result = family_proof.prove(FAMILIES[family](), tmp_path)
     if pytestconfig.getoption("--record-families"):
-        family_results.record(family, result)
+        family_results.record(family, result, device="cpu")
 
 
 @pytest.mark.slow

@@ -3,14 +3,11 @@
 Not covered: the other families, and the table (`tests/cpu/test_families.py`).
 """
 
-from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 
-from bridge.weights import skeleton
-from tests import family_proof
+from tests import family_proof, family_results
 from tests.models.families import FAMILIES, large
 
 LEAST_PARAMETERS = 100_000_000
@@ -26,13 +23,15 @@ else than it does without them, and than transformers does, on an H200 with torc
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_a_large_family_trains_in_place_and_equals_its_checkpoint(family: str, tmp_path: Path) -> None:
+def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
+    family: str, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     config = large(FAMILIES[family]())
     if family in WINDOWED:
         config.sliding_window = LONG_WINDOW
     result = family_proof.prove(config, tmp_path, engine=KV_CACHE, lr=LR)
-    built = skeleton.build(str(tmp_path / "model"), torch.bfloat16)
-    num_parameters = sum(map(prod, skeleton.shapes(built).values()))
-    assert num_parameters > LEAST_PARAMETERS
+    assert result.num_parameters > LEAST_PARAMETERS
     assert "CUDA graph" in (tmp_path / "server" / "serve.log").read_text()
-    print(family, f"{num_parameters:,}", result)  # noqa: T201  pytest -s shows what was found
+    print(family, result)  # noqa: T201  pytest -s shows what was found
+    if pytestconfig.getoption("--record-families"):
+        family_results.record(family, result, device="gpu")
