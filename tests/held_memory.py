@@ -10,6 +10,8 @@ from statistics import linear_regression
 
 import psutil
 
+from bridge.training.metrics import StepMetrics
+
 LIMIT_MIB = 16.0
 """Growth that is none: what allocators keep differs from one moment to the next."""
 MIB = 2**20
@@ -26,6 +28,14 @@ class Memory:
     steps: list[int] = field(default_factory=list)
     mib: dict[str, list[float]] = field(default_factory=dict)
     """Side and kind -> one figure for each of `steps`."""
+    num_updates: int = 0
+    """Updates of all steps so far."""
+
+    def hear(self, metrics: StepMetrics, *, every: int) -> None:
+        """Take a step's metrics, and sample after every so many."""
+        self.num_updates += metrics.updates
+        if metrics.step % every == 0:
+            self.sample(metrics.step)
 
     def sample(self, step: int) -> None:
         """Note what every process holds now.
@@ -38,7 +48,6 @@ class Memory:
             infos = [process.memory_full_info() for process in processes]
             for kind in ("rss", "uss"):
                 self.mib.setdefault(f"{side} {kind}", []).append(sum(getattr(info, kind) for info in infos) / MIB)
-
         for name, read_bytes in self.more.items():
             self.mib.setdefault(name, []).append(read_bytes() / MIB)
 

@@ -64,11 +64,6 @@ class MicroBatch:
     weights_N: Tensor
     """float32: factor of the row's term in the loss, which is their sum."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Return T."""
-        return len(self.tokens_T)
-
 
 @dataclass
 class _Places:

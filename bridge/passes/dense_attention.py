@@ -116,16 +116,17 @@ def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_
         rows = (x_SXLD.float() for x_SXLD in (q_SALD, k_SKMD, v_SKMD))
         return in_rows(*rows, rule=rule, seen_SLM=seen_SLM).to(q_SALD.dtype)
     groups, num_queries, num_keys = q_SALD.shape[1] // k_SKMD.shape[1], q_SALD.shape[2], k_SKMD.shape[2]
-    is_plain = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
-    if seen_SLM is None:
+    is_spelt_out = rule.cap is not None or rule.sinks_A is not None
+    is_whole = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
+    if seen_SLM is None and (is_spelt_out or not is_whole):
         last_L = torch.arange(num_keys - num_queries, num_keys, device=q_SALD.device)
         seen_SLM = _up_to(last_L, num_keys, rule)
-    if rule.cap is not None or rule.sinks_A is not None:
+    if is_spelt_out:
+        assert seen_SLM is not None
         k_SAMD, v_SAMD = (x_SKMD.repeat_interleave(groups, dim=1) for x_SKMD in (k_SKMD, v_SKMD))
         return _spelt_out(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
-    mask = None if is_plain else seen_SLM
     return scaled_dot_product_attention(
-        q_SALD, k_SKMD, v_SKMD, attn_mask=mask, is_causal=is_plain, scale=rule.scale, enable_gqa=groups > 1
+        q_SALD, k_SKMD, v_SKMD, attn_mask=seen_SLM, is_causal=is_whole, scale=rule.scale, enable_gqa=groups > 1
     )
 
 

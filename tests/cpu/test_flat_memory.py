@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.training.metrics import StepMetrics
 from tests.cpu import demo_server
 from tests.held_memory import LIMIT_MIB, Memory
 
@@ -24,18 +23,10 @@ LEARNING_RATE = 5e-6
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_memory_is_flat_over_a_thousand_steps(tmp_path: Path) -> None:
-    num_updates = 0
-
-    def report(metrics: StepMetrics) -> None:
-        nonlocal num_updates
-        num_updates += metrics.updates
-        if metrics.step % EVERY == 0:
-            memory.sample(metrics.step)
-
     with demo_server.served(tmp_path) as server:
         memory = Memory(psutil.Process(server.pid))
-        server.train(tmp_path, report, training_steps=STEPS, lr=LEARNING_RATE)
-    assert num_updates > 0.9 * STEPS  # or little was left to learn, and little was done
+        server.train(tmp_path, lambda step: memory.hear(step, every=EVERY), training_steps=STEPS, lr=LEARNING_RATE)
+    assert memory.num_updates > 0.9 * STEPS  # or little was left to learn, and little was done
     growth = memory.growth(since=WARM_UP)
     assert len(growth) == 4
     assert all(rise <= LIMIT_MIB for rise in growth.values()), (growth, memory)

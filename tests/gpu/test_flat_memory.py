@@ -12,7 +12,6 @@ from benchmarks import _gpu_memory
 from bridge.config import TrainConfig
 from bridge.files.run_directory import RunDirectory
 from bridge.training import loop
-from bridge.training.metrics import StepMetrics
 from bridge.training.reporting import Listener
 from environments import registry
 from tests import scenarios
@@ -27,14 +26,6 @@ LEARNING_RATE = 2e-5
 
 
 def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
-    num_updates = 0
-
-    def report(metrics: StepMetrics) -> None:
-        nonlocal num_updates
-        num_updates += metrics.updates
-        if metrics.step % EVERY == 0:
-            memory.sample(metrics.step)
-
     config = tiny.llama()
     config.head_dim = 64
     model = tiny.write(config, tmp_path / "model")
@@ -48,9 +39,9 @@ def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
             environment=f"{scenarios.ENVIRONMENT}:Vowels", max_new_tokens=16, save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment=choices.environment)
-        loop.train(choices, registry.load(choices), run, Listener(report))
+        loop.train(choices, registry.load(choices), run, Listener(lambda step: memory.hear(step, every=EVERY)))
     growth = memory.growth(since=WARM_UP)
-    print("growth in MiB", growth, "updates", num_updates)  # noqa: T201  pytest -s shows what was found
-    assert num_updates > 0.9 * STEPS  # or little was left to learn, and little was done
+    print("growth in MiB", growth, "updates", memory.num_updates)  # noqa: T201  pytest -s shows what was found
+    assert memory.num_updates > 0.9 * STEPS  # or little was left to learn, and little was done
     assert len(growth) == 6
     assert all(rise <= LIMIT_MIB for rise in growth.values()), (growth, memory)

@@ -210,7 +210,7 @@ def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     ]
     (apart,) = packs(samples, max_tokens=10_000, device=torch.device("cpu"))
     (batch,) = packs(samples, max_tokens=10_000, device=torch.device("cpu"), share_prompts=True)
-    assert batch.num_tokens < 0.6 * apart.num_tokens
+    assert len(batch.tokens_T) < 0.6 * len(apart.tokens_T)
     decoder, rows = model.get_decoder(), {}
     for part in apart.tokens_T.tensor_split(apart.spans.starts_S1[1:-1].tolist()):
         rows[tuple(part.tolist())] = decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]

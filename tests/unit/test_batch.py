@@ -63,7 +63,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "weights_N": [0.5, 0.5, 0.25],
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
-    assert batch.num_tokens == 7
+    assert len(batch.tokens_T) == 7
 
 
 def test_a_shared_prompt_is_there_once_and_each_of_its_completions_sees_it() -> None:
@@ -83,14 +83,14 @@ def test_a_shared_prompt_is_there_once_and_each_of_its_completions_sees_it() -> 
         "advantages_N": [1.0, 1.0, 1.0, -0.5],
         "weights_N": [0.5, 0.5, 0.5, 0.25],
     }
-    assert num_tokens(given, share_prompts=True) == batch.num_tokens == 8
+    assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
 
 
 def test_a_shared_prompt_counts_once_towards_the_bound_of_each_micro_batch() -> None:
     group = [sample((1, 2, 3, 4), token, token) for token in (5, 6, 7)]
     first, second = pack(group, max_tokens=9, share_prompts=True)
-    assert (first.num_tokens, second.num_tokens) == (4 + 2 + 2, 4 + 2)
+    assert (len(first.tokens_T), len(second.tokens_T)) == (4 + 2 + 2, 4 + 2)
     assert first.spans.seen is not None
     assert second.spans.seen is None  # its completion is the only one
     assert len(pack(group, max_tokens=10, share_prompts=True)) == 1
@@ -158,7 +158,7 @@ def test_no_pack_is_larger_than_asked_and_every_token_is_in_one() -> None:
     lengths = [2, 9, 3, 3, 30, 2, 7, 5]
     batches = pack([of_length(length) for length in lengths], max_tokens=12)
     assert lengths_of(batches[0]) == [30]  # longer than asked: alone, and first
-    assert all(batch.num_tokens <= 12 for batch in batches[1:])
+    assert all(len(batch.tokens_T) <= 12 for batch in batches[1:])
     assert sorted(length for batch in batches for length in lengths_of(batch)) == sorted(lengths)
     assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)
 
