@@ -18,8 +18,8 @@ from bridge.errors import UsageError
 from bridge.passes import attention
 from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
 from bridge.passes.expected import Note
-from bridge.passes.layers import recompute_activations
 from bridge.passes.packing import num_tokens
+from bridge.passes.preparation import recompute_activations
 from bridge.passes.samples import Sample
 from bridge.planning.activations import MOST_TOKENS
 
@@ -55,6 +55,7 @@ class Budget:
         self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
         self._on_gpu = measure is not None or model.device.type == "cuda"
         self._tokens = config.micro_batch_tokens or (None if self._on_gpu else self._most)
+        self._recomputes = bool(config.gradient_checkpointing)
         self._longest = self._total = 0
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
@@ -82,7 +83,7 @@ class Budget:
         let_go(error, self._model.device)
         halved = min(self._tokens, self._total) // 2
         if self._may_recompute and halved < max(self._longest, ENOUGH_TOKENS):
-            recompute_activations(self._model)
+            self._recompute()
             self._note("out of memory: activations are recomputed from now on, which takes longer")
         elif self._longest < self._tokens:
             self._tokens = max(halved, self._longest)
@@ -103,8 +104,12 @@ class Budget:
 
     @property
     def _may_recompute(self) -> bool:
-        wanted, model = self._config.gradient_checkpointing, self._model
-        return wanted is not False and model.supports_gradient_checkpointing and not model.is_gradient_checkpointing
+        wanted = self._config.gradient_checkpointing is not False
+        return wanted and self._model.supports_gradient_checkpointing and not self._recomputes
+
+    def _recompute(self) -> None:
+        recompute_activations(self._model, self._note)
+        self._recomputes = True
 
     def _see(self, samples: Sequence[Sample]) -> None:
         self._longest = max(sample.num_tokens for sample in samples)
@@ -120,7 +125,7 @@ class Budget:
         fitting = self._fitting(free)
         if fitting < self._wanted and self._may_recompute:
             self._note(f"activations are recomputed: without, {fitting:,} tokens fit at once, not {self._wanted:,}")
-            recompute_activations(self._model)
+            self._recompute()
             fitting = self._fitting(free)
         tokens = min(max(fitting, self._longest), self._most)
         self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")

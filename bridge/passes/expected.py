@@ -45,8 +45,7 @@ class Expected:
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
-        vocabulary = model.config.get_text_config().vocab_size
-        self.tokens_T = _tokens(vocabulary).to(model.device)
+        self.tokens_T = example_tokens(model)
         chosen = model.config._attn_implementation
         attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
         with _checking(model):
@@ -90,6 +89,16 @@ class Expected:
             note(f"attention hardly matters with these weights: in packed sequences {differ} if they ran together")
 
 
+def example_tokens(model: PreTrainedModel) -> Tensor:
+    """Return the tokens of sequences of `LENGTHS`, of which some share `PROMPTS`: [T]."""
+    vocabulary: int = model.config.get_text_config().vocab_size
+    tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
+    starts = [0, *accumulate(LENGTHS)]
+    for one, other in ((0, 1), (2, 3)):  # these two have one prompt
+        tokens_T[starts[other] :][: PROMPTS[other]] = tokens_T[starts[one] :][: PROMPTS[one]]
+    return tokens_T.to(model.device)
+
+
 def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the last hidden states of sequences of these lengths, packed.
 
@@ -123,14 +132,6 @@ def _sharing(tokens_T: Tensor) -> MicroBatch:
     ]
     (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
     return batch
-
-
-def _tokens(vocabulary: int) -> Tensor:
-    tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
-    starts = [0, *accumulate(LENGTHS)]
-    for one, other in ((0, 1), (2, 3)):  # these two have one prompt
-        tokens_T[starts[other] :][: PROMPTS[other]] = tokens_T[starts[one] :][: PROMPTS[one]]
-    return tokens_T
 
 
 def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Not covered: attention (`attention.py`), whether what comes out is still right (
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +17,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bridge.errors import UnsupportedModelError, UsageError
 
-COMPILER: str | Callable[..., object] = "inductor"
+COMPILER: str | Callable[..., Callable[..., Any]] = "inductor"
 """What torch.compile hands the layers' graphs to."""
 COMPILED_FORMS = 64
 """Compiled forms of one layer's code that torch keeps: kinds of layers, with and without gradients, recomputed or not.
 Its own limit, 8, would quietly end in uncompiled layers."""
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep each layer's input alone for the backward pass, and compute the rest again there.
+def call_again(model: PreTrainedModel) -> None:
+    """Keep each layer's input alone for the backward pass, and call the layer again there.
 
     The layers ask whether they are in training mode before they do so; they alone are told that they are, so that
     dropout stays as it was, an adapter's on and the model's off.
@@ -55,14 +56,32 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: PreTrainedModel, *, recomputed: bool = False) -> None:
     """Have every layer compiled when it is first called, for any number of tokens; layers of one kind share the code.
 
-    Layers and not the model: there is less to compile by the number of layers, and recomputing stays around them.
+    Layers and not the model: there is less to compile by the number of layers, and it says what is recomputed.
+    With `recomputed`, the code keeps its inputs alone for the backward pass, and computes again there what gradients
+    need: not a layer's last product, which a layer that is called again computes for nothing.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True, backend=COMPILER)
+        layer.compile(dynamic=True, backend=_keeping_inputs if recomputed else COMPILER)
+
+
+def are_compiled(model: PreTrainedModel) -> bool:
+    """Tell whether the model's layers are to be compiled, or are already."""
+    return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
+
+
+def num_breaks() -> int:
+    """Return how often compiling has met what no graph can hold, so that a layer became several."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    with torch._functorch.config.patch(activation_memory_budget=0):
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(COMPILER)(graph, inputs)
+        return compiled
 
 
 def uncompile_layers(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, layers, wide_linear
-from bridge.passes.expected import LENGTHS, Expected, Note, packed, packed_sharing
+from bridge.passes.expected import LENGTHS, Expected, Note, example_tokens, packed, packed_sharing
 from bridge.passes.logprobs import check_head
 
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
@@ -46,8 +46,26 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note) -> bool:
         _compile(model, expected, note)
     shares_prompts = _may_share_prompts(model, expected, note)
     if config.gradient_checkpointing:
-        layers.recompute_activations(model)
+        recompute_activations(model, note)
     return shares_prompts
+
+
+def recompute_activations(model: PreTrainedModel, note: Note) -> None:
+    """Have each layer keep its input alone for the backward pass, and compute the rest again there.
+
+    The compiler does so where a layer is one graph. Any other layer is called again, and not compiled: the second call
+    might be given another graph than the first.
+
+    Raises:
+        UnsupportedModelError: the model cannot.
+    """
+    if layers.are_compiled(model):
+        layers.compile_layers(model, recomputed=True)
+        if _is_one_graph(model):
+            return
+        layers.uncompile_layers(model)
+        note("layers are not compiled: they are recomputed, and torch makes no single graph of each")
+    layers.call_again(model)
 
 
 def _choose_attention(model: PreTrainedModel, expected: Expected, note: Note) -> None:
@@ -83,15 +101,32 @@ def _compile(model: PreTrainedModel, expected: Expected, note: Note) -> None:
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             expected.check(model, note)
-            _run_backward(model, lambda: packed(model, expected.tokens_T, LENGTHS))
-            _run_backward(model, lambda: packed(model, expected.tokens_T[LENGTHS[0] :], LENGTHS[1:]))
-            if model.config._attn_implementation == attention.NAME:
-                _run_backward(model, lambda: packed_sharing(model, expected.tokens_T))
+            _run_all_forms(model)
     except (*COMPILE_ERRORS, UnsupportedModelError) as error:
         layers.uncompile_layers(model)
         note(f"layers are not compiled: {' '.join(str(error).strip().splitlines()[:2])}")
     else:
         torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
+
+
+def _is_one_graph(model: PreTrainedModel) -> bool:
+    """Compile the layers as they are to be, and tell whether that went through without a break."""
+    before = layers.num_breaks()
+    try:
+        with torch._dynamo.config.patch(suppress_errors=False):
+            _run_all_forms(model)
+    except COMPILE_ERRORS:
+        return False
+    return layers.num_breaks() == before
+
+
+def _run_all_forms(model: PreTrainedModel) -> None:
+    """Go forward and backward through what a run has: several sequences, other lengths, shared prompts."""
+    tokens_T = example_tokens(model)
+    _run_backward(model, lambda: packed(model, tokens_T, LENGTHS))
+    _run_backward(model, lambda: packed(model, tokens_T[LENGTHS[0] :], LENGTHS[1:]))
+    if model.config._attn_implementation == attention.NAME:
+        _run_backward(model, lambda: packed_sharing(model, tokens_T))
 
 
 def _run_backward(model: PreTrainedModel, compute_hidden: Callable[[], Tensor]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -31,7 +32,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, layers
 from bridge.passes.expected import packed
-from bridge.passes.preparation import prepare
+from bridge.passes.preparation import prepare, recompute_activations
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -186,7 +187,7 @@ def test_recomputed_activations_give_the_same_gradients_behind_a_frozen_base_too
     prepared(model)
     expected = gradients(model)
     calls = count_calls(model.model.layers[0].self_attn)
-    layers.recompute_activations(model)
+    recompute_activations(model, pytest.fail)
     assert_close(gradients(model), expected)
     assert len(calls) == 2  # forward, and once more
 
@@ -203,7 +204,7 @@ def test_recomputing_switches_no_dropout_on() -> None:
     model = Starcoder2ForCausalLM(config).eval()
     prepared(model)
     expected = gradients(model)
-    layers.recompute_activations(model)
+    recompute_activations(model, pytest.fail)
     assert_close(gradients(model), expected)
 
 
@@ -261,6 +262,72 @@ def test_compiled_layers_share_one_form_and_give_the_same_gradients(
         packed(model, TOKENS[:9], (5, 4)).sum().backward()
         assert len(graphs) == numbers[-1] > 0  # nothing more, whatever the lengths
     assert numbers[0] == numbers[1]  # nor by the number of layers
+
+
+def kept_bytes(model: PreTrainedModel) -> int:
+    """What the backward pass holds beside the parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = packed(model, TOKENS, LENGTHS)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert hidden.requires_grad
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_compiled_layers_keep_their_inputs_alone_and_are_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    assert prepared(model, compile_layers=True) == []
+    before = kept_bytes(model)
+    recompute_activations(model, pytest.fail)
+    assert kept_bytes(model) < before / 2
+    assert not model.is_gradient_checkpointing
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    calls: list[None] = []
+
+    class Uncompiled(nn.Module):
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(None)
+            return silu(x)
+
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Uncompiled()
+    (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
+    assert note.startswith("layers are not compiled: they are recomputed")
+    assert model.is_gradient_checkpointing
+    calls.clear()
+    assert_close(gradients(model), expected)
+    assert len(calls) == 2 * len(model.model.layers)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_compiler_that_cannot_recompute_leaves_the_layers_to_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("not without what it made")
+
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    monkeypatch.setattr(layers, "_keeping_inputs", broken)
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
+    assert note.startswith("layers are not compiled: they are recomputed")
+    assert model.is_gradient_checkpointing
+    assert_close(gradients(model), expected)
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:

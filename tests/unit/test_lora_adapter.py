@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.optimizers.factory import SplitMasterAdamW, scaled_group
-from bridge.passes.layers import recompute_activations
+from bridge.passes.preparation import recompute_activations
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
 
@@ -163,7 +163,7 @@ def test_gradients_reach_a_and_b_of_every_module(checkpointing: bool) -> None:
     adapter = put_in(model)
     fill(adapter)
     if checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, pytest.fail)
     model(IDS).logits.float().square().mean().backward()
     assert all(m.lora_a.grad is not None and m.lora_a.grad.any() for m in adapter.modules.values())
     assert all(m.lora_b.grad is not None and m.lora_b.grad.any() for m in adapter.modules.values())
@@ -317,7 +317,7 @@ def test_saving_overflows_nothing_and_rounds_no_small_number_away(tmp_path: Path
 def test_gradient_checkpointing_leaves_the_adapters_own_dropout_on() -> None:
     model = base()
     put_in(model, lora_dropout=0.25)
-    recompute_activations(model)
+    recompute_activations(model, pytest.fail)
     rates = {
         module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout) and "lora" in name
     }
