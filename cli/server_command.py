@@ -10,21 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError
 from bridge.weights import manifest
 from cli import accelerator, memory_share, vllm_flags
 from cli.accelerator import Device
 from cli.adapters import Adapters
+from cli.engine_defaults import EngineDefaults
 
-WORKER_EXTENSION = "patches.worker.BridgeWorker"
-SLEEP_MODE = "--enable-sleep-mode"
-"""With it vLLM can free its KV cache while a trainer needs the memory; it costs nothing until then."""
-SLEEP_MODE_IS_THEIRS = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
-"""vLLM's flags beside which the user chooses; 0.33 refuses to start with it and a KV connector that cannot sleep."""
-MOE_BACKEND = ("--moe-backend", "triton")
-"""vLLM's kernels that read experts as they are loaded; those that it prefers on some GPUs pack them anew."""
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller says otherwise: the other one derives weights from kv_b_proj,
 which would not follow a step."""
@@ -77,13 +70,14 @@ class ServerCommand:
         vllm_flags.check(flags, outer, shares_weights=shares_weights)
         device, why = accelerator.choose(config.device)
         share, share_note = _memory_share(config, flags, device, trainer)
+        defaults = EngineDefaults.of(config, flags, device, shares_weights=shares_weights)
         adapters = Adapters.of(config.max_lora_rank, flags)
         cpu = _cpu_variables(config, outer) if device == "cpu" else {}
         path = manifest.resolve_path(config.vllm_config_path).absolute()
         return cls(
             argv=(
                 *_vllm(config, share),
-                *_defaults(config.model, flags, device, shares_weights),
+                *defaults.argv,
                 *adapters.argv,
                 *flags,
             ),
@@ -96,6 +90,7 @@ class ServerCommand:
             notes=(
                 f"{device}: {why}",
                 *share_note,
+                *defaults.notes,
                 *adapters.notes,
                 *(f"{name}={value}: not set, derived" for name, value in cpu.items()),
             ),
@@ -128,22 +123,6 @@ def _entry(model: str) -> list[str]:
     if accelerator.is_installed("vllm"):
         return ["vllm.entrypoints.cli.main", "serve", model]
     return ["vllm.entrypoints.openai.api_server", "--model", model]
-
-
-def _defaults(model: str, flags: Sequence[str], device: Device, shares_weights: bool) -> list[str]:
-    """Return what Bridge adds; the trainer compares with the distribution that was sampled from, after temperature."""
-    given = vllm_flags.names(flags)
-    logprobs = [] if "--logprobs-mode" in given else ["--logprobs-mode", "processed_logprobs"]
-    if not shares_weights:
-        return logprobs
-    can_sleep = device == "cuda" and given.isdisjoint(SLEEP_MODE_IS_THEIRS)  # on a CPU vLLM has no such mode
-    mixture = device == "cuda" and MOE_BACKEND[0] not in given and model_checks.has_experts(model_checks.read(model))
-    return [
-        *("--worker-extension-cls", WORKER_EXTENSION),
-        *([SLEEP_MODE] if can_sleep else []),
-        *(MOE_BACKEND if mixture else []),
-        *logprobs,
-    ]
 
 
 def _memory_share(

@@ -26,6 +26,8 @@ SHORT_NAMES: Mapping[str, str] = {
     "-n": "--nnodes",
     "-sc": "--speculative-config",
     "-ep": "--enable-expert-parallel",
+    "-cc": "--compilation-config",
+    "-O": "--optimization-level",
 }
 
 
@@ -164,6 +166,7 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     for place, flag in enumerate(flags):
         if re.match(r"--?[A-Za-z]", flag):
             name, _, value = flag.partition("=")
-            name = SHORT_NAMES.get(name, name.replace("_", "-"))
+            name = name.partition(".")[0]
+            name = SHORT_NAMES.get(name.rstrip("0123456789"), name.replace("_", "-"))
             following = flags[place + 1] if place + 1 < len(flags) else ""
-            yield name.partition(".")[0], value or ("" if following.startswith("-") else following)
+            yield name, value or ("" if following.startswith("-") else following)

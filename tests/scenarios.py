@@ -33,6 +33,7 @@ from cli.serve import free_port
 from cli.server_command import ServerCommand
 
 START_LIMIT_S = 300
+MAX_MODEL_LEN = 2048
 PARITY_LIMIT = 0.03
 """Nats: two bf16 engines differ by about half of it on models of this size before any training."""
 FAMILY_PARITY_LIMIT = 0.05
@@ -78,7 +79,7 @@ def served(
     config = ServeConfig(
         model=str(model),
         port=free_port("127.0.0.1"),
-        max_model_len=2048,
+        max_model_len=MAX_MODEL_LEN,
         gpu_memory_utilization=0.2 if torch.cuda.is_available() else None,
         max_lora_rank=max_lora_rank,
         vllm_config_path=folder / manifest.MANIFEST_NAME,

@@ -5,6 +5,7 @@ the memory (`bridge plan`).
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ MODES = (SHARED, LORA, NONE)
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes are called that transformers' AutoModelForCausalLM makes."""
 ANOTHER = "take a plain language model, of those in docs/families.md"
+WHOLE_ATTENTION = "full_attention"
+"""How `layer_types` calls a layer without a window."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What families call the number of a layer's experts."""
 
@@ -58,6 +61,20 @@ def has_experts(config: Config | None) -> bool:
     return config is not None and any(config.get(name) for name in EXPERTS)
 
 
+def window(config: Config | None, max_tokens: int | None) -> int | None:
+    """Return the tokens of the sliding window that every layer has, if a sequence may be longer.
+
+    `max_tokens` is the most that a sequence may have; None: as many as the model can.
+    """
+    size = (config or {}).get("sliding_window")
+    if config is None or not isinstance(size, int) or config.get("use_sliding_window") is False:
+        return None
+    if WHOLE_ATTENTION in (config.get("layer_types") or []):
+        return None
+    longest = max_tokens or config.get("max_position_embeddings") or math.inf
+    return size if size < longest else None
+
+
 def obstacles(config: Config) -> list[Obstacle]:
     """Return every reason that the configuration shows, the gravest first."""
     return [obstacle for rule in RULES for obstacle in rule(config)]
@@ -88,6 +105,8 @@ def _notes(config: Config, mode: str) -> str:
         notes.append("with --dtype bfloat16: gradients overflow in its own float16")
     if mode == SHARED and config.get("kv_lora_rank"):
         notes.append("with latent attention in its plain form (VLLM_MLA_DISABLE=1), whose cache is larger")
+    if windowed := window(config, None):
+        notes.append(f"CUDA graphs without attention, unless --max-model-len is {windowed:,} or less")
     if mode == LORA and has_experts(config):
         notes.append("experts get no adapter")
     return "".join(f"; {note}" for note in notes)

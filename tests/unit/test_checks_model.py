@@ -74,6 +74,30 @@ def test_notes_say_what_comes_with_a_mode() -> None:
     assert all("--dtype bfloat16" in text for text in found.values())
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"sliding_window": 4096, "max_position_embeddings": 32_768}, 4096),
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": 4096, "max_position_embeddings": 4096}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention", "sliding_attention"]}, 4096),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}, None),
+        (None, None),
+    ],
+)
+def test_a_window_counts_if_every_layer_has_it_and_a_sequence_may_be_longer(
+    config: dict[str, Any] | None, expected: int | None
+) -> None:
+    assert model.window(config, None) == expected
+    assert model.window(config, 4096) is None
+    told = [
+        check.found for check in model.modes("m", config) if "unless --max-model-len is 4,096 or less" in check.found
+    ]
+    assert len(told) == (len(model.MODES) if expected else 0)
+
+
 def test_a_configuration_is_read_from_a_folder_and_from_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
     assert model.has_experts(model.read(str(tmp_path)))
