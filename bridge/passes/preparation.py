@@ -53,18 +53,19 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note) -> bool:
 def recompute_activations(model: PreTrainedModel, note: Note) -> None:
     """Have each layer keep its input alone for the backward pass, and compute the rest again there.
 
-    The compiler does so where a layer is one graph. Any other layer is called again, and not compiled: the second call
-    might be given another graph than the first.
+    The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
+    called again, and not compiled: of several graphs the second call might be given others than the first.
 
     Raises:
         UnsupportedModelError: the model cannot.
     """
     if layers.are_compiled(model):
         layers.compile_layers(model, recomputed=True)
-        if _is_one_graph(model):
+        reason = _against_recomputing(model)
+        if reason is None:
             return
         layers.uncompile_layers(model)
-        note("layers are not compiled: they are recomputed, and torch makes no single graph of each")
+        note(f"layers are not compiled: they are recomputed, and {reason}")
     layers.call_again(model)
 
 
@@ -109,15 +110,21 @@ def _compile(model: PreTrainedModel, expected: Expected, note: Note) -> None:
         torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
 
 
-def _is_one_graph(model: PreTrainedModel) -> bool:
-    """Compile the layers as they are to be, and tell whether that went through without a break."""
-    before = layers.num_breaks()
+def _against_recomputing(model: PreTrainedModel) -> str | None:
+    """Compile the layers as they are to be, and return why their code cannot be gone through twice; None: it can."""
+    num_breaks, random_state = layers.num_breaks(), _random_state(model.device)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             _run_all_forms(model)
-    except COMPILE_ERRORS:
-        return False
-    return layers.num_breaks() == before
+    except COMPILE_ERRORS as error:
+        return f"torch cannot compile that: {' '.join(str(error).strip().splitlines()[:2])}"
+    if layers.num_breaks() > num_breaks:
+        return "torch makes several graphs of one"
+    return None if torch.equal(_random_state(model.device), random_state) else "draw random numbers"
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _run_all_forms(model: PreTrainedModel) -> None:

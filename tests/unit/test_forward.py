@@ -294,7 +294,7 @@ def test_compiled_layers_keep_their_inputs_alone_and_are_not_called_again(monkey
 
 @pytest.mark.usefixtures("_kernel")
 def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    monkeypatch.setattr(layers, "COMPILER", "eager")
     torch._dynamo.reset()
     expected, model = gradients(llama()), llama()
     calls: list[None] = []
@@ -308,11 +308,32 @@ def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.Mon
     for layer in model.model.layers:
         layer.mlp.act_fn = Uncompiled()
     (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
-    assert note.startswith("layers are not compiled: they are recomputed")
+    assert note == "layers are not compiled: they are recomputed, and torch makes several graphs of one"
     assert model.is_gradient_checkpointing
     calls.clear()
     assert_close(gradients(model), expected)
     assert len(calls) == 2 * len(model.model.layers)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_layer_that_draws_random_numbers_draws_the_same_ones_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    model, notes = llama(1), list[str]()
+    dropout = nn.Dropout(0.5).eval()
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), dropout)
+    assert prepared(model) == []
+    dropout.train()
+    expected = seeded_gradients(model)
+    layers.compile_layers(model)
+    recompute_activations(model, notes.append)
+    assert notes == ["layers are not compiled: they are recomputed, and draw random numbers"]
+    assert_close(seeded_gradients(model), expected)
+
+
+def seeded_gradients(model: PreTrainedModel) -> list[Tensor]:
+    torch.manual_seed(2)
+    return gradients(model)
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -325,7 +346,7 @@ def test_a_compiler_that_cannot_recompute_leaves_the_layers_to_be_called_again(m
     torch._dynamo.reset()
     expected, model = gradients(llama()), llama()
     (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
-    assert note.startswith("layers are not compiled: they are recomputed")
+    assert note.startswith("layers are not compiled: they are recomputed, and torch cannot compile that: ")
     assert model.is_gradient_checkpointing
     assert_close(gradients(model), expected)
 
