@@ -3,7 +3,7 @@
     python -m benchmarks.grpo --sizes 1.5b 7b --steps 8
     python -m benchmarks.grpo --sizes 7b --trl 16 "8 --no-checkpointing" "16 --liger" --ours adamw adamw-8bit
     python -m benchmarks.grpo --sizes 32b --dummy-weights --trl --share 0.6 --completions 32 --steps 3 --warm-up 1 \
-        --ours "adamw-4bit --gradient-release --kv-sleep always"
+        --ours "adamw-4bit --gradient-release --updates-per-batch 2 --kv-sleep always --no-compile-layers"
 
 A step is 64 completions of exactly 256 tokens in groups of 8, of prompts of 120 tokens, and one AdamW update of bf16
 weights with the token-mean loss, clipped gradients and truncated importance weights. The model has random weights, and
@@ -39,7 +39,7 @@ from benchmarks._stamped import Run
 from cli import accelerator
 
 GIB = 2**30
-OURS = tuple(f"adamw-8bit{lean} --micro-batch-tokens 2176" for lean in ("", " --gradient-checkpointing"))
+OURS = ("adamw-8bit --micro-batch-tokens 2176", "adamw-8bit --micro-batch-tokens 2176 --gradient-checkpointing")
 """A group and its prompt at a time: with its activations kept, and so small that the weights' size is saved."""
 LEAST_S = 30.0
 """With less time than this no run is begun."""

@@ -41,15 +41,15 @@ class EngineDefaults:
     @classmethod
     def of(cls, config: ServeConfig, flags: Sequence[str], device: Device, *, shares_weights: bool) -> Self:
         """Derive them for a server on `device`, beside the user's own `flags`."""
-        given = vllm_flags.names(flags)
-        on_gpu, model = device == "cuda", model_checks.read(config.model)
+        given, on_gpu = vllm_flags.names(flags), device == "cuda"
+        model = model_checks.read(config.model) if on_gpu else None
         argv: tuple[str, ...] = () if LOGPROBS_MODE in given else PROCESSED_LOGPROBS
         if shares_weights:
             argv += WORKER_EXTENSION
             argv += (SLEEP_MODE,) if on_gpu and given.isdisjoint(SLEEP_MODE_IS_THEIRS) else ()  # no such mode on a CPU
-            argv += MOE_BACKEND if on_gpu and MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
+            argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
         window = model_checks.window(model, config.max_model_len)
-        if window is None or not on_gpu or not given.isdisjoint(GRAPHS_ARE_THEIRS):
+        if window is None or not given.isdisjoint(GRAPHS_ARE_THEIRS):
             return cls(argv=argv)
         why = (
             f"every layer's window, {window:,} tokens, is shorter than a sequence may be: vLLM's whole CUDA graphs err"

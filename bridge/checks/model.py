@@ -22,6 +22,8 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 ANOTHER = "take a plain language model, of those in docs/families.md"
 WHOLE_ATTENTION = "full_attention"
 """How `layer_types` calls a layer without a window."""
+ALTERNATING = "gemma2"
+"""Has a window in every other layer; older configurations have no `layer_types` that say so."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What families call the number of a layer's experts."""
 
@@ -69,7 +71,8 @@ def window(config: Config | None, max_tokens: int | None) -> int | None:
     size = (config or {}).get("sliding_window")
     if config is None or not isinstance(size, int) or config.get("use_sliding_window") is False:
         return None
-    if WHOLE_ATTENTION in (config.get("layer_types") or []):
+    in_turns = config.get("model_type") == ALTERNATING or "sliding_window_pattern" in config
+    if in_turns or WHOLE_ATTENTION in (config.get("layer_types") or []):
         return None
     longest = max_tokens or config.get("max_position_embeddings") or math.inf
     return size if size < longest else None

@@ -84,6 +84,8 @@ def test_notes_say_what_comes_with_a_mode() -> None:
         ({"sliding_window": None}, None),
         ({"sliding_window": 4096, "layer_types": ["sliding_attention", "sliding_attention"]}, 4096),
         ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}, None),
+        ({"sliding_window": 4096, "model_type": "gemma2"}, None),
+        ({"sliding_window": 4096, "sliding_window_pattern": 6}, None),
         (None, None),
     ],
 )
