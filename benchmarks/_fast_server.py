@@ -41,8 +41,8 @@ def answer(num_samples: int, num_tokens: int, chance: random.Random) -> bytes:
 
 def _http(document: Any) -> bytes:
     body = json.dumps(document, separators=(",", ":")).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}x-bridge-weight-version: 3\r\n\r\n".encode() + body
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 class Answering(asyncio.Protocol):

@@ -54,6 +54,7 @@ def main() -> None:
     for size in options.sizes:
         for setting in options.settings:
             results.setdefault(size, []).append(measure(size, setting, options, deadline))
+            _let_go()
             path = _results.write("train_step", results, options.out)
             say(f"{size}, in {path}\n{table(results[size])}")
 
@@ -87,11 +88,14 @@ def measure(size: str, setting: str, options: argparse.Namespace, deadline: floa
         return {**row, **steps.figures(options, deadline)}
     except (torch.OutOfMemoryError, BridgeError) as error:
         return {**row, "failure": str(error).strip().splitlines()[0]}
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+
+
+def _let_go() -> None:
+    """Free what a setting held, once no frame of `measure` is left: the next one's memory would be counted with it."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _usable(setting: str) -> str:

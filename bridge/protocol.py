@@ -1,6 +1,6 @@
-"""What trainer and server say to each other under `/bridge/*`.
+"""What trainer and server say to each other under `/bridge/*`, and how a rollout asks for completions.
 
-Not covered: generation, which is vLLM's own OpenAI-compatible API.
+Not covered: what it is answered, and how other servers are asked (`bridge/rollouts/openai_api.py`).
 """
 
 import shlex
@@ -14,6 +14,9 @@ from bridge.process import ProcessIdentity
 
 VERSION_HEADER = "x-bridge-weight-version"
 """Response header of every generation: `3`, or `3-4` when the weights changed while it ran."""
+
+COMPLETIONS = "/v1/bridge/completions"
+"""The route for rollouts. Under `/v1`, so that vLLM's `--api-key` guards it as it does its own."""
 
 ADAPTER = "bridge-adapter"
 """The name under which the server serves an adapter that is trained; handed over by disk it has a version behind it."""
@@ -80,6 +83,23 @@ class Status(Body):
             return f"bridge restore ADAPTER ({gone}any saved adapter of the same modules and rank will do)"
         first = f"the first weights are in: bridge restore {shlex.quote(self.model)}"
         return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model will do; {first})"
+
+
+class CompletionsRequest(Body):
+    """`POST /v1/bridge/completions`: sample from the whole distribution."""
+
+    model: str
+    """The served model, or an adapter."""
+    prompt: tuple[int, ...] = Field(min_length=1)
+    """Token ids."""
+    n: int = Field(ge=1)
+    """Completions of it."""
+    max_tokens: int = Field(ge=1)
+    """Longest completion in tokens."""
+    temperature: float = Field(ge=0)
+    """Sampling temperature; 0: always the likeliest token."""
+    seed: int | None = None
+    """Seed of the first completion, the next number for each other one; None: another one every time."""
 
 
 class PauseRequest(Body):

@@ -1,7 +1,7 @@
-"""The endpoint plugin: `/bridge/*` for the trainer, `/generate` for Atropos, and a version on every generation.
+"""The endpoint plugin: `/bridge/*` for the trainer, completions for its rollouts and Atropos', a version on each.
 
 Not covered: what the routes do to the engine (`server_fence.py`, `adapter.py`) and to its weights (`worker.py`),
-`/generate` itself (`generate.py`), and the manifest (`exporter.py`).
+completions themselves (`completions.py`, and Atropos' `/generate` in `generate.py`), and the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from bridge.protocol import (
 )
 from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
-from patches import exporter, generate, memory_pool
+from patches import completions, exporter, generate, memory_pool
 from patches.adapter import ServedAdapter
 from patches.server_fence import ServerFence
 
@@ -49,6 +49,7 @@ class BridgeRoutes:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the version to every answer."""
         app.include_router(router)
+        app.include_router(completions.router)
         app.include_router(generate.router)
         app.add_exception_handler(BridgeError, _refusal)  # type: ignore[arg-type]
         app.add_middleware(VersionMiddleware, app=app)

@@ -73,9 +73,7 @@ class Asking:
 
     async def _asked(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.known(self.connections)
-        fields = openai_api.request(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, of_vllm=models.are_of_vllm()
-        )
+        fields = openai_api.request(server.dialect, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         name = server.endpoint.model or models.data[0].id
         answer, version = await server.sampled(self.connections, {**fields, **body, "model": name})
         choices = openai_api.in_order(answer, body["n"])

@@ -1,8 +1,9 @@
 """What an OpenAI-compatible server is asked for, and what is made of its answer.
 
-vLLM is asked for token ids and for sampling without any cut. Any other server is asked by the protocol's own fields
-alone, since many refuse the rest; its token ids come from `logprobs.tokens`: `token_id:123` as it stands, any other
-string by the tokenizer's vocabulary, where it has to stand for one token. Text is never tokenised again.
+A vLLM with Bridge in it has a route that tells what is read here and no more. Any other vLLM is asked for token ids and
+for sampling without any cut. Any other server is asked by the protocol's own fields alone, since many refuse the rest;
+its token ids come from `logprobs.tokens`: `token_id:123` as it stands, any other string by the tokenizer's vocabulary,
+where it has to stand for one token. Text is never tokenised again.
 
 Such a server leaves the end token out of a completion that ended by itself: the tokens before it are trained by the
 reward of the whole, the choice to end there is not.
@@ -12,16 +13,20 @@ Not covered: sending it (`connections.py`), the vocabulary (`vocabulary.py`).
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
+from bridge import protocol
 from bridge.errors import UsageError
 from bridge.rollouts.faults import Fault
 from bridge.types import Completion, FinishReason
 
 IdsOf = Callable[[str], Sequence[int]]
 """The text of a token, as a server writes it -> the ids of all tokens that it may stand for."""
+Dialect = Literal["openai", "vllm", "bridge"]
+"""What a server understands: the protocol alone, vLLM's fields as well, or Bridge's own route."""
+ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 VLLM = "vllm"
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
@@ -50,7 +55,7 @@ class Choice(BaseModel):
 
 
 class Completions(BaseModel):
-    """The answer of `POST /v1/completions`."""
+    """The answer to a request for completions, by any of the routes."""
 
     choices: tuple[Choice, ...]
 
@@ -72,10 +77,13 @@ class Models(BaseModel):
         return any(model.owned_by == VLLM for model in self.data)
 
 
-def request(*, max_new_tokens: int, temperature: float, of_vllm: bool) -> dict[str, Any]:
+def request(dialect: Dialect, *, max_new_tokens: int, temperature: float) -> dict[str, Any]:
     """Return the fields that every request to one server has in common."""
-    common = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0, "logprobs": 1}
-    return common | BEYOND_THE_PROTOCOL if of_vllm else common
+    fields = {"max_tokens": max_new_tokens, "temperature": temperature}
+    if dialect == "bridge":
+        return fields
+    fields |= {"top_p": 1.0, "logprobs": 1}
+    return fields | BEYOND_THE_PROTOCOL if dialect == "vllm" else fields
 
 
 def in_order(answer: Completions, num_samples: int) -> list[Choice]:

@@ -15,7 +15,7 @@ from bridge.rollouts import openai_api
 from bridge.rollouts.connections import Connections
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.faults import Fault
-from bridge.rollouts.openai_api import Models
+from bridge.rollouts.openai_api import Dialect, Models
 
 FIRST_REST_S = 1.0
 """How long a server that failed is left out, as long as another one answers; each further time twice as long."""
@@ -72,6 +72,8 @@ class Server:
     """How it has been doing, in earlier batches too."""
     models: Models | None = None
     """What it lists; None: it has not been asked. Another server may answer at the same address in the next batch."""
+    dialect: Dialect = "openai"
+    """What it understands, by what it lists and whether it tells a version with that."""
     tells_versions: bool = True
     """Whether its last answer came with a version."""
     asked_at: int = 0
@@ -83,15 +85,16 @@ class Server:
         """Return what it lists, and ask it for that once."""
         async with self.listing:
             if self.models is None:
-                self.models, _ = await connections.send("GET", self.endpoint.url, "/v1/models", None, Models)
+                models, version = await connections.send("GET", self.endpoint.url, "/v1/models", None, Models)
+                self.models, self.dialect = models, _dialect(models, version)
             return self.models
 
     async def sampled(
         self, connections: Connections, body: dict[str, Any]
     ) -> tuple[openai_api.Completions, int | None]:
         """Return its answer to a request for completions, and the version of the weights that made them."""
-        url, version = self.endpoint.url, self.endpoint.version
-        answer, told = await connections.send("POST", url, "/v1/completions", body, openai_api.Completions)
+        url, version, route = self.endpoint.url, self.endpoint.version, openai_api.ROUTES[self.dialect]
+        answer, told = await connections.send("POST", url, route, body, openai_api.Completions)
         self.tells_versions = bool(told)
         return answer, version if version is not None else int(told) if told.isdecimal() else None
 
@@ -140,6 +143,12 @@ class Servers:
     def lacks(self, temperature: float) -> tuple[str, ...]:
         """Return what training has to do without, a sentence each."""
         return tuple(line for server in self._servers for line in server.lacks(temperature))
+
+
+def _dialect(models: Models, version: str) -> Dialect:
+    if not models.are_of_vllm():
+        return "openai"
+    return "bridge" if version else "vllm"
 
 
 def _load(server: Server) -> tuple[float, ...]:

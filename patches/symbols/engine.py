@@ -9,7 +9,7 @@ ENGINE: tuple[Pin, ...] = (
     Class(
         module="vllm.v1.engine.async_llm",
         name="AsyncLLM",
-        attributes=("engine_core", "vllm_config", "model_config"),
+        attributes=("engine_core", "vllm_config", "model_config", "tokenizer"),
         why="the engine client that the routes get",
     ),
     Function(
@@ -53,8 +53,8 @@ ENGINE: tuple[Pin, ...] = (
     Class(
         module="vllm.config.model",
         name="ModelConfig",
-        attributes=("enable_sleep_mode", "sleep_mode_backend"),
-        why="whether the KV cache can be freed, and by which mechanism",
+        attributes=("enable_sleep_mode", "sleep_mode_backend", "max_model_len"),
+        why="whether the KV cache can be freed, and by which mechanism; the longest sequence",
     ),
     Function(
         module="vllm.v1.worker.gpu_worker",

@@ -1,14 +1,52 @@
-"""Symbols of vLLM: what `/generate` asks vLLM's own routes for, and reads of their answers.
+"""Symbols of vLLM: what completions for rollouts ask the engine for, and Atropos' `/generate` vLLM's own routes.
 
-Not covered: how the adapter that is trained is found (`lora.py`).
+Not covered: how adapters are found (`lora.py`).
 """
 
-from patches.pins import Class, Name, Pin
+from patches.pins import Class, Function, Name, Pin
 
 _COMPLETIONS = "vllm.entrypoints.openai.completion.protocol"
 _TOKENIZE = "vllm.entrypoints.serve.tokenize"
 
-GENERATION: tuple[Pin, ...] = (
+_ENGINE: tuple[Pin, ...] = (
+    Function(
+        module="vllm.v1.engine.async_llm",
+        name="AsyncLLM.generate",
+        use="call",
+        parameters=("prompt", "sampling_params", "request_id", "lora_request"),
+        is_async=True,
+        why="samples; cancelled, it ends its request",
+    ),
+    Class(
+        module="vllm.sampling_params",
+        name="SamplingParams",
+        attributes=(
+            "n", "temperature", "seed", "max_tokens", "logprobs", "flat_logprobs", "detokenize", "output_kind",
+        ),
+        why="what is sampled, and that nobody decodes it token by token",
+    ),
+    Class(
+        module="vllm.sampling_params",
+        name="RequestOutputKind",
+        attributes=("FINAL_ONLY",),
+        why="one answer, when every completion is whole",
+    ),
+    Class(module="vllm.outputs", name="RequestOutput", attributes=("outputs",), why="the answer"),
+    Class(
+        module="vllm.outputs",
+        name="CompletionOutput",
+        attributes=("index", "token_ids", "logprobs", "finish_reason"),
+        why="one completion",
+    ),
+    Class(
+        module="vllm.logprobs",
+        name="FlatLogprobs",
+        attributes=("start_indices", "logprobs"),
+        why="its log-probabilities as plain numbers",
+    ),
+)  # fmt: skip
+
+_ROUTES: tuple[Pin, ...] = (
     Class(
         module=_COMPLETIONS,
         name="CompletionRequest",
@@ -39,3 +77,5 @@ GENERATION: tuple[Pin, ...] = (
     Class(module=f"{_TOKENIZE}.protocol", name="DetokenizeRequest", attributes=("tokens",), why="asked for it"),
     Class(module=f"{_TOKENIZE}.protocol", name="DetokenizeResponse", attributes=("prompt",), why="its answer"),
 )  # fmt: skip
+
+GENERATION: tuple[Pin, ...] = (*_ENGINE, *_ROUTES)

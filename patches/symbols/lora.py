@@ -157,8 +157,8 @@ _SERVING: tuple[Pin, ...] = (
     Class(
         module="vllm.entrypoints.openai.models.serving",
         name="OpenAIServingModels",
-        attributes=("lora_requests", "engine_client"),
-        why="the adapters that requests can name",
+        attributes=("lora_requests", "base_model_paths", "engine_client"),
+        why="the adapters and models that requests can name",
     ),
     Function(
         module="vllm.entrypoints.openai.models.serving",

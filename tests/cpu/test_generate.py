@@ -1,4 +1,4 @@
-"""`/generate` on the real vLLM on the CPU, behind a key and with LoRA: what an Atropos environment is answered.
+"""`/generate` and the route for rollouts on the real vLLM on the CPU, behind a key and with LoRA, beside vLLM's own.
 
 Not covered: an environment of Atropos' own.
 """
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bridge.client import BridgeClient
-from bridge.protocol import ADAPTER, VERSION_HEADER
+from bridge.protocol import ADAPTER, COMPLETIONS, VERSION_HEADER
 from bridge.types import Completion, Group
 from bridge.weights import fence
 from tests import scenarios
@@ -26,6 +26,7 @@ from tests.scenarios import LiveServer
 
 KEY = "the key"
 PROMPT = [5, 6, 7]
+ROLLOUT = {"prompt": PROMPT, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11}
 ASKED = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11, "logprobs": 0}
 
 
@@ -76,7 +77,16 @@ def generated(answer: dict[str, Any]) -> list[Group]:
 def completed(http: httpx.Client, **choices: Any) -> list[Group]:
     """Sample by vLLM's own route."""
     body = {**ASKED, "prompt": PROMPT, "return_token_ids": True, "top_k": -1, **choices}
-    made = http.post("/v1/completions", json=body).json()["choices"]
+    return told(http.post("/v1/completions", json=body))
+
+
+def rolled_out(llama: LiveServer, http: httpx.Client, **choices: Any) -> list[Group]:
+    """Sample by the route for rollouts."""
+    return told(http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT, **choices}))
+
+
+def told(answer: httpx.Response) -> list[Group]:
+    assert answer.status_code == 200, answer.text
     return as_group(
         [
             Completion(
@@ -86,7 +96,7 @@ def completed(http: httpx.Client, **choices: Any) -> list[Group]:
                 finish_reason=choice["finish_reason"],
                 weight_version=None,
             )
-            for choice in made
+            for choice in answer.json()["choices"]
         ]
     )
 
@@ -98,6 +108,16 @@ def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
     assert answer["prompt_token_ids"] == PROMPT
     assert scenarios.alike(generated(answer), completed(http))
     assert not scenarios.alike(generated(answer), generated(answered(http, seed=12)))
+
+
+def test_a_rollout_is_answered_what_vllms_own_route_samples(llama: LiveServer, http: httpx.Client) -> None:
+    ours, own = rolled_out(llama, http), completed(http)
+    assert scenarios.alike(ours, own)
+    assert not scenarios.alike(ours, rolled_out(llama, http, seed=12))
+    both = zip(ours[0].completions, own[0].completions, strict=True)
+    texts = [(mine.text, theirs.text) for mine, theirs in both if mine.token_ids == theirs.token_ids]
+    assert texts
+    assert all(mine == theirs for mine, theirs in texts), texts
 
 
 def test_a_prompt_of_text_is_the_prompt_of_its_tokens(http: httpx.Client) -> None:
@@ -124,7 +144,7 @@ def test_the_likeliest_tokens_come_with_the_sampled_one(http: httpx.Client) -> N
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}])
-@pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("route", ["/generate", COMPLETIONS, "/v1/completions"])
 def test_the_servers_key_is_wanted_as_by_its_own_routes(llama: LiveServer, route: str, headers: dict[str, str]) -> None:
     answer = httpx.post(f"{llama.manifest.url}{route}", json=ASKED, headers=headers, trust_env=False)
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
@@ -150,6 +170,25 @@ def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> 
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "status", "words"),
+    [
+        ({"prompt": [100_000]}, 400, "vocabulary"),
+        ({"max_tokens": 100_000}, 400, "the longest sequence"),
+        ({"temperature": 0.0}, 400, "greedy"),
+        ({"n": 0}, 400, "greater than or equal to 1"),
+        ({"top_p": 0.5}, 400, "Extra inputs"),
+        ({"model": "gone"}, 404, "gone does not exist"),
+    ],
+    ids=str,
+)
+def test_a_bad_rollout_is_refused(
+    llama: LiveServer, http: httpx.Client, wrong: dict[str, Any], status: int, words: str
+) -> None:
+    answer = http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT, **wrong})
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
 def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(llama: LiveServer, http: httpx.Client) -> None:
     with BridgeClient(llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as pool:
         version = client.status().version
@@ -162,10 +201,12 @@ def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(llama: LiveServe
         fence.update(client, lambda: None, in_flight="keep")
 
 
-def test_a_client_that_hangs_up_ends_its_request(http: httpx.Client) -> None:
+@pytest.mark.parametrize("route", ["/generate", COMPLETIONS])
+def test_a_client_that_hangs_up_ends_its_request(llama: LiveServer, http: httpx.Client, route: str) -> None:
+    body = ASKED if route == "/generate" else {"model": llama.manifest.model, **ROLLOUT}
     finished = metric(http, 'vllm:request_success_total{.*finished_reason="length"')
     with pytest.raises(httpx.ReadTimeout):
-        http.post("/generate", json={**ASKED, "n": 32, "max_tokens": 2000, "ignore_eos": True}, timeout=0.5)
+        http.post(route, json={**body, "n": 32, "max_tokens": 2000}, timeout=0.5)
     deadline = time.monotonic() + 60
     while metric(http, "vllm:num_requests_running{") or metric(http, "vllm:num_requests_waiting{"):
         assert time.monotonic() < deadline
@@ -185,6 +226,7 @@ def test_the_adapter_that_is_trained_answers(llama: LiveServer, http: httpx.Clie
         client.adapter(ADAPTER, tmp_path)
     adapted = generated(answered(http))
     assert scenarios.alike(adapted, completed(http, model=ADAPTER))
+    assert scenarios.alike(adapted, rolled_out(llama, http, model=ADAPTER))
     assert not scenarios.alike(adapted, base)
     assert scenarios.alike(generated(answered(http, model=llama.manifest.model)), base)
 

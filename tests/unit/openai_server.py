@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from bridge.protocol import VERSION_HEADER
+from bridge.protocol import COMPLETIONS, VERSION_HEADER
 from tests.unit.http_server import Answer, Answers, Asked, as_json
 
 PROTOCOL = {"model", "prompt", "max_tokens", "temperature", "top_p", "n", "seed", "logprobs"}
@@ -24,13 +24,18 @@ def unbent(document: dict[str, Any], _: Asked) -> dict[str, Any]:
     return document
 
 
-def openai(bend: Bend = unbent, *, version: Callable[[], str] = lambda: "3") -> Answers:
-    """Answer every completion request with `n` choices, each of other tokens."""
+def openai(bend: Bend = unbent, *, version: Callable[[], str] = lambda: "3", is_bridge: bool = False) -> Answers:
+    """Answer every completion request with `n` choices, each of other tokens; as a vLLM with Bridge in it, or another.
+
+    The one has a route of its own, and tells the version of its weights whatever it is asked.
+    """
+    route = COMPLETIONS if is_bridge else "/v1/completions"
 
     def answers(asked: Asked) -> Answer | None:
         if asked.path == "/v1/models":
-            return as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm"}]})
-        assert asked.path == "/v1/completions"
+            told = {VERSION_HEADER: version()} if is_bridge else {}
+            return as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm"}]}, 200, **told)
+        assert asked.path == route
         choices = [choice(index, 40 + index, 50 + len(asked.body["prompt"]), 2) for index in range(asked.body["n"])]
         bent = bend({"id": "x", "choices": choices, "usage": {}}, asked)
         return as_json(bent, 200, **{VERSION_HEADER: version()}) if isinstance(bent, dict) else bent

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
+from bridge.protocol import COMPLETIONS, CompletionsRequest
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import Sampler
@@ -82,6 +83,16 @@ def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
         assert (request["temperature"], request["top_p"], request["top_k"], request["min_p"]) == (0.7, 1.0, -1, 0.0)
         assert request["logprobs"] == 0
         assert request["repetition_penalty"] == 1.0
+
+
+def test_a_vllm_with_bridge_in_it_is_asked_by_the_route_for_rollouts() -> None:
+    with serving(openai(is_bridge=True)) as server:
+        groups = sampled(Endpoint(url=server.url), num_samples=3)
+    assert [len(group) for group in groups] == [3, 3, 3]
+    assert groups[0][1].token_ids == (41, 52, 2)
+    for asked in server.asked[1:]:
+        CompletionsRequest.model_validate(asked.body)  # which refuses what it does not know
+        assert (asked.path, asked.body["temperature"], asked.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
 
 
 def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() -> None:

@@ -1,0 +1,192 @@
+"""The route for rollouts in front of a fake engine: what the engine is asked, and what a sampler is answered."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from bridge.protocol import COMPLETIONS, VERSION_HEADER
+from bridge.rollouts import openai_api
+from bridge.rollouts.openai_api import Completions
+from patches import routes
+from patches.generate import CLIENT_GONE
+
+ASKED = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
+LONGEST = 8
+
+
+class Backend:
+    """A tokenizer of Hugging Face's own, inside of one of transformers'."""
+
+    def decode_batch(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return ["|".join(map(str, sequence)) for sequence in sequences]
+
+
+def output(index: int, finish_reason: str, logprobs: list[float]) -> Any:
+    """Return one completion as the engine makes it: beside the sampled token's, a likelier one's at the first place."""
+    flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], start_indices=[0, 2, 3][: len(logprobs)])
+    ids = tuple(10 * (place + 1) + index for place in range(len(logprobs)))
+    return SimpleNamespace(index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason)
+
+
+class FakeEngine:
+    """What `AsyncLLM` is to the route."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(max_model_len=LONGEST)
+        self.tokenizer: Any = SimpleNamespace(backend_tokenizer=Backend())
+        self.outputs = [output(1, "length", [-0.5, -0.25, -1.5]), output(0, "stop", [-0.5, -0.125, -2.0])]
+        self.asked: list[tuple[Any, ...]] = []
+        self.refusal: Exception | None = None
+        self.waits = self.aborted = False
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params, request_id, lora_request))
+        if self.refusal is not None:
+            raise self.refusal
+        try:
+            await asyncio.sleep(3600 if self.waits else 0)
+        except asyncio.CancelledError:
+            self.aborted = True
+            raise
+        yield SimpleNamespace(outputs=self.outputs)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+    return FakeEngine()
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> FastAPI:
+    app = FastAPI()
+    app.state.bridge_engine, app.state.bridge_fence = engine, SimpleNamespace(version=3)
+    app.state.openai_serving_models = SimpleNamespace(
+        lora_requests={"adapter": "the adapter"}, base_model_paths=[SimpleNamespace(name="base")]
+    )
+    routes.BridgeRoutes().attach_router(app)
+    return app
+
+
+@pytest.fixture
+def http(app: FastAPI) -> TestClient:
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def words(answer: Any) -> str:
+    return str(answer.json()["detail"])
+
+
+def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
+    answer = http.post(COMPLETIONS, json=ASKED)
+    assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "3")
+    first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
+    made = openai_api.completion("url", first, 3, None)
+    assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
+    assert (made.text, made.finish_reason) == ("10|20", "stop"), "the token that ends it is no part of the text"
+    assert (second.text, second.finish_reason) == ("11|21|31", "length")
+
+
+def test_the_engine_is_asked_for_the_whole_distribution_and_no_text(http: TestClient, engine: FakeEngine) -> None:
+    http.post(COMPLETIONS, json=ASKED)
+    http.post(COMPLETIONS, json=ASKED)
+    (prompt, params, first, adapter), (*_, second, _) = engine.asked
+    assert (prompt, adapter) == ({"prompt_token_ids": [5, 6]}, None)
+    assert params == {
+        "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "logprobs": 0, "flat_logprobs": True,
+        "detokenize": False, "output_kind": "final only",
+    }  # fmt: skip
+    assert first != second
+
+
+def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngine) -> None:
+    http.post(COMPLETIONS, json={**ASKED, "model": "adapter"})
+    assert engine.asked[0][-1] == "the adapter"
+    answer = http.post(COMPLETIONS, json={**ASKED, "model": "gone"})
+    assert (answer.status_code, words(answer)) == (404, "the model gone does not exist, only base, adapter")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": []},
+        {"prompt": "text"},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"temperature": -0.1},
+        {"seed": "x"},
+        {"top_p": 0.9},
+        {"model": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_such_request_is_refused(http: TestClient, engine: FakeEngine, wrong: dict[str, Any]) -> None:
+    assert http.post(COMPLETIONS, json={**ASKED, **wrong}).status_code == 422
+    assert not engine.asked
+
+
+def test_what_cannot_be_generated_is_refused(http: TestClient, engine: FakeEngine) -> None:
+    too_long = http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 1})
+    assert too_long.status_code == 400
+    assert words(too_long).startswith("a prompt of 2 tokens and max_tokens=7 are more than the 8")
+    assert not engine.asked
+    assert http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 2}).status_code == 200
+    engine.refusal = ValueError("Token id 9999 is out of vocabulary")
+    refused = http.post(COMPLETIONS, json=ASKED)
+    assert (refused.status_code, words(refused)) == (400, "Token id 9999 is out of vocabulary")
+
+
+def test_an_engine_that_died_is_no_refusal(http: TestClient, engine: FakeEngine) -> None:
+    engine.refusal = RuntimeError("the engine died")
+    assert http.post(COMPLETIONS, json=ASKED).status_code == 500
+
+
+def test_log_probabilities_that_are_no_numbers_are_an_error(http: TestClient, engine: FakeEngine) -> None:
+    engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
+    answer = http.post(COMPLETIONS, json=ASKED)
+    assert (answer.status_code, words(answer).partition(":")[0]) == (500, "the log-probabilities are no numbers")
+
+
+def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, engine: FakeEngine) -> None:
+    def decode(tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return f"{tokens} {skip_special_tokens}"
+
+    engine.tokenizer = SimpleNamespace(decode=decode)
+    texts = [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]]
+    assert texts == ["[10, 20] True", "[11, 21, 31] True"]
+    engine.tokenizer = None
+    assert [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]] == ["", ""]
+
+
+def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
+    ended = SimpleNamespace(logprobs=[], start_indices=[])
+    engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort")]
+    (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1}).json()["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
+
+
+def test_a_client_that_hangs_up_ends_its_request(app: FastAPI, engine: FakeEngine) -> None:
+    engine.waits = True
+    sent: list[Any] = []
+    unread = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "query_string": b""}
+    asyncio.run(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert engine.aborted
+    assert sent[0]["status"] == CLIENT_GONE
