@@ -3,7 +3,7 @@
 A *slab* is the state of a large parameter, or of many small ones behind one another: a row is one block, and every
 parameter begins with a row of its own, so that it comes out the same beside others as alone. A *piece* is a range of a
 slab's rows that is stepped at once. A large parameter is stepped where it lies; small ones are gathered into a copy and
-scattered back, because 400 small kernels take longer to launch than to run.
+scattered back, because hundreds of small kernels take longer to launch than to run.
 
 Not covered: the update itself (`split_master.py`), when it is taken (`factory.py`).
 Shape suffixes: R blocks, B elements of a block.
@@ -19,10 +19,14 @@ from torch import Tensor
 
 from bridge.optimizers.split_master import Kind
 
-SMALL_ELEMENTS = 2**22
-"""Up to this size a parameter is gathered with others: a kernel of its own is over before the next is launched."""
-CHUNK_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
-"""Elements that are stepped at once, at most: what an update needs for a moment is no larger."""
+SMALL_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
+"""Up to this size a parameter is gathered with others: a GPU is done with it, copies included, before another kernel is
+launched."""
+SLAB_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
+"""Elements of the parameters that are gathered, at most: a copy of their weights and gradients is made for a moment."""
+PIECE_ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
+"""Elements that are stepped at once where they lie: by one kernel without temporaries on a GPU; those that fit a CPU's
+caches."""
 
 LEAST_ROWS = 2
 """Of a parameter, and of any piece of one: torch compiles tensors of one row for themselves."""
@@ -76,9 +80,9 @@ class Slab:
         for (_, step), run in runs:
             members = [self.members[index] for _, index in run]
             first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start
-            chunk_rows = CHUNK_ELEMENTS[members[0].parameter.device.type] // self.kind.moments.block
-            num_chunks = -(-num_rows // chunk_rows) if len(members) == 1 else 1
-            bounds = [first + number * num_rows // num_chunks for number in range(num_chunks + 1)]
+            most_rows = PIECE_ELEMENTS[members[0].parameter.device.type] // self.kind.moments.block
+            num_pieces = -(-num_rows // most_rows) if len(members) == 1 else 1
+            bounds = [first + number * num_rows // num_pieces for number in range(num_pieces + 1)]
             for start, end in pairwise(bounds):
                 yield Piece(self, members, slice(start, end), step + 1)
 
@@ -135,11 +139,11 @@ def slabs(kind: Kind, groups: Iterable[Mapping[str, Any]]) -> list[Slab]:
     for group in groups:
         for parameter in group["params"]:
             key = (parameter.dtype, parameter.device, *hyperparameters(group))
-            is_small = parameter.numel() <= SMALL_ELEMENTS
+            is_small = parameter.numel() <= SMALL_ELEMENTS[parameter.device.type]
             members = open_slabs.get(key, []) if is_small else []
             num_rows = max(LEAST_ROWS, -(-parameter.numel() // kind.moments.block))
             start = members[-1].rows.stop if members else 0
-            if (start + num_rows) * kind.moments.block > CHUNK_ELEMENTS[parameter.device.type]:
+            if (start + num_rows) * kind.moments.block > SLAB_ELEMENTS[parameter.device.type]:
                 members, start = [], 0
             if not members:
                 dealt.append(members)

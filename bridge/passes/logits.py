@@ -1,4 +1,4 @@
-"""Float32 logits of a few words of the vocabulary: the head's product, and what a model does to its logits.
+"""Float32 logits of a few words of the vocabulary: the head's product, and what a model does to it.
 
 Not covered: log-probabilities (`logprobs.py`).
 Shape suffixes: N rows, H hidden size, V vocabulary, W words of one block of it.
@@ -29,27 +29,28 @@ class LogitTransform:
     """Divides the logits, first, as in Granite."""
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Transform `raw` in place and return it."""
+        """Return the transformed logits; `raw` itself where they are the same."""
         cap = self.final_logit_softcapping
         if cap is None:
-            return raw.div_(self.logits_scaling * self.temperature)
-        return raw.div_(self.logits_scaling * cap).tanh_().mul_(cap / self.temperature)
+            divisor = self.logits_scaling * self.temperature
+            return raw if divisor == 1 else raw / divisor
+        return (raw / (self.logits_scaling * cap)).tanh_().mul_(cap / self.temperature)
 
     def backward(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of the transformed `logits` into that of the raw ones, in place; `logits` are used up."""
+        """Turn the gradient of the transformed `logits` into that of the raw ones, in place; a cap uses them up."""
         cap = self.final_logit_softcapping
         if cap is not None:
             gradient.mul_(logits.mul_(self.temperature / cap).square_().neg_().add_(1))
-        return gradient.div_(self.temperature * self.logits_scaling)
+        divisor = self.temperature * self.logits_scaling
+        return gradient if divisor == 1 else gradient.div_(divisor)
 
 
-def project(hidden_NH: Tensor, head_WH: Tensor, bias_W: Tensor | None, by: LogitTransform) -> Tensor:
-    """Return the transformed float32 logits of operands (see `operand`).
+def transformed(raw_NW: Tensor, bias_W: Tensor | None, by: LogitTransform) -> Tensor:
+    """Return the logits of the head's product; `raw_NW` itself where there is nothing to do.
 
-    Shapes: [N, H], [W, H], [W] -> [N, W].
+    Shapes: [N, W], [W] -> [N, W].
     """
-    raw_NW = multiply(hidden_NH, head_WH.T)
-    return by.apply(raw_NW if bias_W is None else raw_NW.add_(bias_W))
+    return by.apply(raw_NW if bias_W is None else raw_NW + bias_W)
 
 
 def operand(matrix: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ from bridge.optimizers import slabs
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from cli.main import main
 
-slabs.SMALL_ELEMENTS = 0  # or all parameters of a small model are written at once
+slabs.SMALL_ELEMENTS["cpu"] = 0  # or all parameters of a small model are written at once
 whole, written = SplitMasterAdamW._step_piece, 0
 
 def step(self, *given):

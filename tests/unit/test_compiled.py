@@ -23,7 +23,8 @@ def master(optimizer: SplitMasterAdamW, parameter: Tensor) -> Tensor:
 def test_the_compiled_update_is_the_eager_one_within_an_ulp_a_step_and_compiled_once(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(slabs.CHUNK_ELEMENTS, device, 2**12)  # tails, gathered ones and pieces of many sizes
+    for most in (slabs.SLAB_ELEMENTS, slabs.PIECE_ELEMENTS):
+        monkeypatch.setitem(most, device, 2**12)  # tails, gathered ones and pieces of many sizes
     torch.manual_seed(0)
     shapes = [(130, 70), (5,), (300, 512), (64, 37), (20, 50)]
     start = [torch.randn(shape, device=device).bfloat16() for shape in shapes]

@@ -62,9 +62,12 @@ def naive(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("cap", "scale", "with_bias"), [(None, 1.0, False), (None, 8.0, True), (2.0, 1.0, False)])
+@pytest.mark.parametrize(
+    ("cap", "scale", "with_bias", "compiles"),
+    [(None, 1.0, False, False), (None, 8.0, True, False), (2.0, 1.0, False, False), (2.0, 1.0, True, True)],
+)
 def test_values_and_gradients_are_those_of_the_naive_computation_in_float64(
-    dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool, device: str
+    dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool, compiles: bool, device: str
 ) -> None:
     torch.manual_seed(0)
     fused = torch.randn(VOCABULARY + 19, 16).to(device, dtype)
@@ -84,6 +87,7 @@ def test_values_and_gradients_are_those_of_the_naive_computation_in_float64(
         ours[2] if with_bias else None,
         final_logit_softcapping=cap,
         logits_scaling=scale,
+        compiles=compiles,
     )
     expected, expected_entropies = naive(
         exact[0], exact[1], targets, temperature=0.7, bias=exact[2] if with_bias else None, cap=cap, scale=scale
@@ -166,11 +170,16 @@ def test_the_gradient_of_the_head_is_the_only_tensor_of_its_size() -> None:
     assert places == {gradient.data_ptr(), head.data_ptr()}
 
 
-def test_targets_in_every_block_and_at_their_borders_are_found() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -> None:
     torch.manual_seed(0)
-    hidden, head = torch.randn(VOCABULARY, 16), torch.randn(VOCABULARY, 16)
-    ours, _ = token_logprobs(hidden, head, torch.arange(VOCABULARY), 1.0)
-    torch.testing.assert_close(ours, naive(hidden, head, torch.arange(VOCABULARY))[0], rtol=1e-5, atol=1e-5)
+    hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    targets = torch.arange(VOCABULARY)
+    ours, _ = token_logprobs(hidden, head, targets, 1.0, compiles=compiles)
+    exact, _ = naive(hidden, head, targets)
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+    mine, theirs = (torch.autograd.grad(x.sum(), [hidden, head]) for x in (ours, exact))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_far_apart_neither_overflow_nor_vanish() -> None:

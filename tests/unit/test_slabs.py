@@ -22,12 +22,13 @@ def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
     return made
 
 
-def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_pieces_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(70, 110).bfloat16(), torch.randn(3, 70, 110)
     results = []
-    for chunk in (2**24, 1000):
-        monkeypatch.setitem(slabs.CHUNK_ELEMENTS, "cpu", chunk)
+    for most in (2**24, 1000):
+        monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", most)
+        monkeypatch.setitem(slabs.SLAB_ELEMENTS, "cpu", most)
         weight = parameter(start.clone(), gradients[0])
         optimizer = SplitMasterAdamW([weight], lr=1e-3, kind=KINDS["adamw-8bit"])
         for gradient in gradients:
@@ -43,7 +44,7 @@ def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> No
 def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for small in (2**22, 0):
-        monkeypatch.setattr(slabs, "SMALL_ELEMENTS", small)
+        monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", small)
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
         optimizer = SplitMasterAdamW(weights, lr=1e-3, kind=KINDS[name])
