@@ -19,7 +19,7 @@ def register() -> None:
     """
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from patches import compatibility, loading, memory_pool, model_runner, prefix_cache, tether
+    from patches import compatibility, loading, logprobs_wire, memory_pool, model_runner, prefix_cache, tether
 
     compatibility.check_installed()
     tether.tie()
@@ -27,3 +27,4 @@ def register() -> None:
     model_runner.patch()
     memory_pool.patch()
     prefix_cache.patch()
+    logprobs_wire.patch()

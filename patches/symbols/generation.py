@@ -1,4 +1,4 @@
-"""Symbols of vLLM: what completions for rollouts ask the engine for, and Atropos' `/generate` vLLM's own routes.
+"""Symbols of vLLM: completions for rollouts, how their log-probabilities leave the engine, and Atropos' `/generate`.
 
 Not covered: how adapters are found (`lora.py`).
 """
@@ -46,6 +46,43 @@ _ENGINE: tuple[Pin, ...] = (
     ),
 )  # fmt: skip
 
+_WIRE: tuple[Pin, ...] = (
+    Function(
+        module="vllm.v1.engine.core",
+        name="EngineCoreProc.process_output_sockets",
+        use="wrap",
+        why="the thread that encodes what a process of the engine sends",
+    ),
+    Class(
+        module="vllm.v1.outputs",
+        name="LogprobsLists",
+        attributes=("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens"),
+        why="a step's log-probabilities: three arrays, and where each request's rows begin",
+    ),
+    Function(
+        module="vllm.v1.outputs",
+        name="LogprobsLists.slice_request",
+        use="replace",
+        parameters=("req_idx", "num_positions"),
+        why="cuts a request's part out, which is then sent",
+    ),
+    Name(module="vllm.v1.serial_utils", name="CUSTOM_TYPE_RAW_VIEW", why="the mark of bytes that are an array's"),
+    Function(
+        module="vllm.v1.serial_utils",
+        name="MsgpackEncoder._encode_ndarray",
+        use="call",
+        parameters=("obj",),
+        why="makes of an array what we make of it",
+    ),
+    Function(
+        module="vllm.v1.serial_utils",
+        name="MsgpackDecoder._decode_ndarray",
+        use="call",
+        parameters=("arr",),
+        why="reads it",
+    ),
+)
+
 _ROUTES: tuple[Pin, ...] = (
     Class(
         module=_COMPLETIONS,
@@ -78,4 +115,4 @@ _ROUTES: tuple[Pin, ...] = (
     Class(module=f"{_TOKENIZE}.protocol", name="DetokenizeResponse", attributes=("prompt",), why="its answer"),
 )  # fmt: skip
 
-GENERATION: tuple[Pin, ...] = (*_ENGINE, *_ROUTES)
+GENERATION: tuple[Pin, ...] = (*_ENGINE, *_WIRE, *_ROUTES)
