@@ -42,11 +42,12 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note) -> bool:
     if config.liger_kernel:
         layers.use_liger_kernel(model)
     _choose_attention(model, expected, note)
+    recomputes = bool(config.gradient_checkpointing)
     if compiles:
-        _compile(model, expected, note)
+        _compile(model, expected, note, recomputed=recomputes)
     shares_prompts = _may_share_prompts(model, expected, note)
-    if config.gradient_checkpointing:
-        recompute_activations(model, note)
+    if recomputes:
+        _recompute(model, note)
     return shares_prompts
 
 
@@ -61,6 +62,12 @@ def recompute_activations(model: PreTrainedModel, note: Note) -> None:
     """
     if layers.are_compiled(model):
         layers.compile_layers(model, recomputed=True)
+    _recompute(model, note)
+
+
+def _recompute(model: PreTrainedModel, note: Note) -> None:
+    """Leave recomputing to the layers' code, if it is compiled for that and can be gone through twice."""
+    if layers.are_compiled(model):
         reason = _against_recomputing(model)
         if reason is None:
             return
@@ -96,13 +103,17 @@ def _may_share_prompts(model: PreTrainedModel, expected: Expected, note: Note) -
     return True
 
 
-def _compile(model: PreTrainedModel, expected: Expected, note: Note) -> None:
-    """Compile the layers, forward and backward; where torch cannot, or what comes out is wrong, leave them."""
-    layers.compile_layers(model)
+def _compile(model: PreTrainedModel, expected: Expected, note: Note, *, recomputed: bool) -> None:
+    """Compile the layers; where torch cannot, or what comes out is wrong, leave them.
+
+    The backward pass, too, unless activations are to be recomputed: `_recompute` then goes through it.
+    """
+    layers.compile_layers(model, recomputed=recomputed)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             expected.check(model, note)
-            _run_all_forms(model)
+            if not recomputed:
+                _run_all_forms(model)
     except (*COMPILE_ERRORS, UnsupportedModelError) as error:
         layers.uncompile_layers(model)
         note(f"layers are not compiled: {' '.join(str(error).strip().splitlines()[:2])}")
