@@ -1,4 +1,4 @@
-"""A fake server that answers at once, as vLLM does with token ids and log-probabilities: what is left is the client.
+"""A fake server that answers at once as vLLM's own route does, with ids and log-probabilities: the client is left.
 
 `python -m benchmarks._fast_server 8 256` prints its port and serves answers of 8 completions of 256 tokens until its
 stdin closes. Every answer is made before the first request.
@@ -36,12 +36,13 @@ def answer(num_samples: int, num_tokens: int, chance: random.Random) -> bytes:
     """Return a whole HTTP answer to a request for completions."""
     usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": num_samples * num_tokens}
     choices = [choice(index, num_tokens, chance) for index in range(num_samples)]
-    return _http({"id": "cmpl-0", "object": "text_completion", "model": "fake", "choices": choices, "usage": usage})
+    document = {"id": "cmpl-0", "object": "text_completion", "model": "fake", "choices": choices, "usage": usage}
+    return _http(document, "x-bridge-weight-version: 3\r\n")
 
 
-def _http(document: Any) -> bytes:
+def _http(document: Any, headers: str = "") -> bytes:
     body = json.dumps(document, separators=(",", ":")).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{headers}\r\n"
     return head.encode() + body
 
 

@@ -7,6 +7,7 @@ Not covered: which signals interrupt (`bridge/interrupt.py`, and the command lin
 """
 
 import asyncio
+import inspect
 import signal
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -34,9 +35,13 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine to its end, and end what it began with `each`; SIGINT and SIGTERM cancel it first."""
-        task = self._loop.create_task(self._alone(coroutine))
-        with _cancelled_by_signals(task):
-            return self._loop.run_until_complete(task)
+        try:
+            task = self._loop.create_task(self._alone(coroutine))
+            with _cancelled_by_signals(task):
+                return self._loop.run_until_complete(task)
+        finally:
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # a signal came before its first step: Python would warn that nobody awaits it
 
     async def each(
         self, coroutines: Iterator[Coroutine[Any, Any, Result]], *, at_once: int

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.interrupt import deferred_interrupt
-from bridge.rollouts import connections, faults, retries
+from bridge.rollouts import connections, event_loop, faults, retries
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, Servers
@@ -461,6 +462,15 @@ def test_an_interrupt_leaves_no_request_running_and_the_sampler_usable(number: s
             assert sample(ours, well) == EXPECTED
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_interrupt_before_the_first_step_leaves_nothing_that_nobody_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "_handlers", lambda: interrupt(signal.SIGINT))
+    coroutine = asyncio.sleep(0)
+    with sampler() as ours, pytest.raises(KeyboardInterrupt):
+        ours.run(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 @pytest.mark.usefixtures("quiet")
