@@ -21,6 +21,12 @@ from bridge.protocol import COMPLETIONS, CompletionsRequest
 from patches.generate import BAD_REQUEST, CLIENT_GONE
 
 UNKNOWN, BROKEN = 404, 500
+TAIL = 32
+"""Tokens of the prompt that are decoded before a completion: some tokenizers drop the space that a text begins with."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What the first bytes of a character read as."""
+MOST_BYTES = 4
+"""Of a character, in UTF-8."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -43,7 +49,9 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         answer = await _unless_hung_up(request, _last(answers))
     except ValueError as error:  # by which vLLM refuses what a request says
         raise HTTPException(BAD_REQUEST, str(error)) from error
-    return Response(status_code=CLIENT_GONE) if answer is None else JSONResponse({"choices": _choices(engine, answer)})
+    if answer is None:
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse({"choices": _choices(engine, body.prompt, answer)})
 
 
 def _adapter(request: Request, name: str) -> Any:
@@ -94,7 +102,7 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _choices(engine: Any, answer: Any) -> list[dict[str, Any]]:
+def _choices(engine: Any, prompt: Sequence[int], answer: Any) -> list[dict[str, Any]]:
     """Return the completions in OpenAI's words; those that `bridge.rollouts.openai_api` reads, and no other.
 
     Raises:
@@ -104,7 +112,7 @@ def _choices(engine: Any, answer: Any) -> list[dict[str, Any]]:
     logprobs = [_sampled(output.logprobs) for output in outputs]
     if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
         raise HTTPException(BROKEN, "the log-probabilities are no numbers: the weights, or a kernel, are broken")
-    texts = _texts(engine.tokenizer, [_told(output) for output in outputs])
+    texts = _texts(engine.tokenizer, prompt, [_told(output) for output in outputs])
     return [
         {
             "index": output.index,
@@ -127,11 +135,33 @@ def _told(output: Any) -> list[int]:
     return list(output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids)
 
 
-def _texts(tokenizer: Any, completions: Sequence[list[int]]) -> list[str]:
-    """Decode what vLLM decodes, all at once where the tokenizer is one of Hugging Face's own."""
+def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int]]) -> list[str]:
+    """Return what vLLM makes of completions behind their prompt: no special tokens, and no unfinished character."""
     if tokenizer is None:  # --skip-tokenizer-init
         return ["" for _ in completions]
+    tail = list(prompt[-TAIL:])
+    before, *texts = _decoded(tokenizer, [tail, *(tail + tokens for tokens in completions)])
+    return [
+        text.removeprefix(before)
+        if text.startswith(before) and not text.endswith(UNFINISHED)
+        else _text_of_whole_characters(tokenizer, tail, before, tokens)
+        for text, tokens in zip(texts, completions, strict=True)
+    ]
+
+
+def _text_of_whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list[int]) -> str:
+    """Decode a completion that ends, or whose prompt ends, inside of a character."""
+    text = before
+    for length in range(len(tokens), max(-1, len(tokens) - MOST_BYTES), -1):
+        (text,) = _decoded(tokenizer, [tail + tokens[:length]])
+        if not text.endswith(UNFINISHED):
+            break
+    return text.removeprefix(before) if text.startswith(before) else _decoded(tokenizer, [tokens])[0]
+
+
+def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
+    """Decode all at once where the tokenizer is one of Hugging Face's own."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
-    return list(backend.decode_batch(completions, skip_special_tokens=True))
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
+    return list(backend.decode_batch(sequences, skip_special_tokens=True))

@@ -2,18 +2,22 @@
 
 import asyncio
 import json
+import random
 import sys
 from collections.abc import AsyncIterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models
 
 from bridge.protocol import COMPLETIONS, VERSION_HEADER
 from bridge.rollouts import openai_api
 from bridge.rollouts.openai_api import Completions
+from patches import completions as completions_route
 from patches import routes
 from patches.generate import CLIENT_GONE
 
@@ -26,7 +30,7 @@ class Backend:
 
     def decode_batch(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         assert skip_special_tokens
-        return ["|".join(map(str, sequence)) for sequence in sequences]
+        return ["".join(f"<{token}>" for token in sequence) for sequence in sequences]
 
 
 def output(index: int, finish_reason: str, logprobs: list[float]) -> Any:
@@ -92,8 +96,8 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, 3, None)
     assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
-    assert (made.text, made.finish_reason) == ("10|20", "stop"), "the token that ends it is no part of the text"
-    assert (second.text, second.finish_reason) == ("11|21|31", "length")
+    assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the token that ends it is no part of the text"
+    assert (second.text, second.finish_reason) == ("<11><21><31>", "length")
 
 
 def test_the_engine_is_asked_for_the_whole_distribution_and_no_text(http: TestClient, engine: FakeEngine) -> None:
@@ -158,13 +162,47 @@ def test_log_probabilities_that_are_no_numbers_are_an_error(http: TestClient, en
 
 def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, engine: FakeEngine) -> None:
     def decode(tokens: list[int], *, skip_special_tokens: bool) -> str:
-        return f"{tokens} {skip_special_tokens}"
+        assert skip_special_tokens
+        return " ".join(map(str, tokens))
 
     engine.tokenizer = SimpleNamespace(decode=decode)
     texts = [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]]
-    assert texts == ["[10, 20] True", "[11, 21, 31] True"]
+    assert texts == [" 10 20", " 11 21 31"], "the space belongs to the completion"
     engine.tokenizer = None
     assert [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]] == ["", ""]
+
+
+WORDS = ["\u2581a", "\u2581b", "c", "<0xC3>", "<0xA9>", "\u2581\u00e9", "<s>"]
+
+
+def spm() -> Tokenizer:
+    """Return a tokenizer as Llama's first one: a word begins with its space, rare characters are bytes."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="c"))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+@pytest.mark.parametrize("end", [[], [3]], ids=["whole", "unfinished"])
+@pytest.mark.parametrize("prompt", [[0, 1, 2], [6, 0], [1, 3, 4], [5], [0] * 100])
+def test_texts_are_those_of_a_stream_behind_the_prompt(prompt: list[int], end: list[int]) -> None:
+    """As vLLM decodes: token by token, behind the prompt, and an unfinished character waits for its other bytes."""
+    tokenizer, chance = spm(), random.Random(0)
+    units = [[0], [1], [2], [3, 4], [5], [6]]
+    completions = [[*chain(*chance.choices(units, k=length % 6)), *end] for length in range(60)]
+    streamed = []
+    for completion in completions:
+        stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+        streamed.append("".join(stream.step(tokenizer, token) or "" for token in completion))
+    found = completions_route._texts(SimpleNamespace(backend_tokenizer=tokenizer), prompt, completions)
+    assert found == streamed
+    assert any(text.startswith(" ") for text in found)
+
+
+def test_a_character_that_the_prompt_began_is_nobodys() -> None:
+    found = completions_route._texts(SimpleNamespace(backend_tokenizer=spm()), [0, 3], [[4, 1], [2, 1]])
+    assert found == ["\N{REPLACEMENT CHARACTER} b", "c b"]
 
 
 def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
