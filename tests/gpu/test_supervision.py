@@ -3,11 +3,12 @@
 Not covered: the other ways to die, which are the same on the CPU (`tests/cpu/test_supervision.py`).
 """
 
+import time
 from pathlib import Path
 
 import torch
 
-from tests.cpu.test_supervision import running
+from tests.cpu.test_supervision import INTO_THE_NEXT_BATCH_S, running
 from tests.models import tiny
 
 SLACK_BYTES = 2**30
@@ -22,7 +23,7 @@ def test_a_server_killed_while_it_generates_costs_no_step_and_no_memory(tmp_path
     with running(model, tmp_path, *("--gpu-memory-utilization", "0.2")) as run:
         run.wait_for(2)
         server = run.server()
-        run.until(run.is_generating)
+        time.sleep(INTO_THE_NEXT_BATCH_S)
         server.kill()
         run.finishes()
     assert "vLLM again" in run.said()
