@@ -158,7 +158,7 @@ def _joined(
 
 
 def _tensor(values: Sequence[float], dtype: DTypeLike = np.int64) -> Tensor:
-    """Return a tensor of many numbers: torch's own way to one takes five times as long."""
+    """Return a tensor of many numbers: torch's own way to one takes four times as long."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
