@@ -22,6 +22,7 @@ from cli.options import Json
 from cli.report import command as report
 from cli.run import attached_to
 from cli.serve import free_port, prepare
+from cli.steps import duration
 from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof
 
@@ -74,6 +75,7 @@ def conclusion(summary: "Summary", checks: list[Check]) -> dict[str, Any]:
         "reward_before": before,
         "reward_after": after,
         "steps": summary.steps,
+        "updates": summary.updates,
         "weight_bytes_copied": summary.weight_bytes,
         "logprob_diff_max": summary.logprob_diff_max,
         "fence_p50_ms": summary.fence_p50_ms,
@@ -142,14 +144,18 @@ def _train_and_verify(
         return summary, proof(command.manifest, as_json=False)
 
 
+def _of_steps(updates: int, steps: int) -> str:
+    return str(updates) if updates == steps else f"{updates} (in {steps - updates} of {steps} steps all rewards agreed)"
+
+
 def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:
     rows = {
         "held-out reward before": f"{document['reward_before']:.3f}",
         "held-out reward after": f"{document['reward_after']:.3f}",
-        "optimizer steps, in place": str(document["steps"]),
+        "optimizer steps, in place": _of_steps(document["updates"], document["steps"]),
         "bytes of weights copied": str(document["weight_bytes_copied"]),
         "largest difference of log-probabilities": f"{document['logprob_diff_max']:.4f} nats",
-        "fence, median": f"{document['fence_p50_ms']:.1f} ms",
+        "fence, median": duration(document["fence_p50_ms"] / 1e3),
         "report, for a browser": str(page),
         "summary": str(run.path / "summary.json"),
     }

@@ -26,14 +26,14 @@ from cli.steps import Lines
 
 PERIOD_S = 0.25
 """The terminal is painted at most this often."""
+MOST_REPEATED = 200
+"""Lines that are printed again, as far as they fit, when the terminal gets smaller."""
 LONGEST_GOODBYE_S = 3.0
 """A terminal that takes nothing any more is given up after this."""
 
 
 @contextmanager
-def reporting_to_people(
-    num_steps: int, opening: str, *, data: Callable[[StepMetrics], None] | None = None
-) -> Iterator[Lines]:
+def reporting_to_people(num_steps: int, opening: str, *, data: Callable[[str], None] | None = None) -> Iterator[Lines]:
     """Report a run of `num_steps` as lines, with a view below them where there is a terminal for it."""
     if not wanted(console.people, os.environ, has_data=data is not None):
         yield Lines(num_steps, opening, data=data)
@@ -68,7 +68,7 @@ class View(Lines):
         num_steps: int,
         opening: str = "",
         *,
-        data: Callable[[StepMetrics], None] | None = None,
+        data: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(num_steps, opening, data=data, width=lambda: terminal.width)
@@ -76,6 +76,8 @@ class View(Lines):
         self._seen = panel.Seen(num_steps)
         self._lines: deque[Text] = deque()
         """What was said and is not printed yet."""
+        self._printed: deque[Text] = deque(maxlen=MOST_REPEATED)
+        """The last lines that were printed."""
         self._over = threading.Event()
         self._painter = threading.Thread(target=self._paint, name="live view", daemon=True)
 
@@ -125,14 +127,40 @@ class View(Lines):
         return panel.render(self._seen, now=self._clock(), width=size.width, height=size.height)
 
     def _paint(self) -> None:
+        with suppress(OSError, SystemExit):  # no terminal any more: the next line says so to whoever prints it
+            while not self._paint_until_smaller():
+                self._begin_screen_again()
+
+    def _paint_until_smaller(self) -> bool:
+        """Paint until the view is over, which is True, or the terminal gets smaller."""
         from rich.live import Live
 
+        size = self._terminal.size
         live = Live(self, console=self._terminal, auto_refresh=False, transient=True, redirect_stdout=False)
-        with suppress(OSError, SystemExit), live:  # no terminal any more: the next line says so to whoever prints it
+        with live:
             while not self._over.wait(PERIOD_S):
+                now = self._terminal.size
+                if now.width < size.width or now.height < size.height:
+                    return False
+                size = now
                 if not self._print_lines():  # which paints the view as well
                     live.refresh()
             self._print_lines()
+        return True
+
+    def _begin_screen_again(self) -> None:
+        """Clear the screen and print the last lines again: a terminal breaks lines that got too long in its own way."""
+        size = self._terminal.size
+        room = size.height - len(self.__rich__().split("\n"))
+        kept: list[Text] = []
+        for line in reversed(self._printed):
+            room -= max(1, -(-line.cell_len // size.width))
+            if room < 1:
+                break
+            kept.insert(0, line)
+        self._terminal.clear()
+        if kept:
+            self._terminal.print(Text("\n").join(kept))
 
     def _print_lines(self) -> bool:
         """Print what was said, all at once; tell whether there was any."""
@@ -141,5 +169,6 @@ class View(Lines):
             while True:
                 said.append(self._lines.popleft())
         if said:
+            self._printed.extend(said)
             self._terminal.print(Text("\n").join(said))
         return bool(said)

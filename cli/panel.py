@@ -15,7 +15,7 @@ from bridge.training import reporting
 from bridge.training.metrics import Evaluation, StepMetrics
 from bridge.training.reporting import Phase, Sample
 from cli import chart, visible
-from cli.steps import or_dash, tokens_per_s
+from cli.steps import duration, or_dash, tokens_per_s
 
 NARROWEST, LOWEST = 80, 24
 """Columns and rows of a terminal; a smaller one shows lines alone."""
@@ -69,16 +69,6 @@ def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
     if seen.sample is not None:
         lines += _sample(seen.sample, seen.steps[-1].step if seen.steps else 0, width, room)
     return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
-
-
-def duration(seconds: float) -> str:
-    """Return a time as a person says it."""
-    if seconds < 1:
-        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _header(seen: Seen, width: int) -> Text:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from bridge.files.run_directory import labelled_json, to_json
 from bridge.training.metrics import Evaluation, StepMetrics
 from bridge.training.reporting import Phase
 from bridge.types import Group
@@ -27,12 +28,13 @@ class Lines:
         num_steps: int,
         opening: str = "",
         *,
-        data: Callable[[StepMetrics], None] | None = None,
+        data: Callable[[str], None] | None = None,
         width: Callable[[], int] | None = None,
     ) -> None:
         """Report a run of `num_steps`; `opening` is said before the first line: a run may end before that.
 
-        `data` hears of each step as well. No line of a step is longer than `width`, if given.
+        `data` gets each step, and each evaluation, as a line of JSON. No line of a step is longer than `width`, if
+        given.
         """
         self._num_steps, self._opening, self._data, self._width = num_steps, opening, data, width
 
@@ -46,11 +48,13 @@ class Lines:
         """Say what the step did."""
         self._say(step_line(metrics, self._num_steps, width=self._width() if self._width else None))
         if self._data is not None:
-            self._data(metrics)
+            self._data(to_json(metrics))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Say how the held-out problems were answered."""
         self._say(evaluation_line(evaluation))
+        if self._data is not None:
+            self._data(labelled_json("evaluation", evaluation))
 
     def _say(self, line: str) -> None:
         if self._opening:
@@ -65,7 +69,7 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
         f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
         f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}",
         f"|dlogprob| {or_dash(metrics.logprob_diff_mean, 4)} max {or_dash(metrics.logprob_diff_max, 3)}",
-        f"fence {1e3 * metrics.fence_s:5.1f} ms",
+        f"fence {duration(metrics.fence_s) if metrics.is_published else '-':>8}",
         f"rollout {metrics.rollout_s:5.2f} s",
         f"train {metrics.train_s:5.2f} s",
         f"{tokens_per_s(metrics):7,.0f} tok/s",
@@ -78,6 +82,18 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
 def tokens_per_s(metrics: StepMetrics) -> float:
     """Return how many tokens a second were sampled while rollouts were made."""
     return metrics.tokens_generated / metrics.rollout_s if metrics.rollout_s else 0.0
+
+
+def duration(seconds: float) -> str:
+    """Return a time as a person says it; a dash where it is not known."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 1:
+        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def or_dash(value: float, digits: int) -> str:
@@ -99,6 +115,6 @@ def summary_line(summary: "Summary") -> str:
     if summary.reward_before is not None and summary.reward_after is not None:
         rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
     return (
-        f"done: {summary.steps} steps{rewards}  |dlogprob| max {summary.logprob_diff_max:.3f}"
-        f"  fence p50 {summary.fence_p50_ms:.1f} ms  checkpoint {summary.checkpoint}"
+        f"done: {summary.steps} steps{rewards}  |dlogprob| max {or_dash(summary.logprob_diff_max, 3)}"
+        f"  fence p50 {duration(summary.fence_p50_ms / 1e3)}  checkpoint {summary.checkpoint}"
     )

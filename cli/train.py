@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.files import claim
-from bridge.files.run_directory import RunDirectory, to_json
+from bridge.files.run_directory import RunDirectory, labelled_json
 from bridge.types import Environment
 from cli import console, live
 from cli.options import Json, from_config
@@ -157,7 +157,7 @@ def train_in(
     from bridge.training import loop, trackers
     from bridge.training.reporting import Several
 
-    data = (lambda metrics: console.data(to_json(metrics))) if as_json else None
+    data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
@@ -168,4 +168,6 @@ def train_in(
         )
     run.write_summary(summary)
     console.note(summary_line(summary))
+    if as_json:
+        console.data(labelled_json("summary", summary, run_dir=run.path))
     return summary

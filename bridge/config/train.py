@@ -170,6 +170,15 @@ class TrainConfig(RolloutConfig):
         return self
 
     @model_validator(mode="after")
+    def _evaluates_if_asked_when(self) -> Self:
+        if self.eval_interval and not self.eval_samples:
+            raise ValueError(
+                f"--eval-interval {self.eval_interval} evaluates nothing without --eval-samples, the number of"
+                " completions per held-out problem"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_float32_states_in_host_memory(self) -> Self:
         if self.offload_optimizer and self.optimizer != "adamw":
             raise ValueError(

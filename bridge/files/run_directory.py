@@ -153,10 +153,14 @@ class RunDirectory:
         """Write what the run came to; a number that is not finite becomes null."""
         write_json(self.summary, json_lines.plain(dataclasses.asdict(summary)))
 
-    def note(self, line: str) -> None:
-        """Append what happened to the events, with the time, and tell it if somebody is to be told."""
+    def record(self, line: str) -> None:
+        """Append what happened to the events, with the time."""
         with one_line_errors(self.events), self.events.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
+
+    def note(self, line: str) -> None:
+        """Append what happened to the events, and tell it if somebody is to be told."""
+        self.record(line)
         if self.tell is not None:
             self.tell(line)
 
@@ -172,6 +176,14 @@ class RunDirectory:
         """Append one evaluation on held-out problems, as `append` does."""
         json_lines.append(self.evaluations, [dataclasses.asdict(evaluation)])
 
+    def first_evaluation(self) -> float | None:
+        """Return the mean held-out reward before the run's first step; None if it was not measured."""
+        if not self.evaluations.exists():
+            return None
+        with self.evaluations.open() as file:
+            first = json.loads(file.readline() or "{}")
+        return first.get("reward_mean") if first.get("step") == 0 else None
+
     def settle(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint shall survive a power cut that a line did not."""
         json_lines.settle(self.metrics)
@@ -180,6 +192,11 @@ class RunDirectory:
 def to_json(metrics: StepMetrics) -> str:
     """Return one step as a JSON object on one line; a number that is not finite becomes null."""
     return json_lines.line(dataclasses.asdict(metrics))
+
+
+def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:
+    """Return a record of another kind, with what else belongs to it, as `{label: {...}}` on one line."""
+    return json_lines.line({label: {**dataclasses.asdict(record), **more}})
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ class LoraOnly:
     """One adapter, trained beside one server."""
 
     checkpoint_prefix = "adapter_step_"
+    ends = False
 
     def __init__(self, config: TrainConfig, run: RunDirectory, engine: Engine | None = None) -> None:
         del engine  # it is needed when the server died, and given then

@@ -48,6 +48,8 @@ class Mode(Protocol):
 
     checkpoint_prefix: str
     """Name of a checkpoint's folder before the number of its step."""
+    ends: bool
+    """Set before the last publication if no server will be asked after it: one that needs a restart gets none then."""
 
     def open(self) -> OpenedModel:
         """Return the model to train; called once."""

@@ -25,6 +25,7 @@ class NoneMode:
     """One trainer process with weights of its own, and one server."""
 
     checkpoint_prefix = "step_"
+    ends = False
 
     def __init__(self, config: TrainConfig, run: RunDirectory, engine: Engine | None = None) -> None:
         self._config = config
@@ -72,7 +73,7 @@ class NoneMode:
     ) -> FenceTimes:
         """Run `prepare` and `write`, and let the server have the result if `vllm_restart_interval` steps have passed.
 
-        Units: `publish_s` is the time of saving, and of restarting the server or of loading into it.
+        Units: `publish_s` is the time of saving, and of restarting the server or of loading into it; 0 without either.
         """
         del last_checkpoint  # what the server is to have is saved just before, and is newer
         assert not sleep, "no fence stands around the writing, so that nothing wakes the server"
@@ -82,11 +83,11 @@ class NoneMode:
         write()
         written = time.perf_counter()
         self._behind += 1
-        pause_s = 0.0
-        if self._behind >= self._config.vllm_restart_interval:
+        pause_s = publish_s = 0.0
+        if self._behind >= self._config.vllm_restart_interval and not self.ends:
             pause_s = self._reload.hand_over(self._own.model)
+            publish_s = time.perf_counter() - written - pause_s
             self._behind = 0
-        publish_s = time.perf_counter() - written - pause_s
         return FenceTimes(
             version=self.version,
             pause_s=pause_s,

@@ -20,6 +20,7 @@ class SharedVllm:
     """One trainer process attached to one live server."""
 
     checkpoint_prefix = "step_"
+    ends = False
 
     def __init__(self, config: TrainConfig, run: RunDirectory, engine: Engine | None = None) -> None:
         del run, engine  # nothing lies between two checkpoints; an engine is given when the server died

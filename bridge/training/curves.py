@@ -16,6 +16,7 @@ STEP_CURVES: Mapping[str, str] = {
     "unscored": "reward/unscored",
     "completion_tokens_mean": "rollout/completion_tokens",
     "truncated_share": "rollout/truncated_share",
+    "no_signal_share": "reward/no_signal_share",
     "retries": "rollout/retries",
     "staleness": "rollout/staleness",
     "tokens_generated": "rollout/tokens",

@@ -55,7 +55,12 @@ def train(
             elif config.resume and mode.version:
                 run.note(f"the server was trained before: step 1 begins with its weights of version {mode.version}")
             run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
-            return trainer.run()
+            first = 1 if resume is None else resume.progress.step + 1
+            steps = f"steps {first} to {config.training_steps}"
+            run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")
+            summary = trainer.run()
+            run.record(f"all steps done; checkpoint {summary.checkpoint}")
+            return summary
     finally:
         mode.close()
 

@@ -36,7 +36,6 @@ def step(
     """Return the metrics of one step, whose rollouts met a server of version `served`."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = sampled(groups)
-    versions = [completion.weight_version for completion in completions if completion.weight_version is not None]
     mismatch = learnt.mismatch
     return StepMetrics(
         step=number,
@@ -47,6 +46,7 @@ def step(
         unscored=sum(len(group.unscored) for group in groups),
         completion_tokens_mean=_mean_tokens(completions),
         truncated_share=truncated_share(completions),
+        no_signal_share=no_signal_share(groups),
         retries=retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
@@ -61,7 +61,7 @@ def step(
         corrected_share=mismatch.changed_share,
         importance_weight=mismatch.weight_mean,
         effective_share=mismatch.effective_share,
-        staleness=max((served - version for version in versions), default=0),
+        staleness=_staleness(completions, served),
         changed_weight_share=changed_weight_share,
         rollout_s=rollout_s,
         train_s=train_s + times.prepare_s,
@@ -106,17 +106,18 @@ def summary(
     after: float | None,
 ) -> Summary:
     """Return what a run came to that ended with step `last`."""
-    fences = [metrics.fence_pause_s + metrics.fence_publish_s for metrics in steps]
+    fences = [metrics.fence_s for metrics in steps if metrics.is_published]
     diffs = [metrics.logprob_diff_max for metrics in steps if metrics.logprob_diff_max >= 0]
     return Summary(
         steps=last,
+        updates=sum(metrics.updates for metrics in steps),
         weight_version=version,
         checkpoint=checkpoint,
         reward_before=before,
         reward_after=after,
         rewards=tuple(metrics.reward_mean for metrics in steps),
-        logprob_diff_max=max(diffs, default=float("nan")),
-        fence_p50_ms=statistics.median(fences) * 1e3,
+        logprob_diff_max=max(diffs, default=math.nan),
+        fence_p50_ms=statistics.median(fences) * 1e3 if fences else math.nan,
         attach_ms=opened.open_s * 1e3,
         weight_bytes=opened.weight_bytes,
     )
@@ -145,6 +146,40 @@ def reward_parts(groups: Sequence[Group]) -> dict[str, float]:
 def truncated_share(completions: Sequence[Completion]) -> float:
     """Return the share of the completions that were cut off by their length; not a number where there are none."""
     return share(sum(completion.finish_reason == "length" for completion in completions), len(completions))
+
+
+def nothing_learnt(metrics: StepMetrics) -> str | None:
+    """Say that a step taught nothing, and the likely cause; None where at least one group has a signal."""
+    if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
+        return None
+    if metrics.truncated_share > 0.5:
+        cause = f"{metrics.truncated_share:.0%} of the completions were truncated: raise --max-new-tokens"
+    elif metrics.reward_std == 0:
+        cause = (
+            f"every reward is {metrics.reward_mean:g}: compare the completions in rollouts.jsonl with what the reward"
+            " expects; the problems may also be too hard or too easy for this model"
+        )
+    else:
+        cause = "each problem is solved always or never: take a larger --group-size, or a higher --temperature"
+    return f"step {metrics.step} has nothing to learn from, because in each group all rewards are equal. {cause}"
+
+
+def no_signal_share(groups: Sequence[Group]) -> float:
+    """Return the share of the groups from which nothing can be learnt; not a number where there are no groups."""
+    return share(sum(not _has_signal(group) for group in groups), len(groups))
+
+
+def _has_signal(group: Group) -> bool:
+    if group.advantages is not None:
+        return any(any(advantages) for advantages in group.advantages)
+    return len(set(group.rewards)) > 1
+
+
+def _staleness(completions: Sequence[Completion], served: int) -> float:
+    """Return how many versions older than `served` the oldest is; not a number where one's version is unknown."""
+    versions = [completion.weight_version for completion in completions]
+    known = [version for version in versions if version is not None]
+    return math.nan if len(known) < len(versions) else float(served - min(known, default=served))
 
 
 def _mean_tokens(completions: Sequence[Completion]) -> float:

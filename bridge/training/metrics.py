@@ -28,6 +28,8 @@ class StepMetrics:
     """Mean length of the completions, in tokens."""
     truncated_share: float
     """Share of the completions that were cut off by their length."""
+    no_signal_share: float
+    """Share of the groups that teach nothing, because all rewards of the group are equal."""
     retries: int
     """Requests that were sent again."""
     loss: float
@@ -59,8 +61,11 @@ class StepMetrics:
     """Mean importance weight of the tokens, 1 where server and trainer agree."""
     effective_share: float
     """Effective sample size of the importance weights over the number of tokens, 0 to 1."""
-    staleness: int
-    """Largest number of updates that were published between a completion's weights and the step's own."""
+    staleness: float
+    """Largest number of updates that were published between a completion's weights and the step's own.
+
+    Not a number, and null in `metrics.jsonl`, when the version of one of the completions is unknown.
+    """
     changed_weight_share: float
     """Share of the weights whose bytes this step changed, 0 to 1."""
     rollout_s: float
@@ -68,13 +73,16 @@ class StepMetrics:
     train_s: float
     """Seconds spent on the forward and backward passes."""
     fence_pause_s: float
-    """Seconds until the server was paused and its devices idle."""
+    """Seconds until the server was paused and its devices idle; 0 in modes that pause nothing."""
     fence_prepare_s: float
     """Seconds of `train_s` in which the server stood still, since its KV cache slept; 0 where it did not."""
     fence_write_s: float
     """Seconds in which the optimizer wrote and its device finished."""
     fence_publish_s: float
-    """Seconds until stale KV was dropped, the version was up by one and the server went on."""
+    """Seconds until the server generated with the new weights: by the fence, a hand-over by disk, or a restart.
+
+    0 when the step was not published: mode `none` does so every `vllm_restart_interval` steps.
+    """
     rollouts: str
     """Digest of the step's sampled token ids, in their order: steps with equal digests had the same rollouts."""
     tokens_generated: int
@@ -88,8 +96,13 @@ class StepMetrics:
 
     @property
     def fence_s(self) -> float:
-        """Return how long no token was generated, in seconds."""
+        """Return the seconds from the pause until the server generates with the new weights, the write included."""
         return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
+
+    @property
+    def is_published(self) -> bool:
+        """Tell whether the server got the weights of this step."""
+        return self.fence_publish_s > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,21 +136,26 @@ class Summary:
     """What one run came to."""
 
     steps: int
-    """Optimizer steps taken."""
+    """The last step."""
+    updates: int
+    """Optimizer steps taken since this process started; a batch without a gradient takes none."""
     weight_version: int
     """Version that the server serves now."""
     checkpoint: Path
     """The last checkpoint."""
     reward_before: float | None
-    """Mean reward of the held-out problems before training; None without evaluation."""
+    """Mean reward of the held-out problems before the first step, of a resumed run too; None without evaluation."""
     reward_after: float | None
     """The same afterwards."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     logprob_diff_max: float
-    """Largest difference of log-probabilities between vLLM and the trainer in all steps, in nats."""
+    """Largest difference of log-probabilities between vLLM and the trainer in all steps, in nats.
+
+    Not a number when nothing was trained on.
+    """
     fence_p50_ms: float
-    """Median over the steps of pausing and publishing (without writing), in milliseconds."""
+    """Median of the fence (`StepMetrics.fence_s`) over the steps that were published, in milliseconds."""
     attach_ms: float
     """Attaching all parameters, in milliseconds."""
     weight_bytes: int

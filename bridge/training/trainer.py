@@ -18,7 +18,6 @@ from bridge.errors import ServerUnreachableError, UsageError
 from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
 from bridge.loss import mismatch
-from bridge.loss.mismatch import Mismatch
 from bridge.modes.mode import Engine, Mode
 from bridge.training import measuring
 from bridge.training.checkpoint import Found
@@ -56,8 +55,8 @@ class Trainer:
         self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
         self._sleeps = self._sleeps_always()
         """Whether the server's KV cache sleeps while training; None: to be seen with the first batch."""
-        self._alarmed = False
-        """Whether server and trainer differed too much in the last step."""
+        self._alarmed: dict[str, str | None] = {}
+        """What was alarming in the last step, by its kind."""
         self._steps: list[StepMetrics] = []
         self._begun_at = 0
         """The step that a checkpoint was of, where the run goes on from one."""
@@ -86,9 +85,11 @@ class Trainer:
 
     def run(self) -> Summary:
         """Take every step, evaluating before, in between and after if asked to."""
-        before, last = self._evaluate(), self._config.training_steps
+        before, last = self._before(), self._config.training_steps
+        nobody_asks_again = self._engine is not None and not self._config.eval_samples  # the server ends with the run
         try:
             for step in range(self._begun_at + 1, last + 1):
+                self._mode.ends = nobody_asks_again and step == last
                 self._step(step)
                 if self._checkpoints.is_due(step):
                     self._save()
@@ -98,7 +99,8 @@ class Trainer:
             if self._written > self._begun_at and not self._half_written:
                 self._save()
             raise
-        self._surviving(self._mode.catch_up)
+        if not nobody_asks_again:
+            self._surviving(self._mode.catch_up)
         after = self._evaluate()
         return measuring.summary(
             self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
@@ -178,15 +180,15 @@ class Trainer:
             if self._config.save_rollouts:
                 self._run.append_rollouts(step, groups)
             self._run.append(metrics)
-        self._watch(learnt.mismatch)
+        self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.mismatch_alarm))
+        self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
 
-    def _watch(self, measured: Mismatch) -> None:
-        """Say so when server and trainer begin to differ too much."""
-        line = mismatch.alarm(measured, self._config.mismatch_alarm)
-        if line and not self._alarmed:
-            self._run.note(line)
-        self._alarmed = line is not None
+    def _watch(self, kind: str, alarm: str | None) -> None:
+        """Note an alarm in the first of the steps in a row that have one."""
+        if alarm and not self._alarmed.get(kind):
+            self._run.note(alarm)
+        self._alarmed[kind] = alarm
 
     def _write(self, step: int) -> None:
         """Write the updates of `step`, once: a publication that is repeated finds them written."""
@@ -195,6 +197,11 @@ class Trainer:
         self._half_written = True
         self._learner.write()
         self._written, self._half_written, self._used = step, False, self._source.num_drawn
+
+    def _before(self) -> float | None:
+        """Return the held-out reward before the first step; a resumed run has measured it already."""
+        known = self._run.first_evaluation() if self._begun_at else None
+        return self._evaluate() if known is None else known
 
     def _evaluate(self) -> float | None:
         self._reporter.phase("evaluation")

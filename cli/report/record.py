@@ -5,7 +5,7 @@ Not covered: completions (`samples.py`), and what is made of the numbers (`figur
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -82,7 +82,7 @@ def read(path: Path) -> Run:
             f"{path} has no whole step in {files.metrics.name}", remedy="wait until its first step is done"
         )
     columns = _columns([rows[step] for step in steps])
-    notes += _gaps(columns, len(steps))
+    notes += _gaps(rows.values())
     held_out = {row["step"]: row for row in objects(files.evaluations, notes) if _is_evaluation(row)}
     config, summary = _document(files.config, notes), _document(files.summary, notes)
     notes += _absences(files, config, len(held_out))
@@ -135,20 +135,12 @@ def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
             yield name, number(value)
 
 
-def _gaps(columns: Mapping[str, Column], num_steps: int) -> Iterator[str]:
-    """Yield what the steps do not tell: fields of other versions, and values that were no numbers."""
+def _gaps(rows: Collection[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the fields that no step has. A null is no gap: there was nothing to measure in that step."""
     known = [field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float)]
-    absent = [name for name in known if name not in columns]
+    absent = [name for name in known if not any(name in row for row in rows)]
     if absent:
-        yield f"no step has {', '.join(absent)}: another version of Bridge wrote them, or there was nothing to measure"
-    rare: dict[int, list[str]] = {}
-    for name in known:
-        missing = sum(value is None for value in columns.get(name, ()))
-        if missing:
-            rare.setdefault(missing, []).append(name)
-    for missing, names in rare.items():
-        named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        yield f"in {missing:,} of {num_steps:,} steps there was nothing to measure: no {named}"
+        yield f"no step has {', '.join(absent)}: another version of Bridge wrote them"
 
 
 def _document(path: Path, notes: list[str]) -> dict[str, Any]:

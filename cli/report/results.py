@@ -91,7 +91,8 @@ def _learnt(run: Run) -> dict[str, Result]:
 
 
 def _measured(run: Run) -> dict[str, Result]:
-    fence, copied = catalogue.FENCE_MS(run), run.summary.get("weight_bytes", run.summary.get("weight_bytes_copied"))
+    fence = _of_published(catalogue.FENCE_MS(run), run)
+    copied = run.summary.get("weight_bytes", run.summary.get("weight_bytes_copied"))
     seconds, speed = catalogue.STEP_TIME(run), catalogue.TOKENS_PER_S(run)
     difference, largest = run.column("logprob_diff_mean"), run.column("logprob_diff_max")
     return {
@@ -109,6 +110,12 @@ def _measured(run: Run) -> dict[str, Result]:
 
 def _median(name: str, column: Column, unit: str) -> Result:
     return Result(name=name, value=curves.quantile(column, 0.5), unit=unit)
+
+
+def _of_published(fence: Column, run: Run) -> Column:
+    """Return the fence of the steps whose weights the server got, as `StepMetrics.is_published` has it."""
+    published = run.column("fence_publish_s")
+    return [each for each, publish_s in zip(fence, published, strict=True) if publish_s is None or publish_s > 0]
 
 
 def _known(column: Column) -> list[float]:

@@ -33,6 +33,7 @@ def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **ch
         "unscored": int(draw.random() < 0.04) * draw.randint(1, 3), "retries": int(draw.random() < 0.05),
         "completion_tokens_mean": 148 + 52 * done + draw.gauss(0, 7),
         "truncated_share": max(0.0, draw.gauss(0.09, 0.03) * (1.1 - done)), "updates": 1,
+        "no_signal_share": 0.2,
         "loss": draw.gauss(0, 0.01), "grad_norm": draw.lognormvariate(-1.2, 0.25) * (9 if draw.random() < 0.01 else 1),
         "entropy": 0.46 * math.exp(-1.2 * done) + draw.gauss(0, 0.012), "clipped_low_share": abs(draw.gauss(0, 6e-4)),
         "clipped_high_share": abs(draw.gauss(0, 9e-4)), "kl": 0.0,
@@ -143,6 +144,7 @@ def summary(steps: list[StepMetrics], run: RunDirectory) -> Summary:
         steps=len(steps), weight_version=len(steps), checkpoint=run.path / "checkpoints", reward_before=0.26,
         reward_after=0.74, rewards=tuple(step.reward_mean for step in steps),
         logprob_diff_max=max(step.logprob_diff_max for step in steps), fence_p50_ms=8.1, attach_ms=6.3, weight_bytes=0,
+        updates=len(steps),
     )  # fmt: skip
 
 

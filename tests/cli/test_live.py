@@ -1,5 +1,6 @@
 import fcntl
 import io
+import json
 import math
 import os
 import pty
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 from bridge.training.metrics import StepMetrics
@@ -29,6 +30,7 @@ from tests.cli.test_run_directory import evaluation, group, metrics
 ROOT = Path(__file__).parents[2]
 HOSTILE = "\x1b[31mred\x1b]0;title\x07 [bold]no markup[/bold] \x9b2J \u202eevil \x00\x7f\r\n\ttab"
 PICTURES = "你好世界 שלום עולם مرحبا 👨‍👩‍👧 e\u0301 हिन्दी " * 20
+CLEARED = "\x1b[2J\x1b[H"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -197,7 +199,7 @@ def test_only_a_person_at_a_terminal_gets_the_view(
 def test_where_there_is_no_terminal_a_run_is_one_line_a_step_and_an_evaluation(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[StepMetrics] = []
+    told: list[str] = []
     with live.reporting_to_people(2, "run directory: r", data=told.append) as reporter:
         reporter.phase("evaluation")
         reporter.evaluation(evaluation(0))
@@ -208,7 +210,10 @@ def test_where_there_is_no_terminal_a_run_is_one_line_a_step_and_an_evaluation(
     out, err = capfd.readouterr()
     expected = ["run directory: r", "held-out reward 0.500 after step 0  8 problems  1.0 s"]
     assert err.splitlines() == [*expected, *(steps.step_line(step(number), 2) for number in (1, 2))]
-    assert (out, [each.step for each in told]) == ("", [1, 2])
+    assert out == ""
+    first, *rest = [json.loads(line) for line in told]
+    assert (first["evaluation"]["step"], first["evaluation"]["reward_mean"]) == (0, 0.5)
+    assert [each["step"] for each in rest] == [1, 2]
 
 
 def test_a_run_that_reports_nothing_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +302,28 @@ def test_a_terminal_that_takes_nothing_any_more_does_not_hold_training_up(monkey
     assert written(on).count("a note") == 9
 
 
+@pytest.mark.parametrize("smaller", [(85, 40), (100, 30), (60, 20)])
+def test_a_terminal_that_gets_smaller_has_the_lines_and_the_view_once_and_nothing_of_the_old_view(
+    monkeypatch: pytest.MonkeyPatch, smaller: tuple[int, int]
+) -> None:
+    on = terminal()
+    with painted(on, monkeypatch) as view:
+        view.phase("rollouts")
+        for number in range(1, 100):
+            view.step(step(number), [group("4")])
+        until(lambda: "a sample of step 99" in written(on))
+        on.size = ConsoleDimensions(*smaller)
+        until(lambda: CLEARED in written(on))
+        until(lambda: "step 99/9  reward" in written(on).rpartition(CLEARED)[2])
+        view.step(step(100), [group("4")])
+        until(lambda: "step 100/9  reward" in written(on).rpartition(CLEARED)[2])
+    screen = ESCAPE.sub("", written(on).rpartition(CLEARED)[2])
+    assert written(on).count(CLEARED) == 1
+    assert screen.count("step 99/9  reward") == screen.count("step 100/9  reward") == 1
+    assert ("a sample of step 100" in screen) == (smaller[0] >= panel.NARROWEST and smaller[1] >= panel.LOWEST)
+    assert "step 50/9  reward" not in screen
+
+
 def test_a_terminal_that_is_gone_is_an_error_of_the_next_line_as_without_a_view(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -324,7 +351,7 @@ def test_a_fault_of_the_view_costs_no_line(monkeypatch: pytest.MonkeyPatch) -> N
         until(lambda: not view._painter.is_alive())
         view.step(step(1), [group("4")])
         assert "step 1/9  reward" in written(on)
-    assert written(on).rstrip().endswith("ms  rollout  2.00 s")
+    assert written(on).rstrip().endswith("fence    2.0 s  rollout  2.00 s")
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ from bridge.files import claim
 from bridge.files.run_directory import RunDirectory, to_json
 from bridge.loss.mismatch import HEALTHY, HISTOGRAM_EDGES
 from cli import main
-from cli.report import catalogue
+from cli.report import catalogue, record
 from cli.report.command import names
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
@@ -178,7 +178,8 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
     changed = [line | change for line, change in zip(lines, [*odd, {}, {}, {}], strict=True)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
     page = written(run.path, out=tmp_path / "page.html")
-    assert "in 4 of 8 steps there was nothing to measure: no entropy" in page.text
+    assert record.read(run.path).notes == ("no rollouts.jsonl: no completions to show",)
+    assert "no completions to show" in page.text
     assert "NaN" not in (tmp_path / "page.html").read_text()
 
 

@@ -66,7 +66,7 @@ def test_a_step_is_one_line() -> None:
         fence_write_s=0.002, fence_publish_s=0.001, tokens_generated=4000, peak_memory_gib=1.0,
         rollouts="", updates=1, entropy=1.0, clipped_low_share=0.0, clipped_high_share=0.0, kl=0.0,
         logprob_diff_histogram=(1.0,), corrected_share=0.0, reward_parts={}, unscored=0, completion_tokens_mean=62.5,
-        truncated_share=0.0, retries=0, importance_weight=1.0, effective_share=1.0, staleness=0,
+        truncated_share=0.0, no_signal_share=0.0, retries=0, importance_weight=1.0, effective_share=1.0, staleness=0,
         fence_prepare_s=0.0, tokens_trained=4000, device="cpu",
     )  # fmt: skip
     line = steps.step_line(step, 60)

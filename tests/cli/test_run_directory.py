@@ -296,6 +296,7 @@ def test_what_the_run_came_to_is_written_and_no_number_is_not_finite(tmp_path: P
         Summary(
             steps=3, weight_version=4, checkpoint=tmp_path / "step_3", reward_before=None, reward_after=0.5,
             rewards=(0.25, math.nan), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0, weight_bytes=0,
+            updates=3,
         )
     )  # fmt: skip
     document = json.loads(run.summary.read_text(), parse_constant=pytest.fail)

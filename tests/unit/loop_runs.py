@@ -73,6 +73,7 @@ class FakeMode:
     gradients_at_revival: list[int] = field(default_factory=list)
     """How many gradients the trainer held each time."""
     checkpoint_prefix = "step_"
+    ends = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -222,9 +223,9 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     """Return what starts a fake server below `tmp_path`, and puts the fake mode in the place of `shared_vllm`."""
 
     @contextmanager
-    def start(bend: Bend = unbent, folder: str = ".", **choices: Any) -> Iterator[Run]:
+    def start(bend: Bend = unbent, folder: str = ".", version: str = "3", **choices: Any) -> Iterator[Run]:
         toy = toy_server.serve(tiny.llama(), tmp_path / folder / "model")
-        with serving(openai(bend)) as server:
+        with serving(openai(bend, version=lambda: version)) as server:
             mode = FakeMode(toy, server.url, **choices)
             monkeypatch.setattr(loop, "MODES", {"shared_vllm": lambda *_: mode})
             if mode.dropout:  # two passes then differ

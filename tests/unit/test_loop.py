@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bridge.config import TrainConfig
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.files.run_directory import to_json
 from bridge.loss import policy_loss
@@ -53,7 +54,8 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
         run.check_saved("step_3")
         assert any(not torch.equal(before[name], tensor) for name, tensor in run.weights().items())
         assert (summary.steps, summary.weight_version, summary.weight_bytes) == (STEPS, 6, 0)
-        assert summary.fence_p50_ms == 1250
+        assert summary.fence_p50_ms == 1750  # pausing, writing and publishing
+        assert summary.updates == STEPS
         assert summary.reward_before is not None
         assert summary.reward_after is not None
         config = json.loads((run.folder / "run" / "config.json").read_text())
@@ -398,3 +400,35 @@ def test_metrics_tell_of_every_update_and_how_far_the_server_was(running: Runnin
             assert 0 < row["effective_share"] <= 1
             assert row["clipped_low_share"] + row["clipped_high_share"] > 0
             assert row["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("score", "cause"),
+    [
+        (lambda _: 0.0, "every reward is 0: compare the completions in rollouts.jsonl"),
+        (lambda _: 1.0, "every reward is 1: compare"),
+    ],
+)
+def test_a_run_without_signal_says_so_once_with_the_likely_cause(
+    running: Running, score: Callable[[str], float], cause: str
+) -> None:
+    with running() as run:
+        summary = run.train(Letters(score))
+        assert [row["no_signal_share"] for row in run.metrics] == [1, 1, 1]
+        (line,) = run.told
+        assert line.startswith("step 1 has nothing to learn from, because in each group all rewards are equal. ")
+        assert cause in line
+        assert (summary.steps, summary.updates) == (STEPS, 0)
+        assert math.isnan(summary.logprob_diff_max)
+
+
+@pytest.mark.parametrize("version", ["", "2-3"])
+def test_completions_of_unknown_version_have_no_staleness(running: Running, version: str) -> None:
+    with running(version=version) as run:
+        run.train()
+        assert [row["staleness"] for row in run.metrics] == [None] * STEPS
+
+
+def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="--eval-interval 2 evaluates nothing without --eval-samples"):
+        TrainConfig(model_name="m", eval_interval=2)

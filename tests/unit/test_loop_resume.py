@@ -160,7 +160,10 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
             f"the server was started again with the weights of step {step - 1}",
         ]
         events = (run.folder / "run" / "events.log").read_text().splitlines()
-        assert [event.partition(" ")[2] for event in events] == run.told
+        began, *between, done = [event.partition(" ")[2] for event in events]
+        assert began == f"training {run.mode.server.manifest.model} by --mode shared_vllm: steps 1 to 3"
+        assert between == run.told
+        assert done == f"all steps done; checkpoint {run.folder / 'saved' / 'step_3'}"
 
 
 def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(running: Running) -> None:
@@ -175,7 +178,7 @@ def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(
 
     with running(folder="disturbed", before_publish=die) as run:
         run.train(engine=engine)
-        assert run.mode.calls == ["open", "publish", "revive", "publish", "publish", "catch up", "close"]
+        assert run.mode.calls == ["open", "publish", "revive", "publish", "publish", "close"]
         assert engine.started_with == [str(run.folder / "saved" / "step_2")]
         assert comparable(run.metrics, *VERSIONS) == comparable(straight.metrics, *VERSIONS)
         for name, tensor in straight.weights().items():
@@ -202,7 +205,7 @@ def test_a_server_that_dies_while_its_cache_sleeps_costs_gradients_and_no_step(
         written = moment == "before_publish"
         again = ["sleep", "prepare", "revive", "sleep"] if written else ["revive", "sleep", "prepare"]
         asleep = ["sleep", "prepare", "publish"]
-        assert run.mode.calls == ["open", *asleep, *again, "publish", *asleep, "catch up", "close"]
+        assert run.mode.calls == ["open", *asleep, *again, "publish", *asleep, "close"]
         assert engine.started_with == [str(run.folder / "saved" / f"step_{2 if written else 1}")]
         assert run.mode.gradients_at_revival == [0]
         for name, tensor in straight.weights().items():
@@ -256,3 +259,14 @@ def test_weights_that_are_half_written_are_given_to_no_server(
         run.stopped(ServerUnreachableError, engine=engine)
         assert engine.started_with == []
         assert run.saved() == {}
+
+
+def test_a_resumed_run_keeps_the_baseline_that_it_measured_before_its_first_step(running: Running) -> None:
+    with running() as run:
+        before = run.train(training_steps=2, save_interval=2, eval_samples=2).reward_before
+        assert before is not None
+        summary = run.go_on(training_steps=3, eval_samples=2)
+        rows = [json.loads(line) for line in (run.folder / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert summary.reward_before == rows[0]["reward_mean"] == before
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    assert summary.reward_after == rows[-1]["reward_mean"]
