@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,13 @@ import pytest
 from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.training.metrics import StepMetrics
-from cli import demo, run, steps, verify
+from bridge.files.run_directory import RunDirectory
+from bridge.training import loop
+from bridge.training.metrics import StepMetrics, Summary
+from bridge.training.reporting import Reporter
+from cli import demo, run, steps, train, verify
 from cli.server_command import ServerCommand
+from tests.cli.test_run_directory import evaluation, metrics
 
 
 def command(tmp_path: Path, *, host: str = "127.0.0.1", shares_weights: bool = True) -> ServerCommand:
@@ -73,6 +78,35 @@ def test_a_step_is_one_line() -> None:
     assert "\n" not in line
     for part in ("step  3/60", "reward  0.500", "fence   7.0 ms", "2,000 tok/s"):
         assert part in line
+
+
+def test_the_data_of_a_run_are_its_steps_its_evaluations_and_what_it_came_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    came_to = Summary(
+        steps=2, updates=1, weight_version=2, checkpoint=tmp_path / "step_2", reward_before=0.25, reward_after=0.5,
+        rewards=(0.5, 0.5), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0, weight_bytes=0,
+    )  # fmt: skip
+
+    def trained(config: TrainConfig, _: None, run: RunDirectory, reporter: Reporter, **__: object) -> Summary:
+        reporter.phase("evaluation")
+        reporter.evaluation(evaluation(0, 0.25))
+        reporter.step(metrics(1, loss=math.nan), [])
+        return came_to
+
+    monkeypatch.setattr(loop, "train", trained)
+    folder = RunDirectory.create(tmp_path / "run", environment="letters")
+    config = TrainConfig(model_name="m", rollouts="atropos", tensorboard=False)
+    assert train.train_in(folder, config, None, as_json=True) is came_to
+    out, err = capfd.readouterr()
+    first, second, last = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert (first["evaluation"]["step"], first["evaluation"]["reward_mean"]) == (0, 0.25)
+    assert (second["step"], second["loss"]) == (1, None)
+    assert last["summary"]["checkpoint"] == str(tmp_path / "step_2")
+    assert last["summary"]["run_dir"] == str(tmp_path / "run")
+    assert (last["summary"]["updates"], last["summary"]["logprob_diff_max"]) == (1, None)
+    assert "max   -" in err
+    assert "nan" not in err.splitlines()[-1]
 
 
 def test_every_check_is_shown_and_as_data(capsys: pytest.CaptureFixture[str]) -> None:
