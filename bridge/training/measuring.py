@@ -153,15 +153,15 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
         return None
     if metrics.truncated_share > 0.5:
-        cause = f"{metrics.truncated_share:.0%} of the completions were truncated: raise --max-new-tokens"
+        cause = f"{metrics.truncated_share:.0%} of the completions were truncated; raise --max-new-tokens"
     elif metrics.reward_std == 0:
         cause = (
-            f"every reward is {metrics.reward_mean:g}: compare the completions in rollouts.jsonl with what the reward"
-            " expects; the problems may also be too hard or too easy for this model"
+            f"every reward is {metrics.reward_mean:g}; compare the completions in rollouts.jsonl with what the reward"
+            " expects, and whether the problems are too hard or too easy for this model"
         )
     else:
-        cause = "each problem is solved always or never: take a larger --group-size, or a higher --temperature"
-    return f"step {metrics.step} has nothing to learn from, because in each group all rewards are equal. {cause}"
+        cause = "each problem is solved always or never; take a larger --group-size, or a higher --temperature"
+    return f"step {metrics.step} has nothing to learn from: in each group all rewards are equal; likely cause: {cause}"
 
 
 def no_signal_share(groups: Sequence[Group]) -> float:

@@ -405,8 +405,8 @@ def test_metrics_tell_of_every_update_and_how_far_the_server_was(running: Runnin
 @pytest.mark.parametrize(
     ("score", "cause"),
     [
-        (lambda _: 0.0, "every reward is 0: compare the completions in rollouts.jsonl"),
-        (lambda _: 1.0, "every reward is 1: compare"),
+        (lambda _: 0.0, "every reward is 0; compare the completions in rollouts.jsonl"),
+        (lambda _: 1.0, "every reward is 1; compare"),
     ],
 )
 def test_a_run_without_signal_says_so_once_with_the_likely_cause(
@@ -416,7 +416,7 @@ def test_a_run_without_signal_says_so_once_with_the_likely_cause(
         summary = run.train(Letters(score))
         assert [row["no_signal_share"] for row in run.metrics] == [1, 1, 1]
         (line,) = run.told
-        assert line.startswith("step 1 has nothing to learn from, because in each group all rewards are equal. ")
+        assert line.startswith("step 1 has nothing to learn from: in each group all rewards are equal; likely cause: ")
         assert cause in line
         assert (summary.steps, summary.updates) == (STEPS, 0)
         assert math.isnan(summary.logprob_diff_max)
