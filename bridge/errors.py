@@ -39,6 +39,10 @@ class AttachError(BridgeError, RuntimeError):
     exit_code = 4
 
 
+class FenceBusyError(AttachError):
+    """Another process holds the fence, for a moment as a rule."""
+
+
 class ManifestError(AttachError):
     """The manifest is missing, unreadable, stale, foreign or of another model."""
 

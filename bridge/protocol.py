@@ -29,14 +29,25 @@ FenceState = Literal["serving", "paused", "torn"]
 so that nothing is generated until every weight has been written anew."""
 
 
-Written = Literal["weights", "adapter"]
-"""What the holder of the fence writes: weights of the model, or an adapter in its slot and nothing else."""
+Written = Literal["weights", "adapter", "nothing"]
+"""What the holder of the fence writes: weights of the model, an adapter in its slot, or nothing, because it reads."""
 
 
 class Body(BaseModel):
     """A frozen message that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Lease(Body):
+    """The process that updates a server: one at a time, until it gives the lease back or dies."""
+
+    holder: ProcessIdentity
+    """The process."""
+    run: str
+    """What it is doing, for people: its run directory, or a command."""
+    since: float
+    """When it took the lease, in seconds since 1970."""
 
 
 class Status(Body):
@@ -58,6 +69,8 @@ class Status(Body):
     """The folder of the last checkpoint that a writer named, absolute; None: none did since the server loaded."""
     can_sleep: bool = False
     """Whether a pause can free the KV cache."""
+    lease: Lease | None = None
+    """The living process that updates this server; None: any process may start to."""
 
     def refuse_torn(self) -> None:
         """Raise AttachError, with the command that mends it, if the weights are torn."""
@@ -102,11 +115,29 @@ class CompletionsRequest(Body):
     """Seed of the first completion, the next number for each other one; None: another one every time."""
 
 
+class LeaseRequest(Body):
+    """`POST /bridge/lease`: become the one process that updates this server."""
+
+    holder: ProcessIdentity
+    """The process that is going to write."""
+    run: str
+    """What it is doing, for people: its run directory, or a command."""
+
+
+class HolderRequest(Body):
+    """`DELETE /bridge/lease`, `DELETE /bridge/adapter`, and `POST /bridge/resume`, because nothing was written."""
+
+    holder: ProcessIdentity
+    """The process that took the lease, or paused the server."""
+
+
 class PauseRequest(Body):
     """`POST /bridge/pause`: stop generating, so that weights may be written."""
 
     holder: ProcessIdentity
-    """The process that is going to write."""
+    """The process that is going to write, or to read."""
+    version: int | None = Field(default=None, ge=0)
+    """The version that the caller takes for the served one; None: any."""
     in_flight: InFlight = "keep"
     """What happens to requests under way."""
     last_checkpoint: str | None = None
@@ -119,13 +150,15 @@ class PauseRequest(Body):
     """Free the memory of the KV cache until the fence is left; it is to be free again by then."""
 
 
-class ReleaseRequest(Body):
-    """`POST /bridge/publish` (weights were written) or `/bridge/resume` (none were)."""
+class PublishRequest(Body):
+    """`POST /bridge/publish`: what was written is the next version. Sent again, it publishes nothing again."""
 
     holder: ProcessIdentity
     """The process that paused the server."""
+    after: int = Field(ge=0)
+    """The version that was served when the server paused."""
     version: int | None = Field(default=None, ge=0)
-    """For a publication: the least version that it may have; None: the next one."""
+    """The least version that the publication may have; None: the next one."""
 
 
 class Element(Body):
@@ -162,6 +195,8 @@ class Refusal(Body):
     """What is wrong, what was found and expected."""
     remedy: str
     """One line that mends it."""
+    busy: bool = False
+    """Another process holds the fence, for a moment as a rule: the same request may succeed soon."""
 
 
 class Values(Body):
@@ -181,6 +216,8 @@ class Digests(Body):
 class AdapterRequest(Body):
     """`POST /bridge/adapter`: serve an adapter from a slot that stays put, so that the caller can write it in place."""
 
+    holder: ProcessIdentity
+    """The process that is going to write it."""
     name: str = Field(min_length=1)
     """The name under which requests ask for it, as they ask for a model; taken over if it is served already."""
     path: str = Field(pattern=r"^/[^\x00]+$")

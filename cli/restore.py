@@ -24,6 +24,7 @@ from cli.verify import ManifestPath
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from bridge.client import BridgeClient
     from bridge.training.checkpoint import Progress
     from bridge.weights.attach import AttachedModel
     from bridge.weights.fence import FenceTimes
@@ -52,14 +53,19 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     It mends a server whose trainer died while it wrote, and brings older weights back to one that is well.
     Requests under way are kept, and go on with the restored weights.
     """
+    from bridge.client import BridgeClient
+    from bridge.weights import fence
+
     exported = manifest.load(vllm_config_path)
     folder = folder_of(checkpoint)
-    with console.waiting(f"Checking {folder}"):
-        progress = checked(folder)
-        write = prepared(exported, folder)
-    with deferred_interrupt():  # what was done is told before an interrupt acts
-        times = write(0 if progress is None else progress.weight_version)
-        tell(folder, progress, times, exported.model, as_json=as_json)
+    with BridgeClient(exported, timeout_s=TIMEOUT_S) as client:
+        fence.when_free(lambda: client.take_lease(f"bridge restore {folder}"))
+        with console.waiting(f"Checking {folder}"):
+            progress = checked(folder)
+            write = prepared(client, exported, folder)
+        with deferred_interrupt():  # what was done is told before an interrupt acts
+            times = write(0 if progress is None else progress.weight_version)
+            tell(folder, progress, times, exported.model, as_json=as_json)
 
 
 def folder_of(checkpoint: str) -> Path:
@@ -83,7 +89,7 @@ def folder_of(checkpoint: str) -> Path:
     return folder.resolve()
 
 
-def prepared(exported: "Manifest", folder: Path) -> "Callable[[int], FenceTimes]":
+def prepared(client: "BridgeClient", exported: "Manifest", folder: Path) -> "Callable[[int], FenceTimes]":
     """Check that `folder` fits the server, and return what loads it as a version or a later one.
 
     Raises:
@@ -95,10 +101,10 @@ def prepared(exported: "Manifest", folder: Path) -> "Callable[[int], FenceTimes]
     if (folder / adapter_folder.CONFIG_NAME).is_file():
         refuse_without_slots(exported, folder)
         adapter_folder.check(folder, exported.lora_slots)
-        return lambda version: load_adapter(exported, folder, version)
+        return lambda version: load_adapter(client, folder, version)
     attached = attach.attach(exported)
     refuse_other_model(attached.model, folder, exported.model)
-    return lambda version: load(attached, folder, version)
+    return lambda version: load(client, attached, folder, version)
 
 
 def refuse_without_slots(exported: "Manifest", folder: Path) -> None:
@@ -114,14 +120,13 @@ def refuse_without_slots(exported: "Manifest", folder: Path) -> None:
         )
 
 
-def load_adapter(exported: "Manifest", folder: Path, version: int) -> "FenceTimes":
+def load_adapter(client: "BridgeClient", folder: Path, version: int) -> "FenceTimes":
     """Let the server load the adapter in `folder` into a slot, inside the fence.
 
     Raises:
         AttachError: a living process holds the fence, the weights themselves are torn, or the adapter does not fit.
         ServerUnreachableError: the server is gone.
     """
-    from bridge.client import BridgeClient
     from bridge.modes import handover
     from bridge.weights import fence
 
@@ -133,7 +138,7 @@ def load_adapter(exported: "Manifest", folder: Path, version: int) -> "FenceTime
                 client.resume()
             raise
 
-    with BridgeClient(exported, timeout_s=TIMEOUT_S) as client, console.waiting(f"Loading {folder}"):
+    with console.waiting(f"Loading {folder}"):
         return fence.restore(client, write, version=version, last_checkpoint=folder, writes="adapter")
 
 
@@ -167,14 +172,13 @@ def refuse_other_model(served: "PreTrainedModel", folder: Path, name: str) -> No
     model_folder.check(served, folder)
 
 
-def load(attached: "AttachedModel", folder: Path, version: int) -> "FenceTimes":
+def load(client: "BridgeClient", attached: "AttachedModel", folder: Path, version: int) -> "FenceTimes":
     """Load the weights in `folder` inside the fence, and publish them as `version` or a later one.
 
     Raises:
         AttachError: a living process holds the fence.
         ServerUnreachableError: the server is gone.
     """
-    from bridge.client import BridgeClient
     from bridge.weights import fence, model_folder
 
     def write() -> None:
@@ -184,7 +188,7 @@ def load(attached: "AttachedModel", folder: Path, version: int) -> "FenceTimes":
             console.note("the weights may be half written: the server stands still until bridge restore has worked")
             raise
 
-    with BridgeClient(attached.manifest, timeout_s=TIMEOUT_S) as client, console.waiting(f"Loading {folder}"):
+    with console.waiting(f"Loading {folder}"):
         return fence.restore(client, write, version=version, last_checkpoint=folder)
 
 

@@ -16,16 +16,18 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, FenceBusyError
 from bridge.protocol import (
     VERSION_HEADER,
     AdapterRequest,
     AdapterSlot,
     Digests,
+    HolderRequest,
+    LeaseRequest,
     PauseRequest,
+    PublishRequest,
     ReadRequest,
     Refusal,
-    ReleaseRequest,
     Status,
     Values,
     WriteRequest,
@@ -117,29 +119,45 @@ async def status(fence: Fence) -> Status:
     return fence.status()
 
 
+@router.post("/lease")
+async def take_lease(body: LeaseRequest, fence: Fence) -> Status:
+    """Let the caller alone update this server."""
+    fence.take_lease(body.holder, body.run)
+    return fence.status()
+
+
+@router.delete("/lease")
+async def give_lease_back(body: HolderRequest, fence: Fence) -> Status:
+    """Free the caller's lease."""
+    fence.give_lease_back(body.holder)
+    return fence.status()
+
+
 @router.post("/pause")
-async def pause(body: PauseRequest, fence: Fence) -> Status:
+async def pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
     """Stop generating and hand the fence to the caller."""
     await fence.pause(
         body.holder,
         body.in_flight,
+        version=body.version,
         last_checkpoint=body.last_checkpoint,
         writes=body.writes,
         takeover=body.takeover,
         sleep=body.sleep,
+        has_left=request.is_disconnected,
     )
     return fence.status()
 
 
 @router.post("/publish")
-async def publish(body: ReleaseRequest, fence: Fence) -> Status:
+async def publish(body: PublishRequest, fence: Fence) -> Status:
     """Make what was written the next version, and resume."""
-    await fence.publish(body.holder, body.version)
+    await fence.publish(body.holder, body.version, after=body.after)
     return fence.status()
 
 
 @router.post("/resume")
-async def resume(body: ReleaseRequest, fence: Fence) -> Status:
+async def resume(body: HolderRequest, fence: Fence) -> Status:
     """Resume with the same version: nothing was written."""
     await fence.release(body.holder)
     return fence.status()
@@ -163,26 +181,29 @@ async def read(body: ReadRequest, request: Request) -> Values:
 @router.post("/tensors/write")
 async def write(body: WriteRequest, request: Request, fence: Fence) -> Status:
     """Set single elements, for the fence's holder alone."""
-    fence.refuse_unless_held(body.holder)
+    fence.refuse_unless_writing(body.holder)
     elements = [element.model_dump() for element in body.elements]
     await request.app.state.bridge_engine.collective_rpc("bridge_write", args=(elements, list(body.values)))
     return fence.status()
 
 
 @router.post("/adapter")
-async def adapter(body: AdapterRequest, request: Request) -> AdapterSlot:
+async def adapter(body: AdapterRequest, request: Request, fence: Fence) -> AdapterSlot:
     """Serve an adapter from a slot that stays put, in the place of the one before."""
+    fence.lease.refuse_others(body.holder)
     served: ServedAdapter = request.app.state.bridge_adapter
     return AdapterSlot(name=body.name, slot=await served.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
-async def release_adapter(request: Request, fence: Fence) -> Status:
+async def release_adapter(body: HolderRequest, request: Request, fence: Fence) -> Status:
     """Serve no adapter from a slot of its own any more."""
+    fence.lease.refuse_others(body.holder)
     served: ServedAdapter = request.app.state.bridge_adapter
     await served.release()
     return fence.status()
 
 
 async def _refusal(_request: Request, error: BridgeError) -> JSONResponse:
-    return JSONResponse(Refusal(error=error.message, remedy=error.remedy).model_dump(), status_code=409)
+    refusal = Refusal(error=error.message, remedy=error.remedy, busy=isinstance(error, FenceBusyError))
+    return JSONResponse(refusal.model_dump(), status_code=409)

@@ -9,6 +9,7 @@ Not covered: the slot that vLLM copies it into.
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -31,8 +32,15 @@ class DiskHandover:
     """An adapter that one server loads again and again."""
 
     def __init__(self, config: TrainConfig, run: RunDirectory, url: str, manifest: Manifest | None) -> None:
-        """Prepare for the server at `url`; `manifest` is its own, where it has one."""
+        """Prepare for the server at `url`, whose lease is taken if it has a `manifest`.
+
+        Raises:
+            AttachError: another trainer has it.
+        """
         self._run, self._manifest = run, manifest
+        self._client = None if manifest is None else BridgeClient(manifest, timeout_s=CONTROL_LIMIT_S, url=url)
+        if self._client is not None:
+            fence.when_free(partial(self._client.take_lease, str(run.path)))
         self._http = httpx.Client(base_url=url, timeout=config.request_timeout_s, trust_env=False)
         self._url = url
         self.version = -1
@@ -53,11 +61,10 @@ class DiskHandover:
         Raises:
             AttachError: the server stands still: something is torn.
         """
-        if self._manifest is not None:
-            with BridgeClient(self._manifest, timeout_s=CONTROL_LIMIT_S, url=self._url) as client:
-                client.status().refuse_torn()  # resuming cannot mend it either: nothing is written in place
-                if self._manifest.lora_slots:  # an earlier run may have trained in memory
-                    client.release_adapter()
+        if self._manifest is not None and self._client is not None:
+            self._client.status().refuse_torn()  # resuming cannot mend it either: nothing is written in place
+            if self._manifest.lora_slots:  # an earlier run may have trained in memory
+                self._client.release_adapter()
         unload_earlier(self._http)
         shutil.rmtree(self._run.served, ignore_errors=True)  # what a server that died was given
         self._hand_over(adapter, self.version + 1)
@@ -100,7 +107,9 @@ class DiskHandover:
         self._hand_over(adapter, max(version, self.version + 1))
 
     def close(self) -> None:
-        """Close the connection."""
+        """Give the lease back, and close the connections."""
+        if self._client is not None:
+            self._client.close()
         self._http.close()
 
     def _hand_over(self, adapter: Adapter, version: int) -> None:

@@ -59,11 +59,11 @@ class LoraOnly:
 
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, put the adapter in, and hand it over for the first time."""
+        self._handover = self._open_handover()  # first: a server that another trainer updates is left alone
         base = self._open_base()
         self._attached = base.attached
         base.model.requires_grad_(False)  # before the adapter is there, which is trained
         self._adapter = Adapter(base.model, self._config)
-        self._handover = self._open_handover()
         self._handover.take(self._adapter)
         self._run.note(base.note)
         return OpenedModel(
@@ -129,7 +129,7 @@ class LoraOnly:
         self._handover.restore(self._adapter, lambda: None, version=version + 1)
 
     def close(self) -> None:
-        """Close the connection; the server keeps serving the adapter."""
+        """Give the lease back, and close the connection; the server keeps serving the adapter."""
         if hasattr(self, "_handover"):
             self._handover.close()
 

@@ -28,7 +28,7 @@ class MemoryHandover:
 
     def __init__(self, config: TrainConfig, run: RunDirectory, manifest: Manifest) -> None:
         self._config = config
-        self._server = PatchedServer(config, manifest, writes="adapter")
+        self._server = PatchedServer(config, run, manifest, writes="adapter")
         self._given = run.served / ADAPTER
         """The adapter as the server got it: what mends one that is left torn before the first checkpoint."""
 

@@ -114,7 +114,7 @@ class InPlace:
 
     def __init__(self, config: TrainConfig, run: RunDirectory) -> None:
         self._config, self._run = config, run
-        self._server = PatchedServer(config, served.find(config))
+        self._server = PatchedServer(config, run, served.find(config))
 
     @property
     def version(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import ManifestError
+from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
 from bridge.modes.mode import Engine
 from bridge.protocol import Written
@@ -38,8 +39,11 @@ def find(config: TrainConfig) -> Manifest:
 class PatchedServer:
     """One live server, in whose memory this process writes the model's weights, or an adapter."""
 
-    def __init__(self, config: TrainConfig, manifest: Manifest, *, writes: Written = "weights") -> None:
-        self._config, self._writes = config, writes
+    def __init__(
+        self, config: TrainConfig, run: RunDirectory, manifest: Manifest, *, writes: Written = "weights"
+    ) -> None:
+        """Take the lease of the server that wrote `manifest`, for `run`."""
+        self._config, self._run, self._writes = config, run, writes
         self.version = self._connect(manifest)
 
     @property
@@ -64,7 +68,7 @@ class PatchedServer:
         with deferred_interrupt():  # or an interrupt comes between the update and the note of its version
             times = fence.update(
                 self.client, write, prepare=prepare, sleep=sleep, in_flight=self._config.in_flight,
-                last_checkpoint=last_checkpoint, writes=self._writes,
+                version=self.version, last_checkpoint=last_checkpoint, writes=self._writes,
             )  # fmt: skip
             self.version = times.version
         return times
@@ -86,20 +90,25 @@ class PatchedServer:
         self.restore(lambda: None, version=self.version + 1)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Give the lease back, and close the connection."""
         self.client.close()
 
     def _connect(self, manifest: Manifest) -> int:
         """Connect to the server that wrote `manifest`, and return the version that it serves.
 
         Raises:
-            AttachError: something is torn; going on from a checkpoint mends it, if that is what is written.
+            AttachError: another trainer has the lease, or something is torn; resuming from a checkpoint repairs it, if
+                that is what is written.
         """
         self.manifest = manifest
         url = self._config.server_url(manifest.url)
         self.client = BridgeClient(manifest, timeout_s=self._config.request_timeout_s, url=url)
-        status = self.client.status()
-        if not (self._config.resume and status.writes == self._writes):
-            status.refuse_torn()
+        try:
+            status = fence.when_free(lambda: self.client.take_lease(str(self._run.path)))
+            if not (self._config.resume and status.writes == self._writes):
+                status.refuse_torn()
+        except BaseException:
+            self.close()
+            raise
         self.can_sleep = status.can_sleep
         return status.version

@@ -23,9 +23,9 @@ class SharedVllm:
     ends = False
 
     def __init__(self, config: TrainConfig, run: RunDirectory, engine: Engine | None = None) -> None:
-        del run, engine  # nothing lies between two checkpoints; an engine is given when the server died
+        del engine  # it is given when the server died
         self._config = config
-        self._server = PatchedServer(config, served.find(config))
+        self._server = PatchedServer(config, run, served.find(config))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -85,5 +85,5 @@ class SharedVllm:
         self._server.revive(engine, checkpoint)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Give the lease back, and close the connection."""
         self._server.close()

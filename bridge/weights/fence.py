@@ -5,6 +5,9 @@
     write      the caller writes, then this process's device is idle
     publish    the version goes up by one, generation resumes
 
+Only the process that has the server's lease may write. One that reads, such as `bridge verify` beside training, may
+hold the fence as well: whoever comes meanwhile waits for it.
+
 A Ctrl-C acts at once while the caller prepares: nothing is written yet, and the server goes on as it was. Anywhere else
 in the window it waits for the end: weights are never left half written by an interrupt. An error while writing leaves
 the server paused, and torn once this process is gone: half-written weights are never served.
@@ -15,15 +18,21 @@ Not covered: what is written.
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from bridge.client import BridgeClient
+from bridge.errors import BridgeError, FenceBusyError, ServerUnreachableError
 from bridge.interrupt import acting_interrupt, deferred_interrupt
+from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight, Status, Written
+
+BUSY_LIMIT_S = 120.0
+"""Longest wait for another process to leave the fence: `bridge verify` digests every weight in it."""
+BUSY_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +58,15 @@ def update(
     in_flight: InFlight,
     prepare: Callable[[], None] | None = None,
     sleep: bool = False,
+    version: int | None = None,
     last_checkpoint: Path | None = None,
     writes: Written = "weights",
 ) -> FenceTimes:
     """Run `prepare`, then `write`, inside the fence and publish what was written.
 
     `prepare` changes nothing that is served, and drops what it computed if it raises: the server then goes on with the
-    same version. With `sleep` both have the KV cache's memory, and give it back. `last_checkpoint` would mend what is
-    left torn.
+    same version. With `sleep` both have the KV cache's memory, and give it back. `version` is the one that the caller
+    takes for the served one; None: any. `last_checkpoint` would mend what is left torn.
 
     Raises:
         AttachError: the server refuses the fence, or finds no memory for its KV cache at the end.
@@ -76,7 +86,8 @@ def update(
         return client.publish()
 
     return _passage(
-        lambda: client.pause(in_flight, last_checkpoint=last_checkpoint, writes=writes, sleep=sleep),
+        client,
+        lambda: client.pause(in_flight, version=version, last_checkpoint=last_checkpoint, writes=writes, sleep=sleep),
         write,
         publish,
         prepare=lambda: interruptible(prepare, abandon),
@@ -98,6 +109,7 @@ def restore(
         ServerUnreachableError: the server is gone.
     """
     return _passage(
+        client,
         lambda: client.pause("keep", last_checkpoint=last_checkpoint, writes=writes, takeover=True),
         write,
         lambda: client.publish(version),
@@ -105,6 +117,7 @@ def restore(
 
 
 def _passage(
+    client: BridgeClient,
     pause: Callable[[], Status],
     write: Callable[[], None],
     publish: Callable[[], Status],
@@ -113,7 +126,7 @@ def _passage(
 ) -> FenceTimes:
     with deferred_interrupt():
         start = time.perf_counter()
-        pause()
+        _paused(client, pause)
         paused = time.perf_counter()
         prepare()
         prepared = time.perf_counter()
@@ -133,14 +146,45 @@ def _passage(
 
 
 @contextmanager
-def frozen(client: BridgeClient) -> Iterator[None]:
-    """Hold the server still without publishing: for reading, and for writes that the block puts back."""
+def frozen(client: BridgeClient) -> Iterator[bool]:
+    """Hold the server still without publishing, and yield whether the block may write what it puts back.
+
+    It may only read where another process has the lease: that one computes with the weights at any time.
+    """
     with deferred_interrupt():
-        client.pause("keep")
+        lease = client.status().lease
+        may_write = lease is None or lease.holder == ProcessIdentity.current()
+        _paused(client, lambda: client.pause("keep", writes="weights" if may_write else "nothing"))
         try:
-            yield
+            yield may_write
         finally:
             client.resume()
+
+
+def when_free(call: Callable[[], Status]) -> Status:
+    """Return what `call` returns, once no other process holds the fence; an interrupt acts at once meanwhile.
+
+    Raises:
+        FenceBusyError: another process has held it for `BUSY_LIMIT_S`.
+    """
+    deadline = time.monotonic() + BUSY_LIMIT_S
+    while True:
+        try:
+            return call()
+        except FenceBusyError:
+            if time.monotonic() > deadline:
+                raise
+        with acting_interrupt():
+            time.sleep(BUSY_POLL_S)
+
+
+def _paused(client: BridgeClient, pause: Callable[[], Status]) -> None:
+    try:
+        when_free(pause)
+    except ServerUnreachableError:  # its answer may be lost, and the server stand still
+        with suppress(BridgeError):
+            client.resume()
+        raise
 
 
 def interruptible(

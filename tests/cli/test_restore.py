@@ -27,8 +27,8 @@ from bridge.errors import AttachError
 from bridge.process import ProcessIdentity
 from bridge.training import checkpoint
 from bridge.training.checkpoint import Progress
+from bridge.weights import fence, model_folder
 from bridge.weights import manifest as manifests
-from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
 from bridge.weights.manifest import Manifest
 from cli.main import answer
@@ -84,7 +84,9 @@ class Server:
         self.fence.last_checkpoint = None if last_checkpoint is None else str(last_checkpoint)
 
     def routes(self) -> list[str]:
-        return [asked.path.removeprefix("/bridge/") for asked in self.http.asked]
+        """What was asked, the lease left out."""
+        routes = [asked.path.removeprefix("/bridge/") for asked in self.http.asked]
+        return [route for route in routes if route != "lease"]
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,8 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     assert serves(server, model)
 
 
-def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server) -> None:
+def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence, "BUSY_LIMIT_S", 0.2)
     other_weights(server, bridge.folder / "other")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
@@ -251,6 +254,32 @@ def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server) -> None
     assert hint.endswith(f"kill {child.pid}")
     assert serves(server, server.toy.reference)
     assert server.engine.in_flight == []
+
+
+def test_beside_a_trainer_nothing_is_checked_nor_loaded(bridge: Bridge, server: Server) -> None:
+    other_weights(server, bridge.folder / "other")
+    cut_short(bridge.folder / "other")
+    server.fence.take_lease(ProcessIdentity.of(os.getppid()), "runs/first")
+    error, hint = bridge.refused(4, "other")
+    assert error == f"another trainer (pid {os.getppid()}, run runs/first) is updating this server"
+    assert f"kill -INT {os.getppid()}" in hint
+    assert server.routes() == []
+
+
+def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Server) -> None:
+    runs = []
+    pausing = server.engine.pause_scheduler_async
+
+    async def pause(*, mode: str, clear_cache: bool) -> None:
+        lease = server.fence.lease.held
+        runs.append(lease and lease.run)
+        await pausing(mode=mode, clear_cache=clear_cache)
+
+    server.engine.pause_scheduler_async = pause  # type: ignore[method-assign]
+    other_weights(server, bridge.folder / "other")
+    bridge.restores("other")
+    assert runs == [f"bridge restore {bridge.folder / 'other'}"]
+    assert server.fence.lease.held is None
 
 
 def cut_short(folder: Path) -> None:

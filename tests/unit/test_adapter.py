@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from bridge.client import BridgeClient
 from bridge.errors import AttachError
+from bridge.process import ProcessIdentity
 from bridge.protocol import AdapterSlot, Refusal, Status
 from patches import routes
 from patches.adapter import ServedAdapter
@@ -21,6 +22,7 @@ from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving
 
 AUTHORISED = {"authorization": "Bearer secret"}
+HOLDER = {"holder": ProcessIdentity.current().model_dump()}
 
 
 def adapter(name: str, number: int) -> Any:
@@ -313,20 +315,20 @@ def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
 
 
 def test_over_http_the_slot_is_the_answer(http: TestClient, folder: str) -> None:
-    answer = http.post("/bridge/adapter", json={"name": "mine", "path": folder})
+    answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
     assert AdapterSlot.model_validate_json(answer.content) == AdapterSlot(name="mine", slot=0)
 
 
 def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models: FakeModels, folder: str) -> None:
-    http.post("/bridge/adapter", json={"name": "mine", "path": folder})
-    answer = http.delete("/bridge/adapter")
+    http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
+    answer = http.request("DELETE", "/bridge/adapter", json=HOLDER)
     assert Status.model_validate_json(answer.content).state == "serving"
     assert models.lora_requests == {}
 
 
 def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient, folder: str) -> None:
     http.app.state.bridge_adapter = ServedAdapter(FakeEngine(None), None)  # type: ignore[attr-defined]
-    answer = http.post("/bridge/adapter", json={"name": "mine", "path": folder})
+    answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
     assert "started without LoRA" in refusal.error
@@ -335,7 +337,7 @@ def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient,
 
 @pytest.mark.parametrize("body", [{"name": "", "path": "/a"}, {"name": "a", "path": "here"}, {"name": "a"}])
 def test_over_http_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body: dict[str, str]) -> None:
-    assert http.post("/bridge/adapter", json=body).status_code == 422
+    assert http.post("/bridge/adapter", json={**HOLDER, **body}).status_code == 422
 
 
 def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,4 +349,4 @@ def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pyte
         assert client.adapter("mine", Path("folder")) == 3
     (asked,) = server.asked
     assert (asked.method, asked.path) == ("POST", "/bridge/adapter")
-    assert asked.body == {"name": "mine", "path": f"{tmp_path}/folder"}
+    assert asked.body == {**HOLDER, "name": "mine", "path": f"{tmp_path}/folder"}

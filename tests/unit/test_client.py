@@ -8,7 +8,7 @@ import pytest
 
 from bridge import client as client_module
 from bridge.client import BridgeClient
-from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError
+from bridge.errors import AttachError, BridgeError, FenceBusyError, ManifestError, ServerUnreachableError
 from bridge.process import ProcessIdentity
 from bridge.protocol import Element, Status
 from tests.unit.checks_sample import manifest
@@ -54,12 +54,12 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
     holder, element = ME.model_dump(), {"parameter": "w", "index": 3}
     pause = {
-        "holder": holder, "in_flight": "keep", "last_checkpoint": None, "writes": "weights", "takeover": False,
-        "sleep": False,
+        "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
+        "takeover": False, "sleep": False,
     }  # fmt: skip
-    release = {"holder": holder, "version": None}
+    publish, resume = {"holder": holder, "after": 7, "version": None}, {"holder": holder}
     assert [asked.body for asked in server.asked] == [
-        None, pause, release, release,
+        None, pause, publish, resume,
         None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
     ]  # fmt: skip
     assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
@@ -165,6 +165,43 @@ def test_a_pause_that_waits_for_requests_has_the_whole_time_limit(monkeypatch: p
 
     with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         assert client.pause("wait").version == 7
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
+    lost = []
+
+    def answers(asked: Asked) -> Answer | None:
+        lost.append(asked.body)
+        return good(asked) if len(lost) > 1 else None
+
+    with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        CALLS[call](client)
+    assert lost[0] == lost[1]
+
+
+def test_a_lease_is_given_back_with_the_connection_and_no_other_is() -> None:
+    with serving(good) as server:
+        for run in ("runs/first", None):
+            with BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+                if run:
+                    assert client.take_lease(run).version == 7
+    holder = {"holder": ME.model_dump()}
+    assert [(asked.method, asked.path, asked.body) for asked in server.asked] == [
+        ("POST", "/bridge/lease", {**holder, "run": "runs/first"}), ("DELETE", "/bridge/lease", holder)
+    ]  # fmt: skip
+
+
+def test_a_lease_of_a_server_that_is_gone_is_no_error() -> None:
+    with serving(good) as server:
+        client = BridgeClient(manifest(url=server.url), timeout_s=20)
+        client.take_lease("runs/first")
+    client.close()
+
+
+def test_a_server_that_is_busy_is_told_from_one_that_refuses() -> None:
+    refusal = {"error": "held", "remedy": "wait", "busy": True}
+    assert type(error_of(lambda _: as_json(refusal, 409), "pause")) is FenceBusyError
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:

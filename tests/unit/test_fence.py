@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from bridge.client import BridgeClient
-from bridge.errors import AttachError, ServerUnreachableError
+from bridge.errors import AttachError, FenceBusyError, ServerUnreachableError
 from bridge.interrupt import deferred_interrupt
 from bridge.process import ProcessIdentity
-from bridge.protocol import InFlight, Status, Written
+from bridge.protocol import InFlight, Lease, Status, Written
 from bridge.weights import fence
 
 
@@ -29,18 +29,21 @@ class FakeClient:
         self.version = 4
         self.named: Path | None = None
         self.writes: Written | None = None
+        self.believed: int | None = None
+        self.lease: Lease | None = None
         self._failing = failing or {}
 
     def pause(
         self,
         in_flight: InFlight,
         *,
+        version: int | None = None,
         last_checkpoint: Path | None = None,
         writes: Written = "weights",
         takeover: bool = False,
         sleep: bool = False,
     ) -> Status:
-        self.named, self.writes = last_checkpoint, writes
+        self.believed, self.named, self.writes = version, last_checkpoint, writes
         return self._call(f"pause {in_flight}{' takeover' * takeover}{' sleep' * sleep}")
 
     def publish(self, version: int | None = None) -> Status:
@@ -50,11 +53,15 @@ class FakeClient:
     def resume(self) -> Status:
         return self._call("resume")
 
+    def status(self) -> Status:
+        me = ProcessIdentity.current()
+        return Status(model="m", version=self.version, state="serving", server=me, lease=self.lease)
+
     def _call(self, name: str) -> Status:
         self.calls.append(name)
         if name in self._failing:
             raise self._failing[name]
-        return Status(model="m", version=self.version, state="serving", server=ProcessIdentity.current())
+        return self.status()
 
 
 def update(
@@ -361,6 +368,62 @@ def test_frozen_resumes_without_a_new_version() -> None:
     assert fake.version == 4
 
 
+def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
+    fake, me = FakeClient(), ProcessIdentity.current()
+    found = {}
+    for name, holder in {"free": None, "ours": me, "another's": ProcessIdentity.of(os.getppid())}.items():
+        fake.lease = holder and Lease(holder=holder, run="runs/first", since=0.0)
+        with fence.frozen(cast(Any, fake)) as may_write:
+            found[name] = may_write, fake.writes
+    assert found == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}
+
+
+def busy_until(fake: FakeClient, attempt: int) -> None:
+    """Let another process hold the fence until the `attempt`th pause."""
+    pausing = fake.pause
+
+    def pause(*arguments: Any, **choices: Any) -> Status:
+        status = pausing(*arguments, **choices)
+        if len(fake.calls) < attempt:
+            raise FenceBusyError("held", remedy="wait")
+        return status
+
+    fake.pause = pause  # type: ignore[method-assign]
+
+
+def test_a_trainer_waits_for_a_process_that_holds_the_fence_for_a_moment() -> None:
+    fake = FakeClient()
+    busy_until(fake, 3)
+    update(fake, lambda: fake.calls.append("write"))
+    assert fake.calls == ["pause keep", "pause keep", "pause keep", "write", "publish"]
+
+
+def test_one_that_holds_the_fence_for_too_long_is_named_and_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fence, "BUSY_LIMIT_S", 0.0)
+    fake = FakeClient()
+    busy_until(fake, 100)
+    with pytest.raises(FenceBusyError, match="held"):
+        update(fake, lambda: fake.calls.append("write"))
+    assert set(fake.calls) == {"pause keep"}
+
+
+def test_an_interrupt_acts_at_once_while_another_process_holds_the_fence() -> None:
+    fake = FakeClient()
+    busy_until(fake, 100)
+    threading.Timer(0.3, interrupt).start()
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        update(fake, lambda: fake.calls.append("write"))
+    assert set(fake.calls) == {"pause keep"}
+
+
+def test_an_update_names_the_version_that_it_believes_in() -> None:
+    fake = FakeClient()
+    update(fake, lambda: None, version=4)
+    assert fake.believed == 4
+
+
 def test_frozen_resumes_after_an_error_too() -> None:
     fake = FakeClient()
     with pytest.raises(ZeroDivisionError), fence.frozen(cast(Any, fake)):
@@ -368,11 +431,11 @@ def test_frozen_resumes_after_an_error_too() -> None:
     assert fake.calls == ["pause keep", "resume"]
 
 
-def test_frozen_does_not_resume_what_it_did_not_pause() -> None:
+def test_frozen_resumes_what_it_may_have_paused_though_the_answer_is_lost() -> None:
     fake = FakeClient({"pause keep": ServerUnreachableError("gone", remedy="restart")})
     with pytest.raises(ServerUnreachableError), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")
-    assert fake.calls == ["pause keep"]
+    assert fake.calls == ["pause keep", "resume"]
 
 
 @pytest.mark.parametrize("writes", ["weights", "adapter"])

@@ -126,7 +126,7 @@ def test_in_memory_earlier_adapters_go_first_then_the_slot_is_filled_and_moved_i
     parameters = [m.lora_b for m in running.adapter.modules.values()]
     running.handover.take(running.adapter)
     assert running.server.calls == [
-        "GET status", "GET models", "POST unload_lora_adapter", "POST adapter", "POST pause", "POST publish",
+        "POST lease", "GET models", "POST unload_lora_adapter", "POST adapter", "POST pause", "POST publish",
     ]  # fmt: skip
     assert list(running.server.adapters) == ["mine"]
     assert running.server.bodies["POST adapter"]["name"] == "bridge-adapter" == running.handover.endpoint.model
@@ -229,7 +229,7 @@ def test_in_memory_slots_of_another_rank_are_refused_before_anything_is_asked(st
     assert f"--lora-r {RANK};" in remedy
     assert "bridge serve-vllm --max-lora-rank 2" in remedy
     assert "--lora-handover disk" in remedy
-    assert running.server.calls == ["GET status"]
+    assert running.server.calls == ["POST lease"]
     assert running.served_folders() == []
 
 
@@ -240,7 +240,7 @@ def test_in_memory_a_module_without_slot_is_refused_by_name(start: Callable[...,
     running = start("memory", without_down_proj)
     remedy = refused(running, AttachError, r"no slot .* 2 modules, the first: model\.layers\.0\.mlp\.down_proj")
     assert "--lora-target-modules" in remedy
-    assert running.server.calls == ["GET status"]
+    assert running.server.calls == ["POST lease"]
 
 
 def test_in_memory_a_server_without_slots_is_refused_with_the_flag_that_it_lacks(
@@ -276,7 +276,7 @@ def test_by_disk_each_version_has_a_name_and_the_old_one_goes_once_the_new_one_i
     running = start("disk", serve_earlier, stock=stock)
     handover = running.handover
     handover.take(running.adapter)
-    asked = [] if stock else ["GET status", "DELETE adapter"]
+    asked = [] if stock else ["POST lease", "GET status", "DELETE adapter"]
     assert running.server.calls == [*asked, "GET models", "POST unload_lora_adapter", "POST load_lora_adapter"]
     assert list(running.server.adapters) == ["mine", "bridge-adapter-0"]
     running.server.calls.clear()
@@ -331,7 +331,7 @@ def test_by_disk_a_checkpoint_comes_back_as_its_version_or_the_next(start: Calla
 def test_by_disk_a_torn_server_is_refused_before_anything_changes(start: Callable[..., Running], resume: bool) -> None:
     running = start("disk", tear, resume=resume)
     assert refused(running, AttachError, "the adapter is torn").startswith("bridge restore ADAPTER")
-    assert running.server.calls == ["GET status"]
+    assert running.server.calls == ["POST lease", "GET status"]
     assert running.served_folders() == []
 
 

@@ -191,7 +191,7 @@ def test_by_memory_a_base_that_cannot_be_attached_is_refused(world: World) -> No
     world.export(tp_degree=2)
     with pytest.raises(ManifestError, match="tensor-parallel size 2"):
         world.opened()
-    assert world.server.calls == []
+    assert world.server.calls == ["POST lease"]
 
 
 @pytest.mark.parametrize("handover", ["memory", "disk"])

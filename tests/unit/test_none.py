@@ -299,7 +299,7 @@ def test_in_place_the_saved_model_is_loaded_between_pause_and_publish(in_place: 
     running = in_place(in_flight="abort")
     assert running.mode.endpoint.version is None  # the server tells it with each answer
     assert running.publish() == running.mode.version == 1
-    assert running.routes.calls == [("status", 1.0), ("pause", 1.0), ("publish", 2.0)]
+    assert running.routes.calls == [("lease", 1.0), ("pause", 1.0), ("publish", 2.0)]
     assert running.routes.bodies[1]["in_flight"] == "abort"
     assert equal(running.live(), weights(running.model))
     assert running.served() == []
@@ -338,7 +338,7 @@ def test_in_place_weights_that_cannot_be_loaded_stay_on_the_disk_as_the_servers_
     monkeypatch.setattr("bridge.weights.model_folder.load_into", broken)
     with pytest.raises(OSError, match="input/output"):
         running.publish()
-    assert [name for name, _ in running.routes.calls] == ["status", "pause"]
+    assert [name for name, _ in running.routes.calls] == ["lease", "pause"]
     assert running.routes.bodies[1]["last_checkpoint"] == str(running.run.served / "version_1")
     running.mode.close()
     assert equal(stored(running.run.served / "version_1"), weights(running.model))

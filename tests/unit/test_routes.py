@@ -1,6 +1,7 @@
 """The routes as the client sees them: who may ask, what is refused how, and the version on every answer."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ ME = ProcessIdentity.current()
 HOLDER = {"holder": ME.model_dump()}
 AUTHORISED = {"authorization": "Bearer secret"}
 ELEMENT = {"parameter": "w", "index": 3}
+
+
+def after(version: int) -> dict[str, Any]:
+    """A publication of what follows `version`."""
+    return {**HOLDER, "after": version}
 
 
 class FakeEngine:
@@ -123,7 +129,7 @@ def test_a_passage_over_http(http: TestClient) -> None:
     assert (before.version, before.state, before.holder, before.server) == (0, "serving", None, ME)
     paused = Status.model_validate_json(http.post("/bridge/pause", json=HOLDER).content)
     assert (paused.version, paused.state, paused.holder) == (0, "paused", ME)
-    published = Status.model_validate_json(http.post("/bridge/publish", json=HOLDER).content)
+    published = Status.model_validate_json(http.post("/bridge/publish", json=after(0)).content)
     assert (published.version, published.state, published.holder) == (1, "serving", None)
 
 
@@ -136,12 +142,45 @@ def test_a_passage_with_a_sleeping_kv_cache_over_http(http: TestClient, app: Fas
     paused = http.post("/bridge/pause", json=asking).json()
     assert (paused["state"], paused["can_sleep"], engine.awake) == ("paused", True, False)
     engine.lacks = "too little memory"
-    refused = http.post("/bridge/publish", json=HOLDER)
+    refused = http.post("/bridge/publish", json=after(0))
     assert (refused.status_code, engine.awake) == (409, False)
     assert "too little memory" in Refusal.model_validate_json(refused.content).error
     engine.lacks = None
-    assert http.post("/bridge/publish", json=HOLDER).json()["version"] == 1
+    assert http.post("/bridge/publish", json=after(0)).json()["version"] == 1
     assert engine.awake
+
+
+def test_the_lease_over_http(http: TestClient, app: FastAPI) -> None:
+    parent = {"holder": ProcessIdentity.of(os.getppid()).model_dump()}
+    taken = Status.model_validate_json(http.post("/bridge/lease", json={**HOLDER, "run": "runs/first"}).content)
+    assert taken.lease
+    assert (taken.lease.holder, taken.lease.run) == (ME, "runs/first")
+    for method, route, body in (
+        ("POST", "lease", {"run": "runs/second"}),
+        ("POST", "pause", {}),
+        ("POST", "adapter", {"name": "mine", "path": "/there"}),
+        ("DELETE", "adapter", {}),
+    ):
+        refused = http.request(method, f"/bridge/{route}", json={**parent, **body})
+        assert refused.status_code == 409
+        refusal = Refusal.model_validate_json(refused.content)
+        assert refusal.error == f"another trainer (pid {os.getpid()}, run runs/first) is updating this server"
+        assert not refusal.busy
+    assert http.post("/bridge/pause", json={**parent, "writes": "nothing"}).json()["holder"] == parent["holder"]
+    busy = Refusal.model_validate_json(http.post("/bridge/pause", json=HOLDER).content)
+    assert busy.busy
+    written = http.post("/bridge/tensors/write", json={**parent, "elements": [ELEMENT], "values": [2.5]})
+    assert written.status_code == 409
+    assert "paused the server to read" in written.json()["error"]
+    assert http.post("/bridge/resume", json=parent).json()["state"] == "serving"
+    assert http.request("DELETE", "/bridge/lease", json=HOLDER).json()["lease"] is None
+
+
+def test_a_publication_that_is_sent_twice_is_made_once(http: TestClient) -> None:
+    http.post("/bridge/pause", json=HOLDER)
+    answers = [http.post("/bridge/publish", json=after(0)).json() for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert answers[0]["version"] == 1
 
 
 def test_a_resume_publishes_nothing(http: TestClient) -> None:
@@ -152,11 +191,11 @@ def test_a_resume_publishes_nothing(http: TestClient) -> None:
 def test_what_the_writer_names_is_told_and_versions_never_run_backwards(http: TestClient) -> None:
     paused = http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": "/saved/step_6"})
     assert paused.json()["last_checkpoint"] == "/saved/step_6"
-    assert http.post("/bridge/publish", json={**HOLDER, "version": 6}).json()["version"] == 6
+    assert http.post("/bridge/publish", json={**after(0), "version": 6}).json()["version"] == 6
     http.post("/bridge/pause", json=HOLDER)
-    published = http.post("/bridge/publish", json={**HOLDER, "version": 6}).json()
+    published = http.post("/bridge/publish", json={**after(6), "version": 6}).json()
     assert (published["version"], published["last_checkpoint"]) == (7, "/saved/step_6")
-    assert http.post("/bridge/publish", json={**HOLDER, "version": -1}).status_code == 422
+    assert http.post("/bridge/publish", json={**after(7), "version": -1}).status_code == 422
 
 
 def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_a_takeover(
@@ -171,14 +210,13 @@ def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_
     assert refused.json()["remedy"] == f"bridge restore {tmp_path}"
     assert http.post("/bridge/pause", json={**HOLDER, "takeover": True}).json()["state"] == "paused"
     assert http.post("/bridge/resume", json=HOLDER).status_code == 409
-    assert http.post("/bridge/publish", json=HOLDER).json()["state"] == "serving"
+    assert http.post("/bridge/publish", json=after(0)).json()["state"] == "serving"
 
 
 def test_a_refusal_is_a_conflict_with_its_remedy(http: TestClient, app: FastAPI) -> None:
-    for route in ("publish", "resume"):
-        answer = http.post(f"/bridge/{route}", json=HOLDER)
-        assert answer.status_code == 409
-        assert "does not hold the fence" in Refusal.model_validate_json(answer.content).error
+    answer = http.post("/bridge/publish", json=after(0))
+    assert answer.status_code == 409
+    assert "does not hold the fence" in Refusal.model_validate_json(answer.content).error
     app.state.bridge_engine.drops = False
     answer = http.post("/bridge/pause", json=HOLDER)
     assert answer.status_code == 409

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import AttachError
+from bridge.errors import AttachError, FenceBusyError
 from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight
 from patches.server_fence import ServerFence
@@ -217,7 +217,7 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
 
     async def passage() -> None:
         results = await asyncio.gather(fence.pause(ME, "keep"), fence.pause(other, "keep"), return_exceptions=True)
-        assert [type(result) for result in results] == [type(None), AttachError]
+        assert [type(result) for result in results] == [type(None), FenceBusyError]
         assert engine.calls == PAUSED
 
     try:
@@ -412,7 +412,7 @@ def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
 
     async def passage() -> None:
         for holder in (dead, elsewhere):
-            with pytest.raises(AttachError, match="can see"):
+            with pytest.raises(AttachError, match="not visible"):
                 await fence.pause(holder, "keep")
         assert (fence.state, engine.calls) == ("serving", [])
 

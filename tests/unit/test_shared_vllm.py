@@ -53,7 +53,7 @@ def test_it_knows_the_servers_version_from_the_start_and_after_each_update(tmp_p
         assert (mode.version, mode.endpoint.url) == (7, server.url)
         assert mode.publish(lambda: None, last_checkpoint=None).version == mode.version == 8
         mode.close()
-    assert paths(server) == ["status", "pause", "publish"]
+    assert paths(server) == ["lease", "pause", "publish", "lease"]
     assert server.asked[1].body["in_flight"] == "abort"
 
 
@@ -77,7 +77,7 @@ def test_the_span_before_writing_lies_inside_of_the_fence_and_has_the_memory_of_
         assert mode.can_sleep
         assert times.version == mode.version == 8
         mode.close()
-    assert seen == [["status", "pause"]] * 2
+    assert seen == [["lease", "pause"]] * 2
     assert server.asked[1].body["sleep"] is True
 
 
@@ -92,7 +92,7 @@ def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) 
             )
         assert mode.version == 7
         mode.close()
-    assert paths(server) == ["status", "pause", "resume"]
+    assert paths(server) == ["lease", "pause", "resume", "lease"]
 
 
 def test_a_server_tells_that_it_cannot_free_its_kv_cache(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_torn_server_is_refused_unless_the_run_goes_on_and_writes_what_is_torn
     with serving(FakeRoutes(**torn)) as server:
         with pytest.raises(AttachError, match="torn after version 7"):
             SharedVllm(config(server, tmp_path, resume=resume), RUN)
-        assert paths(server) == ["status"]
+        assert paths(server) == ["lease", "lease"]
 
 
 def test_a_run_that_goes_on_takes_torn_weights(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_after_a_restart_the_same_parameters_are_the_new_servers_weights(tmp_pat
         assert (mode.version, mode.endpoint.url, mode.can_sleep) == (8, other.url, False)
         mode.close()
     assert engine.started_with == [old.manifest.model]
-    assert paths(other) == ["status", "pause", "publish"]
+    assert paths(other) == ["lease", "pause", "publish", "lease"]
     assert other.asked[1].body["takeover"] is True
     assert other.asked[2].body["version"] == 8
     assert {asked.headers["authorization"] for asked in other.asked} == {"Bearer new"}

@@ -1,0 +1,284 @@
+"""One process updates a server at a time: who gets the lease, who may pause, and what a death leaves behind."""
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from bridge.errors import AttachError, FenceBusyError
+from bridge.process import ProcessIdentity
+from bridge.protocol import InFlight, Written
+from patches.server_fence import ServerFence
+from tests.unit.checks_sample import manifest
+from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, end, living, run
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    child = living()
+    yield child
+    end(child)
+
+
+@pytest.fixture
+def other(child: subprocess.Popen[bytes]) -> ProcessIdentity:
+    return ProcessIdentity.of(child.pid)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def fence(engine: FakeEngine) -> ServerFence:
+    return ServerFence(engine, manifest())
+
+
+class Draining(FakeEngine):
+    """An engine whose pauses take as long as requests are in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.drained = asyncio.Event(), asyncio.Event()
+
+    async def pause_scheduler_async(self, *, mode: InFlight, clear_cache: bool) -> None:
+        await super().pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+        self.begun.set()
+        await self.drained.wait()
+
+
+async def begun(engine: Draining, pause: "asyncio.Future[None]") -> None:
+    """Wait until `pause` has stopped the scheduler, and waits for the requests in flight."""
+    await engine.begun.wait()
+    assert not pause.done()
+
+
+def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(
+    fence: ServerFence, other: ProcessIdentity
+) -> None:
+    fence.take_lease(other, "runs/first")
+    with pytest.raises(AttachError) as refused:
+        fence.take_lease(ME, "runs/second")
+    assert refused.value.message == f"another trainer (pid {other.pid}, run runs/first) is updating this server"
+    assert f"kill -INT {other.pid}" in refused.value.remedy
+    lease = fence.status().lease
+    assert lease is not None
+    assert (lease.holder, lease.run) == (other, "runs/first")
+
+
+def test_a_lease_that_is_given_back_is_free_and_nobody_gives_back_anothers(
+    fence: ServerFence, other: ProcessIdentity
+) -> None:
+    fence.take_lease(other, "runs/first")
+    fence.give_lease_back(ME)
+    assert fence.lease.held
+    fence.give_lease_back(other)
+    assert fence.status().lease is None
+    fence.take_lease(ME, "runs/second")
+
+
+def test_the_lease_of_a_dead_process_is_free(
+    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    fence.take_lease(other, "runs/first")
+    end(child)
+    assert fence.status().lease is None
+    fence.take_lease(ME, "runs/second")
+    assert fence.lease.held
+
+
+def test_a_process_whose_end_the_server_would_not_notice_gets_no_lease(fence: ServerFence) -> None:
+    with pytest.raises(AttachError, match="not visible"):
+        fence.take_lease(ME.model_copy(update={"pid_namespace": "pid:[1]"}), "runs/elsewhere")
+
+
+@pytest.mark.parametrize("writes", ["weights", "adapter"])
+@pytest.mark.parametrize("takeover", [False, True])
+def test_who_has_no_lease_pauses_for_writing_only_while_nobody_has_it(
+    fence: ServerFence, engine: FakeEngine, other: ProcessIdentity, writes: Written, takeover: bool
+) -> None:
+    async def passage() -> None:
+        fence.take_lease(other, "runs/first")
+        with pytest.raises(AttachError, match=f"pid {other.pid}, run runs/first"):
+            await fence.pause(ME, "keep", writes=writes, takeover=takeover)
+        assert engine.calls == []
+        await fence.pause(other, "keep")
+        await fence.publish(other)
+        fence.give_lease_back(other)
+        await fence.pause(ME, "keep", writes=writes)
+        await fence.publish(ME)
+        assert fence.version == 2
+
+    run(passage())
+
+
+def test_a_reader_pauses_beside_a_trainer_which_is_told_to_try_again(
+    fence: ServerFence, engine: FakeEngine, other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        fence.take_lease(other, "runs/first")
+        await fence.pause(ME, "keep", writes="nothing")
+        assert (fence.state, fence.status().writes) == ("paused", "nothing")
+        with pytest.raises(FenceBusyError, match=f"process {ME.pid} holds the fence"):
+            await fence.pause(other, "keep")
+        for refused in (fence.publish(ME), fence.publish(other), fence.release(other)):
+            with pytest.raises(AttachError):
+                await refused
+        await fence.release(ME)
+        await fence.pause(other, "keep")
+        await fence.publish(other)
+        assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
+
+    run(passage())
+
+
+def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_goes_on(
+    fence: ServerFence, engine: FakeEngine, child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        await fence.pause(ME, "keep", last_checkpoint="/saved")
+        await fence.publish(ME)
+        await fence.pause(other, "keep", writes="nothing")
+        end(child)
+        assert fence.state == "paused"
+        assert fence._look_after
+        await fence._look_after
+        assert (fence.state, fence.version, fence.last_checkpoint, engine.paused) == ("serving", 1, "/saved", False)
+        assert engine.calls == [*PAUSED, "resume", *PAUSED, "resume"]
+
+    run(passage())
+
+
+def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: ProcessIdentity) -> None:
+    async def passage() -> None:
+        await fence.pause(other, "keep")
+        with pytest.raises(FenceBusyError):
+            fence.take_lease(ME, "runs/second")
+        await fence.release(other)
+        fence.take_lease(ME, "runs/second")
+
+    run(passage())
+
+
+def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
+    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        fence.take_lease(other, "runs/first")
+        await fence.pause(other, "keep")
+        fence.give_lease_back(other)
+        assert fence.lease.held
+        end(child)
+        assert (fence.state, fence.lease.held) == ("torn", None)
+        fence.take_lease(ME, "bridge restore")
+        await fence.pause(ME, "keep", takeover=True)
+        await fence.publish(ME)
+        assert fence.state == "serving"
+
+    run(passage())
+
+
+def test_a_trainer_that_believes_in_another_version_is_refused(fence: ServerFence, engine: FakeEngine) -> None:
+    async def passage() -> None:
+        fence.version = 7
+        with pytest.raises(AttachError, match="serves version 7, and this process expected version 5"):
+            await fence.pause(ME, "keep", version=5)
+        assert engine.calls == []
+        await fence.pause(ME, "keep", version=7)
+        with pytest.raises(AttachError, match="expected version 5"):
+            await fence.publish(ME, after=5)
+        await fence.publish(ME, after=7)
+        assert fence.version == 8
+
+    run(passage())
+
+
+def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, engine: FakeEngine) -> None:
+    async def passage() -> None:
+        await fence.pause(ME, "keep")
+        for _ in range(2):
+            await fence.publish(ME, after=0)
+        assert (fence.state, fence.version) == ("serving", 1)
+        assert engine.calls == [*PAUSED, "resume"]
+        with pytest.raises(AttachError, match="does not hold the fence"):
+            await fence.publish(ME, after=1)
+
+    run(passage())
+
+
+def test_a_trainer_that_dies_while_its_pause_is_pending_leaves_a_server_that_serves(
+    child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        engine = Draining()
+        fence = ServerFence(engine, manifest())
+        pause = asyncio.ensure_future(fence.pause(other, "wait"))
+        await begun(engine, pause)
+        assert fence.state == "serving"
+        end(child)
+        assert fence.state == "serving", "nothing can have been written"
+        with pytest.raises(AttachError, match="nothing was written"):
+            await pause
+        assert (fence.state, fence.holder, engine.paused) == ("serving", None, False)
+        engine.drained.set()
+        await fence.pause(ME, "wait")
+        await fence.publish(ME)
+        assert fence.version == 1
+
+    run(passage())
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_trainer_that_no_longer_waits_for_its_pause_does_not_get_it(drained: bool) -> None:
+    async def passage() -> None:
+        engine = Draining()
+        fence, left = ServerFence(engine, manifest()), asyncio.Event()
+
+        async def has_left() -> bool:
+            return left.is_set()
+
+        pause = asyncio.ensure_future(fence.pause(ME, "wait", has_left=has_left))
+        await begun(engine, pause)
+        left.set()
+        await fence.release(ME)  # what a trainer says that has missed the answer
+        if drained:
+            engine.drained.set()
+        with pytest.raises(AttachError, match="nothing was written"):
+            await pause
+        assert (fence.state, engine.paused) == ("serving", False)
+
+    run(passage())
+
+
+def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
+    child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        engine = Draining()
+        fence = ServerFence(engine, manifest())
+        dead = fence.holder = ME.model_copy(update={"start_ticks": 1})
+        pause = asyncio.ensure_future(fence.pause(other, "keep", takeover=True))
+        await begun(engine, pause)
+        end(child)
+        with pytest.raises(AttachError, match="nothing was written"):
+            await pause
+        assert (fence.state, fence.holder, engine.paused) == ("torn", dead, True)
+
+    run(passage())
+
+
+def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: ProcessIdentity) -> None:
+    async def passage() -> None:
+        engine = Draining()
+        fence = ServerFence(engine, manifest())
+        pause = asyncio.ensure_future(fence.pause(ME, "wait"))
+        await begun(engine, pause)
+        fence.take_lease(other, "runs/first")
+        engine.drained.set()
+        with pytest.raises(AttachError, match="run runs/first"):
+            await pause
+        assert (fence.state, engine.paused) == ("serving", False)
+
+    run(passage())
