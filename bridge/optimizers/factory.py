@@ -35,12 +35,13 @@ def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimi
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:
     """Return the group of a parameter that is held multiplied by `factor`, so that it is trained as if it were not.
 
-    A master B kept as B' = factor * B has 1 / factor of its gradient: AdamW then takes the same steps of B, decay
-    and eps included, with these hyperparameters.
+    A master B kept as B' = factor * B has 1 / factor of its gradient: AdamW then takes the same steps of B, decay,
+    eps and clipping included, with these hyperparameters.
     """
     return {
         "params": [parameter],
         "lr": lr * factor,
         "weight_decay": weight_decay / factor,
         "eps": EPS / factor,
+        "factor": factor,
     }

@@ -32,6 +32,9 @@ class StateBytes:
 class InPlaceOptimizer(torch.optim.Optimizer):
     """Writes updates into parameters, and never moves one.
 
+    Norms are those of the unscaled parameters: a group's `factor` (`scaled_group`) changes neither what is reported nor
+    where gradients are clipped.
+
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
     """
@@ -49,8 +52,12 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         self._num_changed: list[Tensor] = []
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "factor": 1.0})
         _check_parameters(self._parameters())
+        self._factors = {
+            parameter: float(group["factor"]) for group in self.param_groups for parameter in group["params"]
+        }
+        """What each parameter is held multiplied by: its gradient is that of the unscaled one, divided by it."""
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -107,7 +114,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
 
     def global_norm(self) -> float:
         """Return the L2 norm of all gradients together, of those that were released, too (waits for the device)."""
-        return global_norm(self._parameters())
+        return norm_of((each.grad, factor) for each, factor in self._factors.items() if each.grad is not None)
 
     @property
     def changed_weight_share(self) -> float:
@@ -125,18 +132,19 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
 
-def global_norm(parameters: Iterable[Tensor]) -> float:
-    """Return the L2 norm of all gradients together, summed in float32 whatever their dtype (waits for the device)."""
-    return norm_of(parameter.grad for parameter in parameters if parameter.grad is not None)
+def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
+    """Return the L2 norm of all tensors together, each times its factor; summed in float32 whatever their dtype.
+
+    Few kernels for those of one dtype, device and factor. Waits for the device.
+    """
+    alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
+    for tensor, factor in scaled:
+        alike.setdefault((tensor.dtype, tensor.device, factor), []).append(tensor)
+    return math.hypot(*(factor * _norm(each) for (_, _, factor), each in alike.items()))
 
 
-def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the L2 norm of all tensors together; few kernels for those of one dtype on one device."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    norms = (torch.stack(torch._foreach_norm(each, 2, dtype=torch.float32)) for each in alike.values())
-    return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in norms))
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))))
 
 
 def _check_parameters(parameters: Iterable[Tensor]) -> None:

@@ -80,7 +80,8 @@ class OffloadedAdamW(InPlaceOptimizer):
     def global_norm(self) -> float:
         """Return the L2 norm of all gradients together, or of their sums (waits for the device)."""
         if self._is_summed:
-            return norm_of(self._sums[parameter] for parameter in self._steps if parameter in self._is_summed)
+            summed = (parameter for parameter in self._steps if parameter in self._is_summed)
+            return norm_of((self._sums[parameter], self._factors[parameter]) for parameter in summed)
         return super().global_norm()
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:

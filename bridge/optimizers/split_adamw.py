@@ -78,7 +78,8 @@ class SplitMasterAdamW(InPlaceOptimizer):
         def take(parameter: Tensor) -> None:
             assert parameter in waiting, "a second gradient: one backward pass is one update"
             assert parameter.grad is not None
-            self._released.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+            self._released.append(norm * self._factors[parameter])
             for piece, scalars in waiting.pop(parameter):
                 self._step_piece(piece, self._released[-1], scalars)
             self._count([parameter])

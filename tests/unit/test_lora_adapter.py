@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.optimizers.factory import SplitMasterAdamW, scaled_group
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
 from bridge.passes.preparation import recompute_activations
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -200,30 +202,38 @@ def test_without_dropout_the_model_computes_the_same_twice() -> None:
     assert torch.equal(model(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("make", [SplitMasterAdamW, OffloadedAdamW])
 @pytest.mark.parametrize(("alpha", "rank"), SCALINGS)
-def test_it_is_trained_as_plain_adamw_trains_the_adapter_that_is_saved(tmp_path: Path, alpha: float, rank: int) -> None:
-    model, lr, decay = base(), 1e-2, 0.1
+def test_it_is_trained_as_plain_adamw_trains_the_adapter_that_is_saved(
+    tmp_path: Path, alpha: float, rank: int, make: Callable[..., InPlaceOptimizer]
+) -> None:
+    model, lr, decay, max_norm = base(), 1e-2, 0.1, 0.02
     adapter = put_in(model, lora_alpha=alpha, lora_r=rank)
     fill(adapter)
     plain = PeftModel.from_pretrained(base(), str(saved(adapter, tmp_path / "before")), is_trainable=True).eval()
     theirs = {name.removeprefix("base_model.model."): parameter for name, parameter in plain.named_parameters()}
     ours = {name: (model.get_parameter(name), factor) for name, factor in adapter.lr_factors().items()}
     optimizers = (
-        SplitMasterAdamW(scaled_group(held, factor, lr=lr, weight_decay=decay) for held, factor in ours.values()),
+        make(scaled_group(held, factor, lr=lr, weight_decay=decay) for held, factor in ours.values()),
         torch.optim.AdamW([theirs[name] for name in ours], lr=lr, weight_decay=decay),
     )
-    for step in range(3):
+    clipped = []
+    for step, size in enumerate((1.0, 1e-3, 30.0)):  # AdamW would not notice gradients clipped by one factor
         for one, optimizer in zip((model, plain), optimizers, strict=True):
             optimizer.zero_grad()
-            one(IDS).logits.square().mean().backward()
+            (size * one(IDS).logits.square().mean()).backward()
         for name, (held, factor) in ours.items():
             expected = theirs[name].grad
             assert expected is not None
             assert held.grad is not None
             assert torch.allclose(held.grad * factor, expected, atol=1e-3 * expected.abs().max().item()), (step, name)
             held.grad.copy_(expected / factor)  # or Adam makes a step of the sign of a rounding
-        for optimizer in optimizers:
-            optimizer.step()
+        norm = float(torch.nn.utils.clip_grad_norm_([theirs[name] for name in ours], max_norm))
+        assert optimizers[0].global_norm() == pytest.approx(norm, rel=1e-5)
+        optimizers[0].step(grad_norm=optimizers[0].global_norm(), max_norm=max_norm)
+        optimizers[1].step()
+        clipped.append(norm > max_norm)
+    assert clipped == [True, False, True]
     after = load_file(saved(adapter, tmp_path / "after") / "adapter_model.safetensors")
     before = load_file(tmp_path / "before" / "adapter_model.safetensors")
     for name, tensor in after.items():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge.errors import UsageError
+from bridge.optimizers.factory import scaled_group
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 
@@ -82,6 +83,22 @@ def test_each_gradient_is_scaled_down_on_its_own() -> None:
         (small.sum() * 1e-3 + large.sum() * 1e3).backward()
     assert optimizer.parts(small)["exp_avg"][0].item() == pytest.approx(1e-4, rel=1e-2)
     assert (optimizer.parts(large)["exp_avg"] * 10).norm().item() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_what_is_held_multiplied_is_scaled_down_as_if_it_were_not() -> None:
+    plain, held = (nn.Parameter(torch.full((300,), value).bfloat16()) for value in (1.0, 4.0))
+    one, other = (
+        SplitMasterAdamW([scaled_group(weight, factor, lr=1e-2, weight_decay=0.0)])
+        for weight, factor in ((plain, 1.0), (held, 4.0))
+    )
+    for size in (1.0, 1e-2, 5.0):
+        for optimizer, weight, factor in ((one, plain, 1.0), (other, held, 4.0)):
+            with optimizer.releasing(max_norm=1.0):
+                (weight * (size / factor)).sum().backward()
+            assert optimizer.global_norm() == pytest.approx(size * math.sqrt(300), rel=1e-2)
+            optimizer.step()
+        torch.testing.assert_close(held / 4, plain, rtol=1e-2, atol=0)
+        torch.testing.assert_close(other.parts(held)["exp_avg"] * 4, one.parts(plain)["exp_avg"])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
