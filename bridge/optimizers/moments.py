@@ -1,19 +1,22 @@
 """How AdamW's two moments are held: as float32, bf16, or codes of 8 or 4 bits with a float32 scale per block.
 
 A code c of a block stands for scale * (c / largest code) ** power: the power makes the steps between small values
-small, as a table of levels would, without one. The first moment is rounded to the nearest code. The second has no code
-for zero and is rounded by chance: at beta2 = 0.999 a value moves by less than half a step between two codes, and never
-moves at all if it is rounded to the nearest.
+small, as a table of levels would, without one. Both moments are rounded by chance, so that they are right on average:
+a value that decays by less than half the distance between two codes never moves if it is rounded to the nearest. At
+beta2 = 0.999 that is every second moment; at beta1 = 0.9 it is any first moment of 4 bits and a small one of 8 bits,
+whose weights moved on for ever after their gradients had ended. Only the first moment has a code for zero.
 
 Measured against float32 moments in a simulation, gradients of two and of three decades in a block that change places
-after half of 1,000 steps, beta2 = 0.999. 8 bits: the sum of the updates is 1.01 to 1.02 times as long, cosine 0.997 and
-more; rounded to the nearest 1.2 times as long after the change; with Dettmers' dynamic tree single updates of 20 and
-more, for its zero. 4 bits: 0.6 to 0.9 times, cosine 0.66 to 0.87: a linear second moment errs towards small steps, with
-higher powers steps are 1.3 to 4 times too long.
+after half of 1,000 steps, noise alone and noise around a mean of 0.3 deviations, beta2 = 0.999. 8 bits: the sum of the
+updates is 1.01 to 1.02 times as long, cosine 0.994 and more; with a second moment rounded to the nearest 1.2 times as
+long after the change; with Dettmers' dynamic tree single updates of 20 and more, for its zero. 4 bits: 0.8 to 1.3
+times, cosine 0.63 to 0.93; a linear second moment errs towards small steps (0.5 to 0.8 times), a cubic one towards
+large ones.
 
 Not covered: the update itself (`split_master.py`).
 Shape suffixes: R blocks, B elements of a block.
-Source: block-wise 8-bit states, arXiv 2110.02861; 4 bits, and a linear second moment without zero, arXiv 2309.01507.
+Source: block-wise 8-bit states, arXiv 2110.02861; 4 bits, and a second moment without zero (linear there), arXiv
+2309.01507.
 """
 
 from collections.abc import Mapping
@@ -23,11 +26,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bridge.optimizers.rounding import uniform
+from bridge.optimizers.rounding import remixed, uniform
 from bridge.optimizers.state_bytes import BLOCK_OF_4_BIT, BLOCK_OF_8_BIT
 
 State = Mapping[str, Tensor]
-FIRST, SECOND, BOTH = "exp_avg", "exp_avg_sq", "exp_avg_both"
+FIRST, SECOND, BOTH = "exp_avg", "exp_avg_sq", "exp_avg_codes"
 FIRST_SCALE, SECOND_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
 
 
@@ -124,16 +127,16 @@ class CodedMoments:
         """Scale each block by its largest value and choose codes."""
         assert bits_RB is not None
         first_scale, second_scale = first_RB.abs().amax(1, keepdim=True), second_RB.amax(1, keepdim=True)
-        first_RB = signed_code(_divided(first_RB, first_scale), self.bits, self.first_power)
-        chance_RB = uniform(bits_RB)
-        second_RB = positive_code(_divided(second_RB, second_scale), self.bits, self.second_power, chance_RB)
+        chances = uniform(remixed(bits_RB)), uniform(bits_RB)  # the bits' lower half rounds the weight
+        first_RB = signed_code(_divided(first_RB, first_scale), self.bits, self.first_power, chances[0])
+        second_RB = positive_code(_divided(second_RB, second_scale), self.bits, self.second_power, chances[1])
         codes = {FIRST: first_RB, SECOND: second_RB} if self.bits == 8 else {BOTH: pack(first_RB, second_RB)}
         return {**codes, FIRST_SCALE: first_scale, SECOND_SCALE: second_scale}
 
 
 FLOAT32, BFLOAT16 = PlainMoments(torch.float32), PlainMoments(torch.bfloat16)
 EIGHT_BIT = CodedMoments(bits=8, block=BLOCK_OF_8_BIT, first_power=4, second_power=8)
-FOUR_BIT = CodedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=1)
+FOUR_BIT = CodedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=2)
 
 
 def signed_level(code: Tensor, bits: int, power: int) -> Tensor:
@@ -143,10 +146,12 @@ def signed_level(code: Tensor, bits: int, power: int) -> Tensor:
     return level
 
 
-def signed_code(value: Tensor, bits: int, power: int) -> Tensor:
-    """Return the code, int8, whose level is nearest to a value from -1 to 1, between roots."""
-    root = _root(value.abs(), power) * (2 ** (bits - 1) - 1)
-    code: Tensor = value.sign() * root.round()
+def signed_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
+    """Return one of the two codes, int8, around a value from -1 to 1, so that its level is right on average."""
+    size, largest = value.abs(), 2 ** (bits - 1) - 1
+    lower = (_root(size, power) * largest).floor().clamp(0, largest - 1)
+    low, high = signed_level(lower, bits, power), signed_level(lower + 1, bits, power)
+    code: Tensor = value.sign() * (lower + ((size - low) / (high - low) > chance))
     return code.to(torch.int8)
 
 

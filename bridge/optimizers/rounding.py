@@ -43,6 +43,11 @@ def round_by_chance(master: Tensor, bits: Tensor) -> Tensor:
     return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
 
 
+def remixed(bits: Tensor) -> Tensor:
+    """Return as many random bits again, made of `bits` without another key."""
+    return _mixed(bits ^ _GOLDEN)
+
+
 def uniform(bits: Tensor) -> Tensor:
     """Return float32 numbers in [0, 1) from the upper half of `bits`."""
     return ((bits >> 16) & 0xFFFF).float() * 2.0**-16
