@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
+DERIVED_LATER = "default_factory_not_called"
+"""pydantic's word for a default that follows from other choices, and is not derived where one of them is at fault."""
 
 
 class Config(BaseModel):
@@ -48,7 +50,8 @@ class Config(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            faults = "; ".join(_fault(fault, named) for fault in error.errors())
+            found = [fault for fault in error.errors() if fault["type"] != DERIVED_LATER]
+            faults = "; ".join(_fault(fault, named) for fault in found)
             raise UsageError(faults, remedy="see --help for every choice and its default") from error
 
     @classmethod

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
 from bridge.choices import Config
@@ -183,7 +184,9 @@ def _help(name: str, field: FieldInfo, synonyms: list[str]) -> str:
     text += f" Also {', '.join(also)}." if also else ""
     if field.is_required():
         return text + escape(" [required]")
-    return text if field.default is None else text + escape(f" [default: {_written(field.default)}]")
+    if field.default in (None, PydanticUndefined):  # the docstring says what an absent one stands for
+        return text
+    return text + escape(f" [default: {_written(field.default)}]")
 
 
 def _written(default: object) -> str:

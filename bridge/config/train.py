@@ -14,6 +14,15 @@ from bridge.config.rollouts import RolloutConfig
 from bridge.config.serve import DEFAULT_PORT
 
 
+def learning_rate(mode: str | None) -> float:
+    """Return the learning rate of a run in `mode` that was given none.
+
+    1e-6 is TRL's for GRPO, and a small one; an adapter needs about ten times the rate of all weights.
+    Source: `GRPOConfig` of TRL 1.16; "LoRA Without Regret", Schulman et al. 2025.
+    """
+    return 1e-5 if mode == "lora_only" else 1e-6
+
+
 class TrainConfig(RolloutConfig):
     """One training run."""
 
@@ -32,8 +41,8 @@ class TrainConfig(RolloutConfig):
     """Seconds without a batch of the Atropos API after which the run ends."""
     batch_size: int = Field(default=64, ge=2)
     """Completions per step; a multiple of the group size."""
-    lr: float = Field(default=1e-6, gt=0)
-    """Learning rate."""
+    lr: float = Field(default_factory=lambda chosen: learning_rate(chosen.get("mode")), gt=0)
+    """Learning rate; absent: 1e-6 for all weights, 1e-5 for an adapter, in `lora_only`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -4,7 +4,7 @@ Not covered: the two of them (`split_adamw.py`, `offload.py`), keeping their sta
 (`bridge/training/trainer_state.py`), float16, DTensors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,10 @@ from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 
-__all__ = ["SplitMasterAdamW", "make", "scaled_group"]
+LEAST_DECAY = 2.0**-25
+"""Half the distance from 1 to the next smaller float32: up to it 1 - lr * weight_decay is 1."""
+
+__all__ = ["LEAST_DECAY", "SplitMasterAdamW", "decays", "make", "scaled_group"]
 
 
 def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
@@ -30,6 +33,12 @@ def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimi
         return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed)
     assert kind.name == "adamw", "the configuration refuses the others"
     return OffloadedAdamW(groups, betas=betas, streams=config.gradient_release)
+
+
+def decays(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Tell whether a weight decay that is not 0 changes weights: none does whose factor float32 rounds to 1."""
+    rates = [group["lr"] * group["weight_decay"] for group in groups]
+    return all(rate == 0 or rate > LEAST_DECAY for rate in rates)
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:

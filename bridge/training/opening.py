@@ -3,7 +3,7 @@
 Not covered: opening the model itself (`bridge/modes`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def learner_of(
         factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
+    _say_rates(config, groups, note)
     optimizer = make_optimizer(config, groups)
     try:
         optimizer.allocate()
@@ -51,3 +52,16 @@ def learner_of(
         shares_prompts = shares_prompts and beside.shares_prompts
     budget = Budget(model, config, note, share_prompts=shares_prompts)
     return Learner(config, model, optimizer, budget=budget, reference=beside)
+
+
+def _say_rates(config: TrainConfig, groups: Iterable[Mapping[str, Any]], note: Note) -> None:
+    """Report a learning rate that nobody chose, and a weight decay that float32 rounds away."""
+    if "lr" not in config.model_fields_set:
+        trained = "an adapter" if config.mode == "lora_only" else "all weights"
+        note(f"learning rate {config.lr:g}, the default for {trained}; --lr sets another one")
+    if factory.decays(groups):
+        return
+    note(
+        f"weight decay does nothing: 1 - {config.lr:g} x {config.weight_decay:g} is 1 in float32, in torch's AdamW as"
+        f" well; at this learning rate it takes effect from --weight-decay {2 * factory.LEAST_DECAY / config.lr:.2g} on"
+    )

@@ -1,4 +1,5 @@
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,33 @@ def test_flags_win_over_the_environment_which_wins_over_toml(tmp_path: Path, mon
     (config,) = parse("--config", str(toml), "--seed", "3")
     assert isinstance(config, TrainConfig)
     assert (config.model_name, config.lr, config.training_steps, config.seed) == ("toml", 0.1, 2, 3)
+
+
+@pytest.mark.parametrize(("mode", "lr"), [("shared_vllm", 1e-6), ("none", 1e-6), ("lora_only", 1e-5)])
+def test_a_learning_rate_that_nobody_wrote_is_the_modes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, lr: float
+) -> None:
+    def rate(*arguments: str) -> float:
+        (config,) = parse("--model", "m", *arguments)
+        assert isinstance(config, TrainConfig)
+        assert json.loads(config.model_dump_json())["lr"] == config.lr
+        return config.lr
+
+    assert rate("--weight-bridge-mode", mode) == lr
+    for written in (1e-6, 1e-5, 0.1):
+        assert rate("--mode", mode, "--lr", str(written)) == written
+        toml = tmp_path / "c.toml"
+        toml.write_text(f'lr = {written}\nmode = "{mode}"\n')
+        assert rate("--config", str(toml)) == written
+    monkeypatch.setenv("BRIDGE_LR", "0.3")
+    assert rate("--mode", mode) == 0.3
+
+
+def test_a_choice_that_is_refused_says_nothing_of_what_would_follow_from_it() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse("--model", "m", "--mode", "lora")
+    assert "--mode" in refused.value.message
+    assert "lr" not in refused.value.message
 
 
 def test_a_name_of_the_toml_file_may_be_a_synonym(tmp_path: Path) -> None:

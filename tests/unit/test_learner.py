@@ -705,3 +705,34 @@ def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
             for index, each in enumerate(group.completions)
         ]
     return torch.cat(rows).mean()
+
+
+def notes_of(**choices: Any) -> list[str]:
+    """Return what is reported before the first step of a run that was given `choices` alone."""
+    model, notes = base(), list[str]()
+    config = TrainConfig.model_validate({"model_name": "tiny"} | choices)
+    factors = {name: 4.0 for name, _ in model.named_parameters()}
+    opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
+    made = opening.learner_of(config, opened, notes.append)
+    assert {group["lr"] for group in made.optimizer.param_groups} == {config.lr * 4}
+    return notes
+
+
+def test_a_learning_rate_that_nobody_chose_is_reported() -> None:
+    assert "learning rate 1e-06, the default for all weights; --lr sets another one" in notes_of()
+    adapter = notes_of(mode="lora_only")
+    assert "learning rate 1e-05, the default for an adapter; --lr sets another one" in adapter
+    assert not [line for line in notes_of(lr=1e-6) if "learning rate" in line]
+
+
+@pytest.mark.parametrize(
+    ("lr", "decay", "effect"), [(1e-6, 0.01, False), (1e-6, 0.1, True), (1e-6, 0.0, True), (1e-5, 0.01, True)]
+)
+def test_a_weight_decay_that_float32_rounds_away_is_reported(lr: float, decay: float, effect: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(256))
+    weight.grad = torch.zeros(256)
+    factory.SplitMasterAdamW([factory.scaled_group(weight, 4.0, lr=lr, weight_decay=decay)]).step()
+    assert bool((weight != 1).any()) == (effect and decay > 0)
+    told = [line for line in notes_of(lr=lr, weight_decay=decay) if "weight decay does nothing" in line]
+    assert len(told) == (0 if effect else 1)
+    assert all("from --weight-decay 0.06 on" in line for line in told)
