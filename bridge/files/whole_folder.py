@@ -33,7 +33,7 @@ def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable:
     """Give a scratch folder beside `folder`, and put it in that place at the end of the block.
 
     After an error `folder` is as it was. `replaceable` tells whether what lies there may go; an empty folder always
-    may. `durable`: everything is on the disk before the name appears.
+    may. `durable`: everything is on the disk before the name appears. Files and folders get the umask's mode.
 
     Raises:
         UsageError: what lies there may not go, or the disk is full or refuses.
@@ -46,6 +46,7 @@ def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable:
             scratch.mkdir(parents=True)
             _remove_leftovers(folder.parent)
             yield scratch
+            _open_alike(scratch)
             for path in (*scratch.rglob("*"), scratch) if durable else ():
                 _fsync(path)
             _move(scratch, folder, replaceable)
@@ -129,6 +130,13 @@ def _one_line_errors(folder: Path, scratch: Path) -> Iterator[None]:
             f"cannot write {folder}: {reason} (after {num_bytes} bytes, with {free_bytes} bytes free)",
             remedy="make room there, or name another folder with --save-path",
         ) from error
+
+
+def _open_alike(scratch: Path) -> None:
+    """Give everything in `scratch` its own mode, which is the umask's: safetensors makes its files 0600."""
+    folders = scratch.stat().st_mode & 0o777
+    for path in (path for path in scratch.rglob("*") if not path.is_symlink()):
+        path.chmod(folders if path.is_dir() else folders & 0o666)
 
 
 def _fsync(path: Path) -> None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bridge.errors import ServerUnreachableError, UsageError
 from bridge.files import whole_folder
@@ -142,6 +144,25 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path, monke
     synced.clear()
     write(tmp_path / "fleeting", "new", durable=False)
     assert synced == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_follows_the_umask_whoever_wrote_it(tmp_path: Path, umask: int) -> None:
+    def fill(scratch: Path) -> None:
+        (scratch / "name").write_text("text")
+        (scratch / "inner").mkdir(mode=0o700)
+        save_file({"weight": torch.ones(2)}, scratch / "inner" / "weights.safetensors")
+        save_file({"weight": torch.ones(2)}, scratch / "weights.safetensors")
+
+    before = os.umask(umask)
+    try:
+        filled(tmp_path / "saved", fill)
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").write_text("text")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "saved", *(tmp_path / "saved").rglob("*")):
+        assert path.stat().st_mode == (tmp_path / ("folder" if path.is_dir() else "file")).stat().st_mode, path
 
 
 def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
