@@ -3,7 +3,7 @@
 Not covered: the arithmetic (`bridge/planning/memory.py`), showing it (`plan_table.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,18 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recommended:
+    """The most exact way that fits."""
+
+    row: Row
+    """What it takes."""
+    command: str
+    """What trains by it."""
+    without_host: str | None
+    """Command of the most exact way that keeps nothing in the host's memory; None: this one does not, or none fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """What there is, and what is wanted."""
 
@@ -95,14 +107,14 @@ class Limits:
     """Least tokens of the KV cache."""
 
 
-def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits) -> list[Row]:
-    """Return every way to train that agrees with what `config` was given.
+def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str]) -> list[Row]:
+    """Return every way to train by one of `modes` that agrees with what `config` was given.
 
     Raises:
         UsageError: there is none.
     """
     given = {field: getattr(config, field) for field in sorted(config.model_fields_set & VARIED)}
-    found = [{**place, **way} for place, ways in PLACES for way in ways]
+    found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
     rows = [_row(size, config.model_copy(update=choices), choices, limits) for choices in agreeing]
     if not rows:
@@ -140,6 +152,19 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits)
         kv_awake_gib=awake.kv / GIB,
         kv_asleep_gib=asleep.kv / GIB if need.can_sleep else None,
         kv_tokens=int(found.kv / need.kv_per_token),
+    )
+
+
+def recommend(rows: Sequence[Row], size: ModelSize, serve: ServeConfig, config: TrainConfig) -> Recommended | None:
+    """Return the first of `rows` that fits; None: nothing does."""
+    fitting = [row for row in rows if not row.lacking_gib]
+    if not fitting:
+        return None
+    best, apart = fitting[0], next((row for row in fitting if not row.host_gib), None)
+    return Recommended(
+        row=best,
+        command=command(best, size, serve, config),
+        without_host=command(apart, size, serve, config) if apart and best.host_gib else None,
     )
 
 

@@ -3,16 +3,18 @@
 Not covered: what is shown (`plan_rows.py`, `plan_run.py`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.table import Table
 from rich.text import Text
 
+from bridge.checks.model import Obstacle
 from bridge.planning.memory import GIB, SERVERS_GPU
 from bridge.planning.model_size import ModelSize
 from cli import console
-from cli.plan_rows import Limits, Row
+from cli.plan_rows import Limits, Recommended, Row
 from cli.plan_run import Comparison
 
 TITLES = {
@@ -25,28 +27,65 @@ WIDTHS = {"grads": 5, "state": 8, "act.": 5, "KV": 5, "asleep": 6, "tokens": 6}
 NAME_WIDTH, VERDICT_WIDTH = 26, 11
 LEGEND = """
 act.: activations of the smallest micro-batch worth training with, recomputed
-KV, asleep: left for the KV cache; with --kv-sleep always, asleep while training
-offloaded: --offload-optimizer, the state in the host's memory
-released: --gradient-release, each gradient used and dropped as it comes"""
+KV, asleep: left for the KV cache; with --kv-sleep always, asleep while training"""
+WORDS = {
+    "offloaded": "offloaded: --offload-optimizer, the state in the host's memory",
+    "released": "released: --gradient-release, each gradient used and dropped as it comes",
+}
+"""Word in a row's name -> what it stands for."""
 
 
 def show(
-    size: ModelSize, limits: Limits, rows: Sequence[Row], recommended: str | None, comparison: Comparison | None
+    size: ModelSize,
+    limits: Limits,
+    rows: Sequence[Row],
+    best: Recommended | None,
+    against: Sequence[Obstacle],
+    comparison: Comparison | None,
+    *,
+    everything: bool,
 ) -> None:
-    """Print the whole plan for a person."""
+    """Print the plan for a person: what is recommended, what that takes, and with `everything` all other ways."""
     counted = "counted in its files" if size.exact else "estimated from its dimensions"
     console.note(f"{size.num_params / 1e9:.2f}B parameters, {counted}; {limits.gpu_bytes / GIB:.1f} GiB of GPU memory")
     console.note(f"KV cache: at least {limits.kv_tokens:,} tokens; all sizes in GiB")
-    for (mode, device), section in groupby(rows, lambda row: (row.mode, row.trainer_device)):
+    for obstacle in against:
+        console.note(f"not by {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
+    _show_recommended(best, limits)
+    shown = rows if everything else [best.row] if best else _nearest(rows)
+    for (mode, device), section in groupby(shown, lambda row: (row.mode, row.trainer_device)):
         _show_section(mode, device, list(section))
-    console.note(LEGEND, style="dim")
+    _show_legend(shown)
+    if len(shown) < len(rows):
+        console.note(f"\n{len(rows) - len(shown)} other ways, and how each fits: --all")
     if comparison is not None:
         _show_run(comparison)
-    if recommended is None:
+
+
+def _show_recommended(best: Recommended | None, limits: Limits) -> None:
+    if best is None:
         console.note("\nnothing fits: a smaller --batch-size, --max-new-tokens or --max-model-len may", style="bold")
-    else:
-        console.note("\nthe most exact way that fits:", style="bold")
-        console.note(f"  {recommended}")
+        return
+    console.note("\nthe most exact way that fits:", style="bold")
+    console.note(f"  {best.command}")
+    if best.row.host_gib and math.isfinite(limits.host_bytes):
+        console.note(f"it takes {best.row.host_gib:.0f} of {limits.host_bytes / GIB:.0f} GiB of host memory")
+    elif best.row.host_gib:
+        console.note(f"it needs {best.row.host_gib:.0f} GiB of host memory: --host-memory GIB plans with what there is")
+    if best.without_host:
+        console.note("the most exact way that needs no host memory:", style="bold")
+        console.note(f"  {best.without_host}")
+
+
+def _nearest(rows: Sequence[Row]) -> list[Row]:
+    """Return the way that lacks the least in each place, where nothing fits."""
+    places = groupby(rows, lambda row: (row.mode, row.trainer_device))
+    return [min(place, key=lambda row: row.lacking_gib) for _, place in places]
+
+
+def _show_legend(rows: Sequence[Row]) -> None:
+    lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in rows))]
+    console.note("\n".join(lines), style="dim")
 
 
 def _show_section(mode: str, device: str, rows: Sequence[Row]) -> None:

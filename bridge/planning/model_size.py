@@ -19,6 +19,7 @@ COUNTABLE = frozenset({
     "smollm3",
 })  # fmt: skip
 """Values of `model_type` whose layers are attention and gated feed-forward parts alone, dense or of experts."""
+CONFIG_NAME = "config.json"
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization says what vLLM may take"
 
@@ -43,17 +44,15 @@ class ModelSize:
         Raises:
             UsageError: it is not here, or its size cannot be told without loading it, and why.
         """
-        folder = _folder_of(str(model))
-        document = _read(folder / "config.json")
+        folder = folder_of(str(model))
+        document = _read(folder / CONFIG_NAME)
         config = document.get("text_config") or document
         _refuse_other_layers(config)
         try:
             dimensions = Dimensions.of(config)
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
-            raise UsageError(
-                f"{folder / 'config.json'} does not tell the model's size: {why}", remedy=NO_PLAN
-            ) from error
+            raise UsageError(f"{folder / CONFIG_NAME} does not tell the model's size: {why}", remedy=NO_PLAN) from error
         counted = _count_in_headers(folder)
         if counted is None:
             _refuse_uncountable(folder, document)
@@ -65,21 +64,42 @@ class ModelSize:
         )
 
 
-def _folder_of(model: str) -> Path:
+def folder_of(model: str, *, fetch: bool = False) -> Path:
+    """Return the folder of `model`, its own or the one in the hub's cache.
+
+    With `fetch` a model that is in neither has its config.json downloaded, and nothing else.
+
+    Raises:
+        UsageError: it is not here, or the hub does not have it or cannot be reached.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import disable_progress_bars
 
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        cached = Path(snapshot_download(model, local_files_only=True))
+        if not fetch or (cached / CONFIG_NAME).is_file():
+            return cached
     except (OSError, HFValidationError) as error:
-        raise UsageError(
-            f"there is no folder {model}, nor a model of that name in the hub's cache",
-            remedy="give a Hugging Face model's folder (its config.json is enough), or download it: "
-            f"hf download {model}",
-        ) from error
+        if not fetch or isinstance(error, HFValidationError):
+            raise _missing(model, "") from error
+    disable_progress_bars()  # for one small file
+    try:
+        return Path(snapshot_download(model, allow_patterns=[CONFIG_NAME]))
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise _missing(model, f"; the hub did not send its {CONFIG_NAME}: {reason}") from error
+
+
+def _missing(model: str, why: str) -> UsageError:
+    return UsageError(
+        f"there is no folder {model}, nor a model of that name in the hub's cache{why}",
+        remedy=f"check the name; a Hugging Face model's folder with its {CONFIG_NAME} alone is enough, or download it: "
+        f"hf download {model}",
+    )
 
 
 def _refuse_other_layers(config: Mapping[str, Any]) -> None:

@@ -32,6 +32,11 @@ def model(size: str, tmp_path: Path) -> str:
     return str(folder_of(qwen2(size), tmp_path / size))
 
 
+def unreachable(name: str, **choices: object) -> str:
+    """Stand for the hub where there is no network."""
+    raise FileNotFoundError(f"Got: ConnectError: no such host\nand {name} is not cached: {choices}")
+
+
 def row_of(document: dict[str, Any], mode: str, name: str) -> dict[str, Any]:
     found: dict[str, Any] = next(row for row in document["rows"] if (row["mode"], row["name"]) == (mode, name))
     return found
@@ -128,9 +133,9 @@ def test_the_table_holds_80_columns_and_says_what_is_an_estimate(
 ) -> None:
     monkeypatch.setattr(console.people, "width", 80)
     for size, gpu in (("14B", "139.8"), ("32B", "24"), ("1.5B", "180")):
-        answer(["plan", "--model", model(size, tmp_path), "--gpu-memory", gpu])
+        answer(["plan", "--all", "--model", model(size, tmp_path), "--gpu-memory", gpu])
         shown = capsys.readouterr().err
-        *table, _ = shown.splitlines()
+        table = [line for line in shown.splitlines() if not line.startswith("  bridge run")]
         assert max(map(len, table)) <= 80, max(table, key=len)
         assert "…" not in shown
         assert "estimated from its dimensions" in shown
@@ -141,6 +146,78 @@ def test_nothing_that_fits_is_told_and_recommends_nothing(capsys: pytest.Capture
     folder = model("32B", tmp_path)
     assert planned(capsys, "--model", folder, "--gpu-memory", "24")["recommended"] is None
     assert "nothing fits" in told(capsys, "--model", folder, "--gpu-memory", "24")
+
+
+def test_the_best_way_is_first_and_alone_unless_all_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--model", model("7B", tmp_path), "--gpu-memory", "80"]
+    best, everything = told(capsys, *arguments), told(capsys, "--all", *arguments)
+    for shown in (best, everything):
+        assert shown.index("--optimizer adamw-8bit") < shown.index("--mode shared_vllm, weights once")
+    assert "31 other ways, and how each fits: --all" in best
+    assert [best.count(word) for word in ("--mode none", "lacks", "offloaded")] == [0, 0, 0]
+    assert everything.count("--mode none, weights twice") == 2
+    assert "--all" not in everything
+
+
+def test_what_a_way_takes_of_the_host_is_told_with_one_that_takes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--model", model("32B", tmp_path), "--gpu-memory", "140"]
+    shown = told(capsys, *arguments)
+    assert "it needs 366 GiB of host memory: --host-memory GIB plans with what there is" in shown
+    assert "no host memory: bridge run --model" in shown
+    assert "it takes 366 of 400 GiB of host memory" in told(capsys, *arguments, "--host-memory", "400")
+    unknown, little = planned(capsys, *arguments), planned(capsys, *arguments, "--host-memory", "365")
+    assert (unknown["host_gib"], little["host_gib"]) == (None, 365)
+    assert unknown["recommended"].endswith("--offload-optimizer --kv-sleep always")
+    assert little["recommended"].endswith("--mode lora_only")
+    assert (unknown["recommended_without_host"], little["recommended_without_host"]) == (little["recommended"], None)
+
+
+QUANTISED = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+ROUTER_BIAS = {"topk_method": "noaux_tc"}
+
+
+@pytest.mark.parametrize("given", [(), ("--mode", "none")])
+def test_what_doctor_refuses_is_not_recommended(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    folder = str(folder_of({**qwen2("7B"), **QUANTISED}, tmp_path / "awq"))
+    assert answer(["plan", "--json", "--model", folder, "--gpu-memory", "140", *given]) != 0
+    refusal = capsys.readouterr()
+    assert refusal.out == ""
+    assert f"cannot be trained{' by --mode none' if given else ''}: quantised (awq)" in refusal.err
+    assert "hint: take the unquantised model" in refusal.err
+
+
+def test_a_mode_that_doctor_refuses_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--model", str(folder_of({**qwen2("7B"), **ROUTER_BIAS}, tmp_path / "m")), "--gpu-memory", "139.8"]
+    document = planned(capsys, *arguments)
+    assert {row["mode"] for row in document["rows"]} == {"lora_only", "none"}
+    assert document["recommended"].endswith("--mode lora_only")
+    assert [obstacle["modes"] for obstacle in document["obstacles"]] == [["shared_vllm"]]
+    assert "not by --mode shared_vllm: mlp.gate.e_score_correction_bias" in told(capsys, *arguments)
+    assert answer(["plan", *arguments, "--mode", "shared_vllm"]) != 0
+    assert "by --mode shared_vllm: mlp.gate" in capsys.readouterr().err
+
+
+def test_of_a_model_that_is_not_here_the_configuration_is_downloaded_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = folder_of(qwen2("7B"), tmp_path / "hub"), list[object]()
+
+    def download(name: str, *, local_files_only: bool = False, allow_patterns: list[str] | None = None) -> str:
+        if local_files_only:
+            raise FileNotFoundError(name)
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    document = planned(capsys, "--model", "org/model", "--gpu-memory", "139.8")
+    assert document["recommended"] == "bridge run --model org/model"
+    assert asked == [("org/model", ["config.json"])]
 
 
 def test_the_smallest_gpu_here_is_planned_for_with_the_memory_of_this_host(
@@ -166,9 +243,14 @@ def test_without_a_gpu_its_memory_is_asked_for(
     assert "--gpu-memory 80" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_here_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     assert answer(["plan", "--model", "org/no-such-model-anywhere", "--gpu-memory", "80"]) == 2
-    assert capsys.readouterr().err.startswith("error: there is no folder org/no-such-model-anywhere")
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: there is no folder org/no-such-model-anywhere")
+    assert first.endswith("did not send its config.json: Got: ConnectError: no such host")
 
 
 def run_of(tmp_path: Path, *steps: dict[str, Any], **choices: Any) -> str:
