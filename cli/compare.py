@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from bridge.errors import BridgeError, UsageError
+from bridge.errors import BridgeError
+from bridge.files import claim, mark
 from bridge.files.run_directory import RunDirectory, write_json
 from cli import accelerator, console
 from cli.demo import HOST, LEARNING_RATE, Where, demo_model_folder
@@ -37,6 +38,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 SAME_WAY = (("shared_vllm", "none"), ("lora_only, memory", "lora_only, disk"))
 """Pairs that train the same numbers, and differ in how these reach the server."""
 TASK = ("--environment", "arithmetic", "--batch-size", "128", "--max-new-tokens", "4", "--eval-samples", "16")
+RESULT = "compare.json"
 LEAST_GAIN = 0.1
 """Held-out reward that a run of full length has to gain."""
 
@@ -105,7 +107,7 @@ def compare(
     for variant, flags in VARIANTS.items():
         count = restarts if variant == "none" else steps
         console.note(f"{variant}: {count} steps", style="bold")
-        run = RunDirectory(folder / variant.replace(", ", "-"))
+        run = RunDirectory(folder / _folder_name(variant))
         _run(run, model, [*flags, "--training-steps", str(count), "--seed", str(seed), "--device", device])
         documents[variant] = _results(run)
     rows = [row(variant, *results) for variant, results in documents.items()]
@@ -117,7 +119,7 @@ def compare(
         "agreements": [asdict(each) for each in agreements],
         "faults": faults,
     }
-    write_json(folder / "compare.json", document)
+    write_json(folder / RESULT, document)
     _print(rows, agreements, faults)
     if as_json:
         console.data(json.dumps(document))
@@ -166,15 +168,16 @@ def _in_words(agreement: Agreement) -> str:
 
 
 def _fresh(out: Path) -> Path:
-    """Return `out`, empty but for what an earlier comparison left, which goes."""
-    import shutil
+    """Return `out`, empty: an earlier comparison there is removed, and nothing else."""
+    names = {RESULT, *(_folder_name(variant) for variant in VARIANTS)}
+    folder = mark.make_empty(out, "comparison", names, flag="--out")
+    claim.make(folder, what="folder of the comparison", flag="--out")
+    mark.put(folder, "comparison")
+    return folder
 
-    if out.is_dir() and any(out.iterdir()):
-        if not (out / "compare.json").is_file() and not any((out / "shared_vllm").glob("*")):
-            raise UsageError(f"{out} is not empty and holds no comparison", remedy="choose another folder with --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    return out.absolute()
+
+def _folder_name(variant: str) -> str:
+    return variant.replace(", ", "-")
 
 
 def _run(run: RunDirectory, model: Path, flags: Sequence[str]) -> None:

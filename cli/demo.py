@@ -4,7 +4,6 @@ Not covered: the model (`demo_model.py`) and the page (`report/`).
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +12,7 @@ from rich.table import Table
 
 from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
-from bridge.errors import UsageError
-from bridge.files import claim
+from bridge.files import mark
 from bridge.files.run_directory import RunDirectory, write_json
 from cli import console
 from cli.engine import ServedEngine
@@ -93,16 +91,9 @@ def _held_out(summary: "Summary") -> tuple[float, float]:
 
 
 def _fresh(out: Path) -> RunDirectory:
-    """Return an empty run directory at `out`, replacing an earlier run there but nothing else."""
-    if out.is_dir() and any(out.iterdir()):
-        run = RunDirectory(out)
-        if not any(path.is_file() for path in (out / "summary.json", run.config, run.server_config)):
-            raise UsageError(
-                f"{out} is not empty and holds no run of Bridge", remedy="choose another folder with --out"
-            )
-        claim.make(out, what="run directory", flag="--out")  # a demo that runs there is not removed
-        shutil.rmtree(out)
-    return RunDirectory.create(out, environment="demo")
+    """Return an empty run directory at `out`, replacing an earlier demo there but nothing else."""
+    mark.make_empty(out, "demo", RunDirectory(out).names, flag="--out")
+    return RunDirectory.create(out, environment="demo", kind="demo")
 
 
 def demo_model_folder() -> Path:

@@ -4,6 +4,7 @@ Not covered: folders (`whole_folder.py`), and a power cut: a file may be lost th
 """
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +13,18 @@ from pathlib import Path
 from bridge.errors import UsageError
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Put `content` in the place of the file `path`, if there is one, in one step.
+def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Put `content` in the place of the file `path`, if there is one, in one step; `mode` is subject to the umask.
 
     Raises:
         UsageError: the disk is full or refuses; `path` is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     with one_line_errors(path):
         try:
-            temporary.write_bytes(content)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with open(descriptor, "wb") as file:
+                file.write(content)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

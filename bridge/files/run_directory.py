@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from bridge.errors import UsageError
-from bridge.files import atomic_file, claim, json_lines, records
+from bridge.files import atomic_file, claim, json_lines, mark, records
 from bridge.files.atomic_file import one_line_errors
 from bridge.training.metrics import Evaluation, StepMetrics, Summary
 from bridge.types import Group
@@ -36,12 +36,17 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, given: Path | None, *, environment: str, tell: Callable[[str], None] | None = None
+        cls,
+        given: Path | None,
+        *,
+        environment: str,
+        tell: Callable[[str], None] | None = None,
+        kind: mark.Kind = "run",
     ) -> "RunDirectory":
         """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
 
         Raises:
-            UsageError: `given` holds another run, is in use, is a file, or cannot be made.
+            UsageError: `given` holds another run or foreign files, is in use, is a file, or cannot be made.
         """
         path = _unused(environment) if given is None else given
         run = cls(path, _claimed(path), tell)
@@ -51,6 +56,8 @@ class RunDirectory:
                 remedy="name another with --run-dir"
                 + (f", or go on with that run: --resume --save-path {run.save_path}" if run.save_path else ""),
             )
+        mark.refuse_foreign(path, run.names, flag="--run-dir")
+        mark.put(path, kind)
         return run
 
     @classmethod
@@ -61,6 +68,7 @@ class RunDirectory:
             UsageError: another process is at it, or the disk refuses.
         """
         run = cls(path, _claimed(path), tell)
+        mark.put(path, "run")
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
         json_lines.cut(run.evaluations, step)
@@ -134,6 +142,25 @@ class RunDirectory:
         return self.path / MANIFEST_NAME
 
     @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the checkpoints, unless `--save-path` names another."""
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        """Return the file of the page that `bridge report` writes."""
+        return self.path / "report.html"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the name of everything that Bridge writes into the folder."""
+        lines = (self.metrics, self.rollouts, self.evaluations)
+        files = (self.config, self.server_config, self.summary, self.events, self.server_log, self.wandb_id)
+        folders = (self.tensorboard, self.path / "wandb", self.served, self.checkpoints)
+        whole = (*lines, *map(json_lines.lost, lines), *files, *folders, self.manifest, self.report)
+        return frozenset(path.name for path in whole)
+
+    @property
     def save_path(self) -> Path | None:
         """Return the folder of the run's checkpoints; None where there is no telling."""
         try:
@@ -143,6 +170,7 @@ class RunDirectory:
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, where nothing was put into them."""
+        mark.remove_if_alone(self.path)
         claim.remove_unused(self.made)
 
     def write_config(self, config: BaseModel) -> None:

@@ -3,9 +3,11 @@
 Not covered: opening the handles (`cuda_ipc.py`, `shared_memory.py`) and the model's layout (`layout.py`).
 """
 
+import errno
 import json
 import os
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +18,15 @@ from pydantic import Field, ValidationError
 
 from bridge.errors import ManifestError
 from bridge.process import ProcessIdentity, boot_id
-from bridge.weights.shard import Shard
+from bridge.weights.shard import Dtype, Shard
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 SCHEMA_VERSION: Literal[1] = 1
 DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  the documented place, checked for ownership on reading
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
+MARK = {"ipc_handles", "param_mappings", "single_copy_enabled"}
+"""Keys of every manifest, whichever version wrote it: a file with all of them is one, and may be replaced by another."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Manifest(Shard):
@@ -31,7 +36,7 @@ class Manifest(Shard):
     """Format of this file."""
     model: str
     """The model as it was given to vLLM: a folder or a hub name."""
-    dtype: str
+    dtype: Dtype
     """torch's name of the weights' element type."""
     backend: Literal["cuda_ipc", "shared_memory"]
     """How handles are opened."""
@@ -112,22 +117,52 @@ def read(path: Path) -> Manifest:
     Raises:
         ManifestError: gone, another user's, no JSON, cut short, of another schema, or edited by hand.
     """
-    with _one_line_errors(path):
-        owner = path.stat().st_uid
-    if owner != os.getuid():
-        raise ManifestError(
-            f"{path} belongs to user {owner}, expected {os.getuid()}: another user's server cannot be attached to",
-            remedy=START_SERVER,
-        )
     try:
-        with _one_line_errors(path):
-            document = json.loads(path.read_text())
+        document = json.loads(_content(path))
     except (ValueError, RecursionError) as error:  # no JSON, no text, a number of 5,000 digits, 5,000 brackets
         raise ManifestError(
             f"{path} is no whole JSON document ({error}): it was cut short or edited",
             remedy=f"restart the server, which writes it anew; {START_SERVER}",
         ) from error
     return _parse(path, document)
+
+
+def is_manifest(path: Path) -> bool:
+    """Tell whether the file at `path` is a manifest of this user, of whichever version of Bridge."""
+    try:
+        document = json.loads(_content(path))
+    except (ManifestError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.keys() >= MARK
+
+
+def _content(path: Path) -> bytes:
+    """Return what is in the file, which is opened once: the file that was checked is the file that is read.
+
+    Raises:
+        ManifestError: it cannot be opened, is a link or no plain file, or another user owns it or may write to it.
+    """
+    with _one_line_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # no waiting for a FIFO
+        with open(descriptor, "rb") as file:
+            _check_opened(path, os.fstat(descriptor))
+            return file.read()
+
+
+def _check_opened(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ManifestError(f"{path} is no plain file", remedy=START_SERVER)
+    if found.st_uid != os.getuid():
+        raise ManifestError(
+            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}: another user's server cannot be attached"
+            " to",
+            remedy=START_SERVER,
+        )
+    if found.st_mode & OTHERS_WRITE:
+        raise ManifestError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}), expected 0600",
+            remedy=f"restart the server, which writes it anew; or, if nobody has changed it: chmod 600 {path}",
+        )
 
 
 def _is_file(path: Path) -> bool:
@@ -140,6 +175,11 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ManifestError(
+                f"{path} is a symbolic link, expected the manifest itself",
+                remedy=f"--vllm-config-path {os.path.realpath(path)}",
+            ) from error
         raise ManifestError(
             f"the manifest {path} cannot be used: {error.strerror}",
             remedy=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",
@@ -214,11 +254,25 @@ def write(manifest: Manifest, path: Path) -> None:
     """Write `manifest` to `path` atomically, readable by its owner alone.
 
     Raises:
-        ManifestError: the place cannot be written to; what was there is as it was.
+        ManifestError: the place cannot be written to, or holds another file than a manifest, which stays.
     """
+    refuse_other_file(path)
     with _one_line_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, manifest.model_dump_json(indent=1))
+
+
+def refuse_other_file(path: Path) -> None:
+    """Check that a manifest may be written to `path`: there is none yet, or one that is replaced.
+
+    Raises:
+        ManifestError: something else is there.
+    """
+    if os.path.lexists(path) and not is_manifest(path):
+        raise ManifestError(
+            f"{path} is no manifest of Bridge, and is left alone",
+            remedy=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
+        )
 
 
 def _replace(path: Path, text: str) -> None:

@@ -8,6 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
+"""torch's name of an element type that weights are trained in."""
+
+
 class Record(BaseModel):
     """A frozen record that refuses unknown keys and documents every field."""
 
@@ -40,7 +44,7 @@ class Handle(Record):
     """Shape in elements."""
     stride: tuple[int, ...]
     """Stride in elements."""
-    dtype: str
+    dtype: Dtype
     """torch's name of the element type, such as `bfloat16`."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import UsageError
+from bridge.files import mark
 from bridge.files.run_directory import RunDirectory, write_json
 from cli import compare
 from cli.compare import Agreement, Row
@@ -71,12 +72,11 @@ def test_only_an_earlier_comparison_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no comparison"):
         compare._fresh(mine)
     assert (mine / "thesis.txt").exists()
-    earlier = tmp_path / "earlier"
-    earlier.mkdir()
+    earlier = compare._fresh(tmp_path / "earlier")
+    assert earlier == tmp_path / "earlier"
     write_json(earlier / "compare.json", {})
-    assert compare._fresh(earlier) == earlier
-    assert list(earlier.iterdir()) == []
-    assert compare._fresh(tmp_path / "new").is_dir()
+    (earlier / "shared_vllm").mkdir()
+    assert [path.name for path in compare._fresh(earlier).iterdir()] == [mark.NAME]
 
 
 def test_a_run_that_fails_ends_the_comparison_with_its_place(tmp_path: Path) -> None:

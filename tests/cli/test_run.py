@@ -1,5 +1,7 @@
 import json
 import math
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,11 +9,12 @@ import pytest
 from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.files import mark
 from bridge.files.run_directory import RunDirectory
 from bridge.training import loop
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.training.reporting import Reporter
-from cli import demo, run, steps, train, verify
+from cli import compare, demo, run, steps, train, verify
 from cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
 
@@ -118,13 +121,46 @@ def test_every_check_is_shown_and_as_data(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
-    ours = tmp_path / "demo"
-    ours.mkdir()
-    (ours / "summary.json").write_text("{}")
-    (ours / "metrics.jsonl").write_text("{}\n")
-    assert list(demo._fresh(ours).path.iterdir()) == []
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "thesis.txt").write_text("precious")
-    with pytest.raises(UsageError, match="holds no run of Bridge"):
-        demo._fresh(tmp_path / "theirs")
-    assert (tmp_path / "theirs" / "thesis.txt").exists()
+    ours = demo._fresh(tmp_path / "demo")
+    ours.summary.write_text("{}")
+    (ours.checkpoints / "step_60").mkdir(parents=True)
+    (ours.path / ".config.json.4711-ab").touch()  # of a process that was killed
+    again = demo._fresh(tmp_path / "demo")
+    assert [path.name for path in again.path.iterdir()] == [mark.NAME]
+
+
+def a_model(folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+
+
+def a_run(folder: Path) -> None:
+    RunDirectory.create(folder, environment="math").write_config(TrainConfig(model_name="m"))
+
+
+def a_demo_with_a_thesis(folder: Path) -> None:
+    demo._fresh(folder).summary.write_text("{}")
+    (folder / "thesis.txt").write_text("precious")
+
+
+def an_old_comparison(folder: Path) -> None:
+    (folder / "compare.json").write_text("{}")
+    (folder / "shared_vllm").mkdir()
+    (folder / "shared_vllm" / "weights").touch()
+
+
+@pytest.mark.parametrize("make", [a_model, a_run, a_demo_with_a_thesis, an_old_comparison])
+@pytest.mark.parametrize("command", [demo, compare])
+def test_nothing_but_its_own_earlier_result_is_removed(
+    tmp_path: Path, command: types.ModuleType, make: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    make(folder)
+    (tmp_path / "link").symlink_to(folder)
+    before = sorted(folder.rglob("*"))
+    for out in (folder, tmp_path / "link"):
+        with pytest.raises(UsageError, match="is not empty and holds no|did not make: thesis") as refused:
+            command._fresh(out)
+        assert "--out" in refused.value.remedy
+    assert sorted(folder.rglob("*")) == before

@@ -15,7 +15,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.files import json_lines
+from bridge.files import json_lines, mark
 from bridge.files.run_directory import RunDirectory
 from bridge.training.metrics import Evaluation, StepMetrics, Summary
 from bridge.types import Completion, Group, Message, Unscored
@@ -59,13 +59,52 @@ def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
     config = TrainConfig(model_name="m", save_path=tmp_path / "saved")
     run.write_config(config)
     assert TrainConfig.model_validate(json.loads(run.config.read_text())) == config
-    assert list(tmp_path.iterdir()) == [run.config]
+    assert [path for path in tmp_path.iterdir() if path.name != mark.NAME] == [run.config]
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, environment="arithmetic").append(metrics(1))
     with pytest.raises(UsageError, match="another run"):
         RunDirectory.create(tmp_path, environment="arithmetic")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a model": lambda folder: (folder / "config.json").write_text('{"model_type": "llama", "save_path": "x"}'),
+    "a page": lambda folder: (folder / "report.html").touch(),
+    "models that are served": lambda folder: (folder / "served" / "version_1").mkdir(parents=True),
+    "a link": lambda folder: (folder / "events.log").symlink_to(folder / "diary.txt"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_nothing_is_written_over_in_a_folder_that_bridge_did_not_make(tmp_path: Path, case: str) -> None:
+    FOREIGN[case](tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=r"was not made by Bridge, and these files would be replaced: \w") as refused:
+        RunDirectory.create(tmp_path, environment="arithmetic")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "--run-dir" in refused.value.remedy
+
+
+def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> None:
+    (tmp_path / "task.py").touch()
+    (tmp_path / "checkpoints").mkdir()
+    run = RunDirectory.create(tmp_path, environment="arithmetic")
+    run.write_config(TrainConfig(model_name="m"))
+    assert RunDirectory.create(tmp_path, environment="arithmetic").path == tmp_path
+
+
+def test_a_run_that_left_nothing_leaves_no_mark(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new"):
+        RunDirectory.create(folder, environment="arithmetic").remove_if_unused()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
+def test_every_file_of_a_run_is_known_by_name(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    paths = [value for name in dir(RunDirectory) if isinstance(value := getattr(run, name), Path)]
+    assert {path.name for path in paths if path.parent == tmp_path} <= run.names
 
 
 def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
@@ -191,7 +230,7 @@ def test_a_run_that_goes_on_keeps_its_steps_and_moves_the_later_ones_aside(tmp_p
     run.append(metrics(3))
     again = RunDirectory.reopen(tmp_path, 1)
     assert (steps(again.metrics), steps(again.lost_metrics)) == ([1], [3, 4, 2, 3])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics_lost.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mark.NAME, "metrics.jsonl", "metrics_lost.jsonl"]
 
 
 def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:

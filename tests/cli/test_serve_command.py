@@ -1,4 +1,5 @@
 import importlib.metadata
+import json
 import os
 import socket
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.config import ServeConfig
-from bridge.errors import BridgeError, IncompatibleVersionError, UsageError
+from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.process import ProcessIdentity, boot_id
 from bridge.weights import manifest
 from bridge.weights.manifest import Manifest
@@ -378,12 +379,35 @@ def test_a_stale_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest
     assert "is stale" in capsys.readouterr().err
 
 
-def test_a_truncated_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "m.json"
-    path.write_text('{"model": ')
+def test_a_manifest_of_another_version_is_replaced_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "m.json", dead())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2, "new": "key"}))
     serve.clear_manifest(path)
     assert not path.exists()
-    assert "cut short" in capsys.readouterr().err
+    assert "schema version 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"model": ', '{"model": "m", "ipc_handles": {}}', "# My thesis", ""])
+def test_a_file_that_is_no_manifest_is_never_removed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    with pytest.raises(ManifestError, match=r"m\.json is no manifest of Bridge, and is left alone") as refused:
+        serve.clear_manifest(path)
+    assert path.read_text() == text
+    assert str(path) in refused.value.remedy
+
+
+def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
+        path.symlink_to(target)
+        with pytest.raises(ManifestError, match="is no manifest of Bridge"):
+            serve.clear_manifest(path)
+        assert path.is_symlink()
+        path.unlink()
+    assert (tmp_path / "theirs.json").exists()
 
 
 def test_a_manifest_of_another_host_is_left_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,66 @@ def test_another_users_file_is_refused(path: Path) -> None:
     assert str(os.getuid()) in message
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_the_file_that_was_checked_is_the_file_that_is_read(path: Path) -> None:
+    """Another user swaps our manifest and theirs for as long as we read."""
+    ours, theirs, new = (path.with_name(name) for name in ("ours", "theirs", "new"))
+    ours.write_bytes(path.read_bytes())
+    theirs.write_text(path.read_text().replace('"model": "tiny"', '"model": "evil"'))
+    for file in (ours, theirs):
+        file.chmod(0o600)
+    os.chown(theirs, 12345, 12345)
+    over = threading.Event()
+
+    def swap() -> None:
+        while not over.is_set():
+            for file in (ours, theirs):
+                new.hardlink_to(file)
+                new.rename(path)
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    read_models, num_refused = set(), 0
+    try:
+        for _ in range(2000):
+            try:
+                read_models.add(read(path).model)
+            except ManifestError as error:
+                assert "12345" in error.message  # noqa: PT017 - either may come
+                num_refused += 1
+    finally:
+        over.set()
+        swapper.join()
+    assert read_models == {"tiny"}
+    assert num_refused > 0
+
+
+def test_a_link_is_refused_with_what_it_leads_to(path: Path) -> None:
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    with pytest.raises(ManifestError, match="is a symbolic link") as refused:
+        load(link)
+    assert refused.value.remedy == f"--vllm-config-path {path}"
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> None:
+    path.chmod(mode)
+    assert f"mode {mode:04o}" in refusal(lambda: load(path))
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert "no plain file" in refusal(lambda: read(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("text", ["# My thesis", '{"model_type": "llama"}'])
+def test_a_server_writes_over_no_other_file(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert "is no manifest of Bridge" in refusal(lambda: write(manifest(), path))
+    assert path.read_text() == text
+
+
 def test_a_place_that_may_not_be_entered_is_refused(tmp_path: Path) -> None:
     too_long = tmp_path / ("x" * 300)
     assert "too long" in refusal(lambda: load(too_long))
@@ -173,6 +234,8 @@ HANDLE = {
         ({"model": None}, "model"),
         ({"server": {"pid": 1}}, "server.start_ticks"),
         ({"backend": "carrier_pigeon"}, "backend"),
+        ({"dtype": "float31"}, "dtype"),
+        ({"ipc_handles": {"w": {**HANDLE, "dtype": "nn"}}}, "ipc_handles.w.shared_memory.dtype"),
         ({"param_mappings": {"w": {**VIEW, "offset": -1}}}, "param_mappings.w.offset"),
         ({"param_mappings": {"w": {**VIEW, "shape": "4"}}}, "param_mappings.w.shape"),
         ({"padding": {"w": -1}}, "padding.w"),
