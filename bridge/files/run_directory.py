@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from bridge import private
 from bridge.errors import UsageError
 from bridge.files import atomic_file, claim, json_lines, mark, records
 from bridge.files.atomic_file import one_line_errors
@@ -174,8 +175,8 @@ class RunDirectory:
         claim.remove_unused(self.made)
 
     def write_config(self, config: BaseModel) -> None:
-        """Write the run's resolved choices."""
-        write_json(self.config, config.model_dump(mode="json"))
+        """Write the run's resolved choices, for their owner alone: a command or a URL among them may hold a secret."""
+        write_json(self.config, config.model_dump(mode="json"), mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
         """Write what the run came to; a number that is not finite becomes null."""
@@ -183,11 +184,13 @@ class RunDirectory:
 
     def record(self, line: str) -> None:
         """Append what happened to the events, with the time."""
+        line = private.shown_line(line)
         with one_line_errors(self.events), self.events.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
 
     def note(self, line: str) -> None:
         """Append what happened to the events, and tell it if somebody is to be told."""
+        line = private.shown_line(line)
         self.record(line)
         if self.tell is not None:
             self.tell(line)
@@ -227,9 +230,9 @@ def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> s
     return json_lines.line({label: {**dataclasses.asdict(record), **more}})
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any], *, mode: int = 0o666) -> None:
     """Write `document` to `path` atomically."""
-    atomic_file.replace(path, (json.dumps(document, indent=1) + "\n").encode())
+    atomic_file.replace(path, (json.dumps(document, indent=1) + "\n").encode(), mode=mode)
 
 
 def _claimed(path: Path) -> tuple[Path, ...]:

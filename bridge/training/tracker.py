@@ -6,18 +6,17 @@ Not covered: what is drawn (`curves.py`).
 """
 
 import html
+import json
 import os
 import secrets
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
+from bridge import private
 from bridge.config import TrainConfig
 from bridge.files import atomic_file
 from bridge.files.run_directory import RunDirectory
-
-PRIVATE = {"start_command"}
-"""Choices that are shown to nobody: a command line may hold a password."""
 
 
 class Tracker(Protocol):
@@ -40,7 +39,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.tensorboard), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("config", _indented(config.model_dump_json(indent=1, exclude=PRIVATE)))
+        self._writer.add_text("config", _indented(json.dumps(private.shown(config.model_dump(mode="json")), indent=1)))
 
     def log(self, step: int, values: Mapping[str, float], sample: str | None = None) -> None:
         """Write one point a curve."""
@@ -70,7 +69,7 @@ class Wandb:
             dir=os.environ.get("WANDB_DIR", str(run.path)),
             id=_run_id(run),
             resume="allow",
-            config=config.model_dump(mode="json", exclude=PRIVATE),
+            config=private.shown(config.model_dump(mode="json")),
             settings=wandb.Settings(console="off"),  # the terminal is ours
         )
         self._run.define_metric("*", step_metric="step")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
 
+from bridge import private
 from bridge.files.run_directory import RunDirectory
 
 Column = Sequence[float | None]
@@ -40,11 +41,11 @@ def read(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Column
         return
     ends = _end_times(files.metrics.stat().st_mtime, columns, len(steps))
     for line in files.events.read_text(errors="replace").splitlines():
-        stamp, _, text = line.partition(" ")
+        stamp, _, text = private.shown_line(line).partition(" ")
         time = _time(stamp)
         named = re.search(r"\bstep (\d{1,15})\b", line)
         step = int(named[1]) if named else _step_at(time, ends, steps)
-        yield Event(time=time, text=text if time else line, step=step, is_estimate=step is not None and not named)
+        yield Event(time=time, text=text if time else private.shown_line(line), step=step, is_estimate=step is not None and not named)
 
 
 def _time(stamp: str) -> datetime | None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from bridge import private
 from bridge.errors import UsageError
 from bridge.files import claim
 from bridge.files.run_directory import RunDirectory
@@ -84,10 +85,10 @@ def read(path: Path) -> Run:
     columns = _columns([rows[step] for step in steps])
     notes += _gaps(rows.values())
     held_out = {row["step"]: row for row in objects(files.evaluations, notes) if _is_evaluation(row)}
-    config, summary = _document(files.config, notes), _document(files.summary, notes)
+    config, summary = private.shown(_document(files.config, notes)), _document(files.summary, notes)
     notes += _absences(files, config, len(held_out))
     return Run(
-        path=path, steps=steps, columns=columns, config=config, server=_document(files.server_config, []),
+        path=path, steps=steps, columns=columns, config=config, server=private.shown(_document(files.server_config, [])),
         summary=summary if number(summary.get("steps")) == steps[-1] else {},
         evaluations=tuple(held_out[step] for step in sorted(held_out)),
         events=tuple(events.read(files, steps, columns)), device=str(rows[steps[-1]].get("device") or ""),

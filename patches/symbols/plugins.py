@@ -3,7 +3,7 @@
 Not covered: the symbols that it replaces there (`loading.py`).
 """
 
-from patches.pins import Class, Constant, Function, Pin
+from patches.pins import Class, Constant, Function, Name, Pin
 
 PLUGINS: tuple[Pin, ...] = (
     Constant(
@@ -70,6 +70,11 @@ PLUGINS: tuple[Pin, ...] = (
         name="WorkerBase",
         attributes=("rank", "vllm_config", "model_runner"),
         why="what the worker extension reads of the worker",
+    ),
+    Name(
+        module="vllm.envs",
+        name="environment_variables",
+        why="our variables are added, or vLLM warns that it does not know them",
     ),
     Function(
         module="vllm.entrypoints.cli.main",

@@ -16,6 +16,7 @@ from bridge.weights.manifest import Manifest
 from bridge.weights.shard import SharedMemoryHandle, View
 from cli import accelerator, serve, vllm_flags
 from cli.server_command import ServerCommand
+from patches import compatibility
 from tests.models.sizes import folder_of, qwen2
 
 
@@ -151,9 +152,21 @@ def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.
     command = ServerCommand.of(ServeConfig(model="m", tensor_parallel_size=2), [], {})
     assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
-    assert command.argv[2:5] == ("vllm.entrypoints.openai.api_server", "--model", "m")
+    assert command.argv[3:5] == ("--model", "m")
     kept = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_CPU_KVCACHE_SPACE": "4"})
     assert kept.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("has_new", "module"),
+    [(True, "vllm.entrypoints.launchers.api_server.entry"), (False, "vllm.entrypoints.openai.api_server")],
+)
+def test_a_cpu_server_is_started_by_a_module_that_is_not_deprecated(
+    monkeypatch: pytest.MonkeyPatch, has_new: bool, module: str
+) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.setattr(compatibility, "read_installed", lambda name: has_new or "openai" in name)
+    assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[2] == module
 
 
 def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

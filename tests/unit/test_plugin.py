@@ -17,7 +17,11 @@ def test_vllm_is_patched_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, va
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(plugin.ENABLE, value)
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
     plugin.register()
+    for name in ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_SKIP_WEIGHT_DAEMON"):
+        assert (name in envs.environment_variables) is patched
     assert order == (["check", "tie", "runner", "pool", "cache"] if patched else [])
 
 

@@ -241,7 +241,7 @@ def test_wandb_goes_on_with_the_run_that_the_directory_knows(tmp_path: Path, ins
     assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
     assert (first["resume"], first["project"], first["dir"]) == ("allow", "bridge", str(tmp_path))
     assert first["config"]["training_steps"] == 10
-    assert "start_command" not in first["config"]
+    assert first["config"]["start_command"] == "***"
     assert [each["step"] for each in fake.logged] == [1, 2]
     assert "&lt;b&gt;5" in fake.logged[0]["sample"]
     assert fake.finished == [0, 0]
