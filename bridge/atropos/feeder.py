@@ -22,7 +22,7 @@ from bridge.config.feed import FeedConfig
 from bridge.errors import AtroposError
 from bridge.rewards.scorer import Scorer
 from bridge.rewards.scoring import Scores
-from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.training import data
 from bridge.types import Completion, Environment, Problem
@@ -68,7 +68,7 @@ def feed(
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
         joined = enrol(api, config, tell)
         try:
-            problems = data.endless(list(environment), config.seed + joined.env_id)
+            problems = data.endless(list(environment), seed_of(config.seed, joined.env_id))
             prompts = ((problem, data.encode(tokenizer, problem)) for problem in problems)
             sending = Sending(config, api, joined, scorer, tell)
             return sampler.run(Feeder(config, api, joined, sampler, sending, prompts, report).run())
@@ -98,7 +98,7 @@ class Feeder:
         self._config, self._api, self._joined, self._report = config, api, joined, report
         self._sampler, self._sending, self._prompts = sampler, sending, prompts
         self._servers = asked.endpoints(config.server_url)
-        self._seed = (config.seed + joined.env_id) * SEEDS
+        self._seed = seed_of(config.seed, joined.env_id * SEEDS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way = 0
         self._step = 0

@@ -27,6 +27,13 @@ Arrival = tuple[int, tuple[Completion, ...]]
 AHEAD = 2
 """Prompts that are asked for or whose completions wait to be taken, for each request that may be under way: a caller
 who is busy for a moment keeps no server waiting, and one who is slow is not flooded."""
+CALL_SEEDS = 1_000_003
+"""Between the first seeds of one call and the next: more than any call has completions."""
+NUM_CALLS = 2**62 // CALL_SEEDS
+"""Calls with seeds of their own: a completion's seed stays below 2**63."""
+RUN_CALLS = int(NUM_CALLS * (5**0.5 - 1) / 2)
+"""Calls between two neighbouring run seeds: the golden section of all calls, whose multiples keep the largest distance
+from one another that so many points can."""
 
 
 @dataclass
@@ -37,6 +44,14 @@ class _Opened:
     """As many as requests may be under way."""
     loop: EventLoop = field(default_factory=EventLoop)
     connections: Connections = field(default_factory=Connections)
+
+
+def seed_of(run_seed: int, call: int) -> int:
+    """Return the seed of a run's call number `call`: runs with different seeds share none.
+
+    The first thousand run seeds are 10**9 calls apart, the first million 10**6.
+    """
+    return (run_seed * RUN_CALLS + call) % NUM_CALLS
 
 
 class Sampler:
@@ -113,7 +128,7 @@ class Sampler:
             BridgeError: as `sample`; the other requests are ended then.
         """
         opened, asking = self._open(), self._asking(endpoints)
-        first = seed * 1_000_003  # vLLM gives the i-th completion of a request the request's seed + i
+        first = seed * CALL_SEEDS  # vLLM gives the i-th completion of a request the request's seed + i
 
         async def arrival(index: int, prompt: tuple[int, ...]) -> Arrival:
             seed = (first + index * num_samples) % 2**62

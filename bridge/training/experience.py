@@ -17,15 +17,15 @@ from bridge.rewards.faults import Faults
 from bridge.rewards.scorer import Scorer
 from bridge.rewards.scoring import Fault, Score, Scores
 from bridge.rollouts.endpoint import Endpoint
-from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.training import data, measuring
 from bridge.training.metrics import Evaluation
 from bridge.types import Completion, Environment, Group, Problem, Unscored
 from bridge.weights import skeleton
 
-EVALUATION_SEED = 2**31
-"""Far from the seeds of the steps, so that no evaluation repeats a rollout."""
+EVALUATION = 2**31
+"""Takes the place of the step in an evaluation's seed: far from any step, so that no evaluation repeats a rollout."""
 
 
 class Experience:
@@ -90,7 +90,7 @@ class Experience:
         before = self._sampler.num_retries - (self.num_retries if step == self._step else 0)
         self._step = step
         try:
-            seed = self._config.seed + step
+            seed = seed_of(self._config.seed, step)
             return self._roll_out(endpoint, problems, self._config.group_size, seed=seed, batch=f"step {step}")
         finally:
             self.num_retries = self._sampler.num_retries - before
@@ -103,7 +103,7 @@ class Experience:
         """
         if not self._held_out:
             return None
-        start, seed = time.perf_counter(), self._config.seed + EVALUATION_SEED
+        start, seed = time.perf_counter(), seed_of(self._config.seed, EVALUATION)
         batch = f"evaluation after step {step}"
         groups = self._roll_out(endpoint, self._held_out, self._config.eval_samples, seed=seed, batch=batch)
         return measuring.evaluation(groups, step=step, version=version, seconds=time.perf_counter() - start)

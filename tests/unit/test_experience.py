@@ -196,6 +196,19 @@ def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(m
         assert ours.experience.num_retries == 0
 
 
+def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
+    """`--seed 1` would otherwise sample in step 1 what `--seed 0` samples in step 2."""
+    asked = list[int]()
+    for seed in (0, 1, 2):
+        with sampled(model, Task(), saying(), seed=seed, eval_samples=3) as ours:
+            ours.experience.evaluate(ours.endpoint, step=0, version=3)
+            for step in (1, 2, 3):
+                ours.groups(step=step)
+            asked += ours.seeds
+    assert len(set(asked)) == len(asked)
+    assert max(asked) < 2**62
+
+
 def test_an_evaluation_asks_for_the_same_each_time_and_counts_what_was_scored(model: Path) -> None:
     def score(_: Problem, text: str) -> float:
         return {"good": 1.0, "raises": 4.0}.get(text, float("nan"))

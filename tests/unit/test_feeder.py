@@ -17,6 +17,7 @@ from bridge.atropos.tally import FeedProgress, Tally
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
 from bridge.protocol import ADAPTER
+from bridge.rollouts.sampler import CALL_SEEDS
 from bridge.types import Completion, Problem
 from tests.models import tiny
 from tests.unit import openai_server
@@ -158,6 +159,13 @@ def test_no_group_is_sampled_with_the_seeds_of_another(model: Path) -> None:
     fed = Fed(model, FakeApi(num_steps=4))
     seeds = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]
     assert len({seed + index for seed in seeds for index in range(GROUP)}) == GROUP * len(seeds)
+
+
+def test_an_environment_does_not_sample_what_its_neighbour_does_with_another_seed(model: Path) -> None:
+    """Environment 3 with `--seed 1` began where environment 4 with `--seed 0` does."""
+    fed = Fed(model, FakeApi(num_steps=1), seed=1)
+    seeds = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]
+    assert min(seeds) // CALL_SEEDS > 1_000 * feeder.SEEDS
 
 
 @pytest.mark.parametrize(("max_queued_batches", "most"), [(1.0, 2), (2.5, 5)])

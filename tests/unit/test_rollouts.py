@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,7 @@ from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.protocol import COMPLETIONS, CompletionsRequest
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import IdsOf
-from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
 from bridge.types import Completion, FinishReason
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain
@@ -109,6 +110,15 @@ def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() 
     assert seeds(1) == found[: 50 * num_samples]
     assert min(seeds(2**63 - 1)) >= 0
     assert max(seeds(2**63 - 1)) < 2**63
+
+
+def test_runs_of_neighbouring_seeds_are_far_apart_and_seed_0_begins_at_0() -> None:
+    firsts = sorted(seed_of(run, 0) for run in range(1000))
+    gaps = [after - before for before, after in pairwise([*firsts, NUM_CALLS])]
+    assert firsts[0] == 0
+    assert min(gaps) > 10**9
+    assert max(seed_of(run, 2**31) for run in (0, 1, 2**40, 2**63 - 1)) < NUM_CALLS
+    assert NUM_CALLS * CALL_SEEDS <= 2**62
 
 
 @pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
