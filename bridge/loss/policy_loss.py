@@ -153,7 +153,7 @@ def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
     Source: DeepSeekMath (arXiv 2402.03300), equation 4.
     """
     log_ratios_N = (reference_logprobs_N - logprobs_N).clamp(max=MAX_LOG_RATIO)
-    return log_ratios_N.exp() - log_ratios_N - 1
+    return log_ratios_N.expm1() - log_ratios_N  # exp(x) - 1 - x would cancel: negative where x is small
 
 
 def _log_ratios(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, spec: LossSpec) -> Tensor:

@@ -328,6 +328,16 @@ def test_the_divergence_is_the_papers_estimate_and_never_negative() -> None:
     assert (divergence(torch.randn(1000), torch.randn(1000)) >= 0).all()
 
 
+def test_the_divergence_of_nearly_equal_policies_does_not_cancel() -> None:
+    torch.manual_seed(0)
+    differences_N = torch.randn(100_000) * 10 ** (-7 * torch.rand(100_000))
+    found_N = divergence(torch.zeros(()), differences_N)
+    assert (found_N >= 0).all()
+    exact_N = differences_N.double().expm1() - differences_N.double()
+    seen_N = differences_N.abs() > 1e-3
+    torch.testing.assert_close(found_N[seen_N].double(), exact_N[seen_N], rtol=1e-3, atol=0)
+
+
 def test_the_divergence_pulls_towards_the_reference() -> None:
     batch = batch_of([0.0, 0.0, 0.0], weight=0.5)
     logprobs_N, old_N = at(batch, [1.0, 1.0, 1.0])
