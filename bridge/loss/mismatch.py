@@ -2,8 +2,9 @@
 
 The server samples with its own arithmetic, and with older weights where rollouts are stale. The importance weight of a
 token, its probability by the trainer over that by the server, turns a mean over what the server sampled into one over
-the trainer's own policy: exactly for each token, given the tokens before it, which stay the server's. Truncating or
-masking bounds the variance that this costs.
+the trainer's own policy: exactly for each token, given the tokens before it, which stay the server's. A loss with one
+ratio per completion takes one truncated weight per completion: the product of its tokens' weights, which is exact for
+it. Truncating or masking bounds the variance that this costs.
 
 Not covered: the loss that is weighted (`policy_loss.py`), the log-probabilities themselves.
 Shape suffixes: N rows (positions that predict a sampled token), K sums.
@@ -45,30 +46,31 @@ class Correction:
         high = OWN_HIGH[config.mismatch] if config.mismatch_high is None else config.mismatch_high
         return cls(kind=config.mismatch, low=config.mismatch_low, high=high)
 
-    def weights(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor) -> Tensor:
-        """Return each token's importance weight, without gradient.
+    def weights(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
+        """Return each token's importance weight, without gradient; given `sequences_N`, that of its whole sequence.
 
         `old_logprobs_N` are the trainer's at the beginning of the batch: the weight is of the server's distance from
         there, staleness included, and the loss's own ratio goes on from there. It is one where the server's is unknown.
 
-        Shapes: [N], [N] -> [N].
+        Shapes: [N], [N], [N] int64 -> [N].
         Source: truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
             after IMPALA (arXiv 1802.01561), section 4.1; masked: IcePop, in Ring-1T (arXiv 2510.18855); both apart from
-            the loss's ratio: decoupled PPO, in AReaL (arXiv 2505.24298).
+            the loss's ratio: decoupled PPO, in AReaL (arXiv 2505.24298); of a sequence: the product of its tokens', as
+            verl's `rollout_is: sequence` and TRL's `sequence_truncate` have it; a geometric mean would be biased.
         """
-        ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N)
+        ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
         if self.kind == "none":
             return torch.ones_like(ratios_N)
         if self.kind == "truncate":
             return ratios_N.clamp(max=self.high)
         return torch.where(self._outside(ratios_N), 0.0, ratios_N)
 
-    def changed(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor) -> Tensor:
+    def changed(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
         """Tell of each token whether its weight was cut off, or the token was left out.
 
-        Shapes: [N], [N] -> [N] bool.
+        Shapes: [N], [N], [N] int64 -> [N] bool.
         """
-        ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N)
+        ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
         if self.kind == "mask":
             return self._outside(ratios_N)
         return ratios_N > (self.high if self.kind == "truncate" else math.inf)
@@ -133,20 +135,24 @@ class Tally:
 
 
 @torch.no_grad()
-def measure(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, correction: Correction) -> Tally:
+def measure(
+    old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, correction: Correction, sequences_N: Tensor | None = None
+) -> Tally:
     """Compare the trainer's log-probabilities with the server's, without waiting for the device.
 
-    Shapes: [N], [N] float32.
+    Weights are those that `correction` gives for the same arguments.
+
+    Shapes: [N], [N] float32, [N] int64.
     """
     known_N = ~sampled_logprobs_N.isnan()
     differences_N = torch.where(known_N, old_logprobs_N - sampled_logprobs_N, 0.0).abs()
-    weights_N = correction.weights(old_logprobs_N, sampled_logprobs_N) * known_N
+    weights_N = correction.weights(old_logprobs_N, sampled_logprobs_N, sequences_N) * known_N
     terms = (
         known_N,
         differences_N,
         weights_N,
         weights_N.square(),
-        correction.changed(old_logprobs_N, sampled_logprobs_N),
+        correction.changed(old_logprobs_N, sampled_logprobs_N, sequences_N) & known_N,
         *(differences_N >= edge for edge in HISTOGRAM_EDGES),
     )
     sums_K = torch.stack([term_N.sum(dtype=torch.float64) for term_N in terms])
@@ -154,10 +160,16 @@ def measure(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, correction: Corr
     return Tally(sums_K, largest.double())
 
 
-def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor) -> Tensor:
-    """Return each token's probability by the trainer over that by the server, one where the server's is unknown."""
+def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None) -> Tensor:
+    """Return the probability by the trainer over that by the server, of each token or of its whole sequence.
+
+    It is one for a token whose probability by the server is unknown.
+    """
     differences_N = (old_logprobs_N - sampled_logprobs_N).detach()
-    return torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N).exp()
+    differences_N = torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N)
+    if sequences_N is not None:  # there are at most as many sequences as rows
+        differences_N = torch.zeros_like(differences_N).index_add(0, sequences_N, differences_N)[sequences_N]
+    return differences_N.exp()
 
 
 def alarm(measured: Mismatch, threshold: float) -> str | None:

@@ -43,6 +43,16 @@ class LossSpec:
     correction: Correction = field(default_factory=Correction)
     """What is done where the server and the trainer differ."""
 
+    def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
+        """Return the sequence of each row where each sequence has one importance weight; None: each token has its own.
+
+        Masking leaves single tokens out, whatever has the ratio.
+
+        Shapes: -> [N] int64.
+        """
+        by_sequence = self.ratio_level == "sequence" and self.correction.kind == "truncate"
+        return batch.sequences_N if by_sequence else None
+
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSpec":
         """Return the loss that the configuration names, with what it overrules in its place."""
@@ -142,7 +152,8 @@ def policy_loss(
     kl_N = torch.zeros_like(ratios_N) if reference_logprobs_N is None else divergence(logprobs_N, reference_logprobs_N)
     advantages_N = batch.advantages_N
     terms_N = spec.kl_coef * kl_N - torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
-    weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N) * batch.weights_N
+    sequences_N = spec.weighted_sequences(batch)
+    weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
     return (terms_N * weights_N).sum(), _statistics(ratios_N.detach(), kl_N.detach(), advantages_N, spec)
 
 

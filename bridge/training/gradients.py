@@ -113,4 +113,5 @@ class Gradients:
     def _remember(self, part: Part, logprobs_N: Tensor, entropies_N: Tensor, sums: Sums) -> None:
         part.old_logprobs_N = logprobs_N
         sums.entropy += entropies_N.sum(dtype=torch.float64)
-        sums.tally += measure(logprobs_N, part.batch.sampled_logprobs_N, self.spec.correction)
+        batch, spec = part.batch, self.spec
+        sums.tally += measure(logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch))

@@ -40,6 +40,18 @@ def test_a_token_weighs_what_the_papers_say(choices: dict[str, Any], weights: li
     torch.testing.assert_close(found_N, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
 
 
+def test_the_tokens_of_a_sequence_weigh_the_product_and_unknown_ones_nothing_in_it() -> None:
+    sequences_N = torch.tensor([0, 0, 0, 1, 1])
+    unknown_N = torch.tensor([-1.0, -1.0, -1.0, math.nan, -1.0])
+    by = correction(mismatch="truncate")
+    assert by.weights(old(), SAMPLED_N, sequences_N).tolist() == pytest.approx([0.125] * 3 + [2] * 2)
+    assert by.changed(old(), SAMPLED_N, sequences_N).tolist() == [False] * 3 + [True] * 2
+    assert by.weights(old(), unknown_N, sequences_N).tolist() == pytest.approx([0.125] * 3 + [2] * 2)
+    found = measure(old(), unknown_N, by, sequences_N).read()
+    assert found.changed_share == pytest.approx(1 / 4)
+    assert found.weight_mean == pytest.approx((3 * 0.125 + 2) / 4)
+
+
 def test_what_lies_on_a_bound_is_kept() -> None:
     both = Correction(kind="mask", low=0.5, high=2.0)
     ratios_N = torch.tensor([0.5, 2.0])

@@ -456,6 +456,38 @@ def test_truncated_stale_samples_expect_the_gradient_of_what_the_bound_leaves() 
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
+    """Enumerate all pairs as the server samples them: the gradient is that of the trainer's own policy over pairs."""
+    torch.manual_seed(2)
+    stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)
+    logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    first_logits_V = OLD_LOGITS.clone().requires_grad_()
+    pairs = [(first, second) for first in range(4) for second in range(4)]
+    batch = batch_of(*([values_VV[pair].item()] * 2 for pair in pairs))
+    likely = [(STALE_V[first] * stale_VV[first, second]).item() for first, second in pairs]
+    sampled = [value.log().item() for first, second in pairs for value in (STALE_V[first], stale_VV[first, second])]
+    batch = replace(batch, sampled_logprobs_N=tensor(*sampled), weights_N=tensor(*likely).repeat_interleave(2))
+    first_N = first_logits_V.log_softmax(0)[[first for first, _ in pairs]]
+    second_N = torch.stack([logits_VV.log_softmax(1)[pair] for pair in pairs])
+    logprobs_N = torch.stack([first_N, second_N], dim=1).flatten()
+    spec = replace(WIDE, ratio_level="sequence", correction=Correction(kind="truncate", high=1e6))
+    loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec)
+    found = torch.autograd.grad(loss, [first_logits_V, logits_VV])
+    gain = (first_logits_V.softmax(0)[:, None] * logits_VV.softmax(1) * values_VV).sum()
+    for one, other in zip(found, torch.autograd.grad(-gain, [first_logits_V, logits_VV]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_gspo_truncates_one_weight_a_completion() -> None:
+    # the server's log-probabilities are lower: weights 1.5 * 1.5 = 2.25, truncated to 2, and 0.9
+    batch = batch_of([1.0, 1.0], [1.0], weight=0.5)
+    old_N = batch.sampled_logprobs_N + tensor(1.5, 1.5, 0.9).log()
+    spec = spec_of(loss="gspo", mismatch="truncate")
+    logprobs_N = old_N.clone().requires_grad_()
+    (gradient_N,) = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, spec)[0], logprobs_N)
+    assert gradient_N.tolist() == pytest.approx([-1.0, -1.0, -0.45])
+
+
 def test_of_two_tokens_each_is_corrected_given_the_one_before_it() -> None:
     """Enumerate all pairs: prefixes as the server samples them, every choice as the trainer's policy makes it."""
     torch.manual_seed(2)
