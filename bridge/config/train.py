@@ -133,7 +133,8 @@ class TrainConfig(RolloutConfig):
     lora_alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout in front of the adapter while training; generation has none, so the two then differ."""
+    """Dropout in front of the adapter while training; generation has none, so the two then differ. It goes with one
+    update per batch."""
     lora_target_modules: str = "all-linear"
     """Modules that get an adapter, by the end of their names, separated by commas; `all-linear`: all but the head."""
     lora_handover: Literal["memory", "disk"] = "memory"
@@ -192,6 +193,16 @@ class TrainConfig(RolloutConfig):
         if self.offload_optimizer and self.optimizer != "adamw":
             raise ValueError(
                 f"--offload-optimizer keeps float32 states in host memory; it goes with no --optimizer {self.optimizer}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draws_no_masks_twice(self) -> Self:
+        if self.lora_dropout > 0 and self.updates_per_batch * self.passes_per_batch > 1:
+            raise ValueError(
+                f"--lora-dropout {self.lora_dropout:g} needs one update per batch, found --updates-per-batch"
+                f" {self.updates_per_batch} and --passes-per-batch {self.passes_per_batch}: each pass draws new dropout"
+                " masks, so probability ratios would compare masks and not policies; leave one of them out"
             )
         return self
 
