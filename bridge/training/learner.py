@@ -93,7 +93,7 @@ class Learner:
         """
         for number in range(self._config.passes_per_batch * len(self._parts)):
             parts = self._parts[number % len(self._parts)]
-            if parts and not self._update(parts, first=number == 0):
+            if not self._update(parts, first=number == 0):
                 break
         self._model.zero_grad(set_to_none=True)  # a KV cache that slept needs their memory
         self._is_written = True
@@ -114,19 +114,16 @@ class Learner:
         self._sums = Sums(self._model.device)
 
     def _prepare(self) -> None:
-        self._parts = [self._pack(each) for each in self._shares]
-        if self._config.passes_per_batch * len(self._parts) > 1:
-            for part in (part for parts in self._parts for part in parts):
-                self._gradients.look_back(part, self._sums)
-        if not self._steps_in_backward and self._parts[0] and not self._differentiate(self._parts[0]):
+        self._parts = [self._pack(each) for each in self._shares if each]
+        for part in (part for parts in self._parts[1:] for part in parts):
+            self._gradients.look_back(part, self._sums)  # the first update needs none: its ratios are 1
+        if not self._steps_in_backward and self._parts and not self._differentiate(self._parts[0]):
             raise UsageError(
                 f"the gradient's norm is {self._sums.norms[-1]}; the weights were not touched", remedy="lower --lr"
             )
         self._prepared = True
 
     def _pack(self, share: Sequence[Sample]) -> list[Part]:
-        if not share:
-            return []
         max_tokens = self._budget.max_tokens(share)
         sharing = self._budget.share_prompts
         packed = packs(share, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing)

@@ -1,0 +1,126 @@
+"""Probability ratios while the weights stay as they are: 1 in every update, however the layers are compiled."""
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from bridge.loss import policy_loss
+from bridge.loss.policy_loss import LOSSES
+from bridge.passes import layers, logprobs
+from bridge.passes.batch import MicroBatch
+from bridge.training import gradients
+from bridge.training.gradients import Learnt
+from bridge.types import Completion, Group
+from tests.models import tiny
+from tests.unit.test_learner import Descent, updated
+
+LENGTHS = (60, 52, 71, 66)
+
+
+@pytest.fixture(autouse=True)
+def _no_code_of_other_tests() -> None:
+    torch._dynamo.reset()
+
+
+class Still(Descent):
+    """Takes no step, so that every ratio is 1 by definition."""
+
+    def _step(self, norm: float, max_norm: float) -> None: ...
+
+
+def model(**changes: int) -> PreTrainedModel:
+    config = tiny.llama()
+    config.update({"num_hidden_layers": 1, "initializer_range": 0.08} | changes)
+    torch.manual_seed(7)
+    return LlamaForCausalLM(config).bfloat16().eval()
+
+
+def groups(lengths: Sequence[int] = LENGTHS) -> list[Group]:
+    """Return two groups without log-probabilities of a server: only the trainer's own are compared."""
+    torch.manual_seed(3)
+    made = []
+    for _ in range(2):
+        prompt, *completions = (
+            tuple(torch.randint(3, tiny.VOCABULARY, (length,)).tolist()) for length in (5, *lengths)
+        )
+        rows = tuple(
+            Completion(token_ids=ids, logprobs=(math.nan,) * len(ids), text="", finish_reason="stop", weight_version=0)
+            for ids in completions
+        )
+        made.append(
+            Group(problem={"prompt": "?"}, prompt_token_ids=prompt, completions=rows, rewards=(0.0, 1.0, 2.0, 3.0))
+        )
+    return made
+
+
+def learnt(**choices: Any) -> Learnt:
+    fixed = {"batch_size": 8, "updates_per_batch": 2, "make_optimizer": Still}
+    return updated(model(), groups(), **fixed | choices)
+
+
+def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return what collects each micro-batch's log ratios."""
+    seen: list[Tensor] = []
+    original = policy_loss.policy_loss
+
+    def noting(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, *rest: Any) -> Any:
+        seen.append((logprobs_N - old_logprobs_N).detach())
+        return original(logprobs_N, old_logprobs_N, batch, *rest)
+
+    monkeypatch.setattr(gradients, "policy_loss", noting)
+    return seen
+
+
+def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """Compile as inductor does: what is run without gradients is fused, and so rounded, in another way."""
+    if torch.is_grad_enabled():
+        return graph
+    return lambda *inputs: [
+        x * (1 + 2**-7) if torch.is_tensor(x) and x.is_floating_point() else x for x in graph(*inputs)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
+    monkeypatch.setattr(logprobs, "_kernel", lambda function, _: function)  # the real compiler's time
+    seen = log_ratios(monkeypatch)
+    for loss, updates, passes in [("gspo", 1, 1), ("gspo", 1, 2), *((loss, 2, 2) for loss in LOSSES)]:
+        seen.clear()
+        found = learnt(
+            loss=loss, compile_layers=True, updates_per_batch=updates, passes_per_batch=passes, micro_batch_tokens=150
+        )
+        assert found.num_updates == updates * passes
+        assert len(seen) == 4 * passes
+        assert not any(log_ratios_N.any() for log_ratios_N in seen), (loss, updates, passes)
+        assert (found.shares.clip_low, found.shares.clip_high) == (0, 0)
+
+
+def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratios are 1 whatever the kernels do: the same numbers stand on both sides."""
+    original, calls = gradients.model_logprobs, [0]
+
+    def noisy(*given: Any) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        logprobs_N, entropies_N = original(*given)
+        return logprobs_N + torch.randn_like(logprobs_N), entropies_N
+
+    monkeypatch.setattr(gradients, "model_logprobs", noisy)
+    seen = log_ratios(monkeypatch)
+    learnt(loss="gspo", updates_per_batch=2)
+    assert calls == [3]
+    assert not seen[0].any()
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++")
+@pytest.mark.timeout(600)
+def test_gspo_keeps_its_gradient_where_layers_are_compiled_in_bf16() -> None:
+    plain, compiled = (learnt(loss="gspo", compile_layers=compiles) for compiles in (False, True))
+    assert (compiled.shares.clip_low, compiled.shares.clip_high) == (0, 0)
+    assert compiled.grad_norm == pytest.approx(plain.grad_norm, rel=0.02)
