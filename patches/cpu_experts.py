@@ -4,6 +4,8 @@ Symptom: a mixture of experts on the CPU cannot be shared: its experts are rewri
 Cause: vLLM packs them for its grouped products, and keeps the packed copy alone.
 Why this is safe: the same products are done by plain linear layers, an expert at a time, in the rounding that linear
 layers have here anyway (`model_runner.py`). Activations that are not known here are left as they are, and refused.
+To torch.compile, which compiles the model around them unless --enforce-eager is given, they are one operator: which
+experts are computed depends on the values of `topk_ids`, which no graph can hold.
 Seen in vLLM 0.30 to 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; before, where they choose the
 experts of a token themselves or are elsewhere, they are refused by name (`loading.py`).
 
@@ -46,7 +48,7 @@ def patch() -> None:
             pack(self, layer)
 
     def apply(self: Any, **given: Any) -> None:
-        (apply_plain if self.bridge_plain else partial(apply_packed, self))(**given)
+        (_apply_operator if self.bridge_plain else partial(apply_packed, self))(**given)
 
     experts.process_weights_after_loading, experts.apply, experts.bridge = process_weights_after_loading, apply, True
 
@@ -56,17 +58,21 @@ def is_known(layer: Any) -> bool:
     return layer.activation.value in ACTIVATIONS and layer.expert_map is None and not hasattr(layer, "w13_bias")
 
 
+def _apply_operator(*, activation: Any, **given: Any) -> None:
+    names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
+    apply_plain(**{name: given[name] for name in names}, activation=activation.value)
+
+
+@torch.library.custom_op("bridge::cpu_experts", mutates_args=("output",))
 def apply_plain(
-    *,
     output: Tensor,
     hidden_states: Tensor,
     w1: Tensor,
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: Any,
+    activation: str,
     apply_router_weight_on_input: bool,
-    **_unused: Any,
 ) -> None:
     """Write what the chosen experts make of each token into `output`, weighed unless the inputs were.
 
@@ -78,6 +84,6 @@ def apply_plain(
     for expert in topk_ids.unique().tolist():
         tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
-        made = linear(ACTIVATIONS[activation.value](gate) * up, w2[expert])
+        made = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
         total.index_add_(0, tokens, made.float() * weights[tokens, places].float().unsqueeze(1))
     output.copy_(total)
