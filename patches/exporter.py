@@ -59,6 +59,7 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
         model=skeleton.absolute(config.model),
         dtype=str(config.dtype).removeprefix("torch."),
         backend="shared_memory" if first.gpu_uuid is None else "cuda_ipc",
+        max_model_len=config.max_model_len,
         tp_degree=len(shards),
         dp_shard_degree=1,
         num_params=sum(math.prod(view.shape) for view in views),

@@ -3,17 +3,13 @@
 Not covered: fetching batches (`experience.py`), an environment's place (`enrolment.py`).
 """
 
-import os
 from collections.abc import Mapping
-
-import httpx
 
 from bridge.atropos.client import AtroposApi
 from bridge.atropos.protocol import Info, TrainerRegistration
-from bridge.client import CONTROL_LIMIT_S
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.rollouts.connections import KEY
+from bridge.rollouts.limits import max_model_len
 
 NOBODY = -1
 """What an API tells instead of settings where no trainer registered."""
@@ -59,7 +55,7 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
     Raises:
         UsageError: neither the model nor the server at `url` has one.
     """
-    found = {"the model's max_position_embeddings": max_position_embeddings, "the server's": _max_model_len(url)}
+    found = {"the model's max_position_embeddings": max_position_embeddings, "the server's": max_model_len(url)}
     bounds = [(bound, whose) for whose, bound in found.items() if bound]
     if not bounds:
         raise UsageError(
@@ -67,18 +63,6 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
             remedy="give config.json a max_position_embeddings",
         )
     return min(bounds)
-
-
-def _max_model_len(url: str) -> int | None:
-    """Return the longest sequence of the server at `url`, None where it does not tell."""
-    try:
-        key = os.environ.get(KEY)
-        headers = {"authorization": f"Bearer {key}"} if key else None
-        answer = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False, timeout=CONTROL_LIMIT_S)
-        lengths = [int(model["max_model_len"]) for model in answer.json()["data"] if model.get("max_model_len")]
-    except (httpx.TransportError, ValueError, KeyError, TypeError, AttributeError):  # it is watched while waiting
-        return None
-    return min(lengths, default=None)
 
 
 def _refuse_others(api: AtroposApi, found: Info, wanted: Mapping[str, int]) -> None:

@@ -62,12 +62,17 @@ def check(config: TrainConfig) -> None:
 
 
 def open_reference(
-    config: TrainConfig, model: PreTrainedModel, device: torch.device, note: Callable[[str], None]
+    config: TrainConfig,
+    model: PreTrainedModel,
+    device: torch.device,
+    note: Callable[[str], None],
+    *,
+    max_model_len: int | None = None,
 ) -> Reference | None:
     """Return the reference of what `model` is trained to be; None where no KL divergence is asked for.
 
     Call it once the model is open, after `check`. A model beside it is prepared as the trained one is, so that the two
-    round alike; `note` hears what that has to say.
+    round alike; `note` hears what that has to say. `max_model_len` is the server's, on which positions may depend.
 
     Raises:
         UsageError: it cannot be loaded, or there is not enough memory.
@@ -80,8 +85,9 @@ def open_reference(
         return Reference(model, weight_bytes=0, frozen=lambda: adapter_off(model))
     assert config.reference_model is not None, "refused by the configuration"
     _check_memory(config.reference_model, device, model.dtype)
-    own = loaded.load(config.reference_model, device=str(device), dtype=model.dtype)
-    shares_prompts = preparation.prepare(own.model, config.model_copy(update={"gradient_checkpointing": False}), note)
+    own = loaded.load(config.reference_model, device=str(device), dtype=model.dtype, max_model_len=max_model_len)
+    without = config.model_copy(update={"gradient_checkpointing": False})
+    shares_prompts = preparation.prepare(own.model, without, note, max_model_len=max_model_len)
     return Reference(own.model, weight_bytes=own.weight_bytes, frozen=nullcontext, shares_prompts=shares_prompts)
 
 

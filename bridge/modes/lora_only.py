@@ -8,6 +8,7 @@ Not covered: the adapter itself (`bridge/weights/adapter.py`), full-parameter tr
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
 from bridge.modes.mode import Engine, OpenedModel
+from bridge.rollouts import limits
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import loaded, manifest
 from bridge.weights.adapter import Adapter
@@ -78,6 +80,13 @@ class LoraOnly:
     def endpoint(self) -> Endpoint:
         """The server, asked for the adapter."""
         return self._handover.endpoint
+
+    @cached_property
+    def max_model_len(self) -> int | None:
+        """What the manifest or, without one, the server itself says."""
+        if self._manifest is not None:
+            return self._manifest.max_model_len
+        return limits.max_model_len(self._config.server_url())
 
     @property
     def version(self) -> int:
@@ -147,7 +156,12 @@ class LoraOnly:
                     model=attached.model, device=attached.device, open_s=attached.attach_s,
                     weight_bytes=attached.weight_bytes(), attached=attached, note=note,
                 )  # fmt: skip
-        own = loaded.load(self._config.model_name, device=self._config.trainer_device)
+        own = loaded.load(
+            self._config.model_name,
+            device=self._config.trainer_device,
+            max_model_len=self.max_model_len,
+            server_class="" if self._manifest is None else self._manifest.model_class,
+        )
         return _Base(
             model=own.model, device=own.device, open_s=own.load_s, weight_bytes=own.weight_bytes, attached=None,
             note=f"the base is a second copy, {own.weight_bytes / 2**30:.2f} GiB on {own.device}: {self._why_not}",

@@ -66,6 +66,11 @@ class Mode(Protocol):
         ...
 
     @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that the server takes; None where it does not say. Known before `open`."""
+        ...
+
+    @property
     def can_sleep(self) -> bool:
         """Whether the server can free its KV cache while `publish` runs; asked once the mode is open."""
         ...

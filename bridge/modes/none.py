@@ -39,6 +39,11 @@ class NoneMode:
         return self._reload.endpoint
 
     @property
+    def max_model_len(self) -> int | None:
+        """What the server reports."""
+        return self._reload.max_model_len
+
+    @property
     def can_sleep(self) -> bool:
         """False: the server generates while this process trains, or does not run at all."""
         return False
@@ -52,7 +57,10 @@ class NoneMode:
         """Load the model into memory of its own."""
         model_folder.tokenizer_files(self._config.model_name)  # no checkpoint shall fail for want of them
         self._own: LoadedModel = loaded.load(
-            self._config.model_name, device=self._config.trainer_device, dtype=self._reload.dtype
+            self._config.model_name,
+            device=self._config.trainer_device,
+            dtype=self._reload.dtype,
+            max_model_len=self.max_model_len,
         )
         self._reload.begin(self._own.model)
         return OpenedModel(

@@ -5,6 +5,7 @@ Not covered: the copy itself and when the server gets it (`none.py`), starting p
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.mode import Engine
 from bridge.modes.served import PatchedServer
+from bridge.rollouts import limits
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import model_folder
 
@@ -33,6 +35,11 @@ class Reload(Protocol):
     @property
     def endpoint(self) -> Endpoint:
         """The server, as the rollouts ask it."""
+        ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that it serves; None where it does not say."""
         ...
 
     @property
@@ -81,6 +88,11 @@ class Restart:
         """The server, which knows of no versions."""
         return Endpoint(url=self._config.server_url(), version=self.version)
 
+    @cached_property
+    def max_model_len(self) -> int | None:
+        """What the server itself reports, which need not be one of ours."""
+        return limits.max_model_len(self.endpoint.url)
+
     def begin(self, model: PreTrainedModel) -> None:
         """Do nothing: the server was started for this run, with the model's name."""
 
@@ -125,6 +137,11 @@ class InPlace:
     def endpoint(self) -> Endpoint:
         """The server, which tells its version with each answer."""
         return self._server.endpoint
+
+    @property
+    def max_model_len(self) -> int | None:
+        """What its manifest says."""
+        return self._server.manifest.max_model_len
 
     @property
     def dtype(self) -> torch.dtype | None:

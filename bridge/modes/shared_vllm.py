@@ -33,6 +33,11 @@ class SharedVllm:
         return self._server.endpoint
 
     @property
+    def max_model_len(self) -> int | None:
+        """What its manifest says."""
+        return self._server.manifest.max_model_len
+
+    @property
     def version(self) -> int:
         """Version of the weights."""
         return self._server.version

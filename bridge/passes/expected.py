@@ -44,7 +44,9 @@ class Expected:
     """What transformers' own plain attention makes of a few sequences, each alone, and of all run together."""
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, max_model_len: int | None = None) -> None:
+        """Compute it; sequences of a run have at most `max_model_len` tokens, where that is known."""
+        self._far = _farthest(model, max_model_len) - LENGTHS[0]
         self.tokens_T = example_tokens(model)
         chosen = model.config._attn_implementation
         attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
@@ -59,17 +61,20 @@ class Expected:
         self._is_told = False
         self.rounding = ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps
 
-    def difference(self, hidden_TH: Tensor) -> float:
+    def difference(self, hidden_TH: Tensor, *, first: int = 0) -> float:
         """Return the median over the tokens of the relative difference, of the sequence where it is largest.
 
-        The median, since rounding alone may send a few tokens to other experts.
+        The median, since rounding alone may send a few tokens to other experts. Sequences before `first` do not count.
         """
         error_TH, alone_TH = hidden_TH.float() - self.alone_TH.float(), self.alone_TH.float()
         relative_T = error_TH.norm(dim=1) / alone_TH.norm(dim=1)
-        return max(float(part_T.median()) for part_T in relative_T.split(LENGTHS))
+        return max(float(part_T.median()) for part_T in relative_T.split(LENGTHS)[first:])
 
     def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
         """Compare with the packed forward pass, as the model is prepared now.
+
+        Once more with the first sequence at the end of the longest that a run may have: what the others are must not
+        depend on how long it is.
 
         Raises:
             UnsupportedModelError: they differ by more than rounding.
@@ -77,7 +82,10 @@ class Expected:
         with torch.no_grad(), _checking(model):
             tokens_T = self.tokens_T
             hidden_TH = packed_sharing(model, tokens_T) if share_prompts else packed(model, tokens_T, LENGTHS)
-        found = self.difference(hidden_TH)
+            found = self.difference(hidden_TH)
+            if self._far > 0 and not share_prompts:
+                beside_TH = packed(model, tokens_T, LENGTHS, begin=self._far)
+                found = float(torch.tensor([found, self.difference(beside_TH, first=1)]).max())  # nan, if one is
         differ = f"hidden states differ by {found:.1%} from those of each alone, and by {self.mixed_up:.1%}"
         if not found <= max(self.most, self.rounding):
             raise UnsupportedModelError(
@@ -99,14 +107,21 @@ def example_tokens(model: PreTrainedModel) -> Tensor:
     return tokens_T.to(model.device)
 
 
-def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the last hidden states of sequences of these lengths, packed.
+def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, begin: int = 0) -> Tensor:
+    """Return the last hidden states of sequences of these lengths, packed; the first is at the positions from `begin`.
 
     Shapes: [T] -> [T, H].
     """
     positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
+    positions_T[: lengths[0]] += begin
     spans = attention.Spans.of_lengths(lengths, tokens_T.device)
     return attention.packed_hidden(model, tokens_T, positions_T, spans)
+
+
+def _farthest(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """Return the tokens of the longest sequence that a run may have; 0: nothing is known of it."""
+    bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
+    return min((bound for bound in bounds if isinstance(bound, int)), default=0)
 
 
 def packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:

@@ -24,18 +24,18 @@ COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a mistake and is raised."""
 
 
-def prepare(model: PreTrainedModel, config: TrainConfig, note: Note) -> bool:
+def prepare(model: PreTrainedModel, config: TrainConfig, note: Note, *, max_model_len: int | None = None) -> bool:
     """Give the model packed attention, and whatever of liger-kernel, compilation and recomputation is asked for.
 
     Once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of one
-    prompt may share it.
+    prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
 
     Raises:
         UnsupportedModelError: what the model computes of packed sequences is not what it computes of each alone.
         UsageError: liger-kernel was asked for, and cannot be used.
     """
     check_head(model)
-    expected = Expected(model)
+    expected = Expected(model, max_model_len)
     compiles = model.device.type == "cuda" if config.compile_layers is None else config.compile_layers
     if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
         wide_linear.widen(model)  # not both: torch would compile every layer for itself

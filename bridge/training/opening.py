@@ -23,16 +23,23 @@ MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimiz
 
 
 def learner_of(
-    config: TrainConfig, opened: OpenedModel, note: Note, *, make_optimizer: MakeOptimizer = factory.make
+    config: TrainConfig,
+    opened: OpenedModel,
+    note: Note,
+    *,
+    max_model_len: int | None = None,
+    make_optimizer: MakeOptimizer = factory.make,
 ) -> Learner:
     """Prepare the model, and return what trains it; `note` hears what was chosen and why.
+
+    `max_model_len` is the length of the server's longest sequence; None: not known.
 
     Raises:
         UsageError: it does not fit.
         UnsupportedModelError: the model cannot be trained as it is wanted to be.
     """
     model = opened.model
-    shares_prompts = preparation.prepare(model, config, note)
+    shares_prompts = preparation.prepare(model, config, note, max_model_len=max_model_len)
     groups = [
         factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
         for name, factor in opened.lr_factors.items()
@@ -41,7 +48,7 @@ def learner_of(
     optimizer = make_optimizer(config, groups)
     try:
         optimizer.allocate()
-        beside = reference.open_reference(config, model, opened.device, note)
+        beside = reference.open_reference(config, model, opened.device, note, max_model_len=max_model_len)
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",

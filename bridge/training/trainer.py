@@ -50,7 +50,9 @@ class Trainer:
         self._source, self._reporter = source, reporter
         self._opened = mode.open()
         self._device = self._opened.device
-        self._learner = learner_of(config, self._opened, run.note, make_optimizer=make_optimizer)
+        self._learner = learner_of(
+            config, self._opened, run.note, max_model_len=mode.max_model_len, make_optimizer=make_optimizer
+        )
         trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
         self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
         self._sleeps = self._sleeps_always()

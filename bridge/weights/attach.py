@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
-from bridge.weights import cuda_ipc, layout, shared_memory, skeleton
+from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.layout import Shape
 from bridge.weights.manifest import Manifest
 from bridge.weights.shard import AnyHandle, CudaHandle, Handle, SharedMemoryHandle, View
@@ -63,7 +63,7 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
 
     Raises:
         ManifestError: the manifest is of another dtype, degree or model than this process can attach to.
-        UnsupportedModelError: a parameter of either side has no partner.
+        UnsupportedModelError: a parameter of either side has no partner, or the two compute positions differently.
         AttachError: the memory cannot be opened.
     """
     _refuse_other_shapes_of_servers(manifest)
@@ -72,6 +72,7 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
         raise ManifestError(f"the manifest names the type {manifest.dtype!r}", remedy="restart the server")
     model = skeleton.build(manifest.model, dtype, trust_remote_code=trust_remote_code)
     _check_layout(manifest, skeleton.shapes(model))
+    rope.follow_server(model, manifest.max_model_len, server_class=manifest.model_class)
     device = leave_a_core() if manifest.gpu_uuid is None else cuda_ipc.device_of(manifest.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
     tensors = open_handles(manifest.ipc_handles, device)
@@ -103,6 +104,7 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     _check_layout(manifest, {name: tuple(parameter.shape) for name, parameter in attached.parameters.items()})
     tensors = open_handles(manifest.ipc_handles, attached.device)
     _refuse_overlaps(tensors)
+    rope.follow_server(attached.model, manifest.max_model_len, server_class=manifest.model_class)
     for name, view in _views(manifest, tensors).items():
         attached.parameters[name].data = view
     return replace(

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checks import memory
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.weights import skeleton
+from bridge.weights import rope, skeleton
 from bridge.weights.attach import leave_a_core
 from bridge.weights.model_folder import no_progress_bar
 
@@ -36,16 +36,27 @@ class LoadedModel:
     """Bytes of the weights, a tied parameter once."""
 
 
-def load(model: str, *, device: str, dtype: torch.dtype | None = None) -> LoadedModel:
+def load(
+    model: str,
+    *,
+    device: str,
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    server_class: str = "",
+) -> LoadedModel:
     """Load `model` onto `device`: `auto`, `cpu`, `cuda` or `cuda:1`.
 
-    Its type is `dtype`; None: the one that its configuration names, or float32 where it names none.
+    Its type is `dtype`; None: the one that its configuration names, or float32 where it names none. Its positions are
+    those of a server whose longest sequence has `max_model_len` tokens, None: not known, and that runs the model as
+    `server_class`, if that is known.
 
     Raises:
-        UsageError: no such model or device, not enough memory, or weights that are missing or do not fit.
+        UsageError: no such model or device, not enough memory, weights that are missing or do not fit, or positions
+            that depend on an unknown length.
         UnsupportedModelError: it is quantised, in float16, or no plain causal language model of transformers.
     """
     empty = skeleton.build(model, torch.float32)
+    rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
     dtype = dtype or _own_dtype(model)
     _refuse_unfit(model, dtype)
     place = _device(device)
@@ -56,6 +67,7 @@ def load(model: str, *, device: str, dtype: torch.dtype | None = None) -> Loaded
         whole = _from_pretrained(model, dtype).to(place).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _no_room(model, place, needed, free_bytes(place)) from error
+    rope.follow_server(whole, max_model_len, server_class=server_class)
     return LoadedModel(model=whole, device=place, load_s=time.perf_counter() - start, weight_bytes=needed)
 
 

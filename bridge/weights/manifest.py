@@ -40,6 +40,8 @@ class Manifest(Shard):
     """torch's name of the weights' element type."""
     backend: Literal["cuda_ipc", "shared_memory"]
     """How handles are opened."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Tokens of the longest sequence that it serves; None where a manifest of before does not say."""
     tp_degree: int = Field(ge=1)
     """Tensor-parallel ranks."""
     dp_shard_degree: int = Field(ge=1)

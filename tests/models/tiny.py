@@ -3,6 +3,7 @@
 Not covered: the demo's model, which can do sums (`cli/demo_model.py`).
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -60,6 +61,22 @@ def qwen2(vocabulary: int = VOCABULARY) -> Qwen2Config:
         eos_token_id=2,
         pad_token_id=0,
     )
+
+
+def with_longrope(folder: Path, original: int) -> torch.Tensor:
+    """Give the Llama in `folder` RoPE with long factors beyond `original` tokens, and return their frequencies."""
+    path = folder / "config.json"
+    document = json.loads(path.read_text())
+    long_factor = [1.0 + place for place in range(16)]
+    document["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": long_factor,
+        "original_max_position_embeddings": original,
+    }
+    path.write_text(json.dumps(document))
+    return 1 / (torch.tensor(long_factor) * 10_000 ** (torch.arange(0, 32, 2) / 32))
 
 
 def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float = 0.08) -> Path:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.errors import ManifestError, UsageError
+from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
 from bridge.modes.mode import OpenedModel
@@ -23,7 +23,7 @@ from bridge.weights.manifest import Manifest
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import dead_server
-from tests.unit.http_server import HttpServer, serving
+from tests.unit.http_server import HttpServer, as_json, serving
 from tests.unit.lora_server import SLOT, LoraServer
 from tests.unit.toy_server import ToyServer
 
@@ -177,6 +177,23 @@ def test_without_a_manifest_the_base_is_a_second_copy_and_the_note_says_why(worl
     noted = running.run.events.read_text()
     assert "the base is a second copy, 0.00 GiB on cpu: no manifest" in noted
     assert list(world.server.adapters) == ["bridge-adapter-0"]
+
+
+def test_a_second_copy_computes_positions_as_the_server_reports_its_length(world: World) -> None:
+    port = int(world.http.url.rpartition(":")[2])
+    frequencies = tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
+    with pytest.raises(UsageError, match="the server reports none"):
+        world.opened(lora_handover="disk", vllm_port=port)
+    world.server.refuses["GET models"] = as_json({"data": [{"id": "tiny", "max_model_len": 65}]})
+    running = world.opened(lora_handover="disk", vllm_port=port)
+    torch.testing.assert_close(running.opened.model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_a_second_copy_is_refused_where_the_server_computes_positions_in_another_way(world: World) -> None:
+    tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
+    world.export(max_model_len=65, model_class="TransformersForCausalLM")
+    with pytest.raises(UnsupportedModelError, match="vLLM runs it as TransformersForCausalLM"):
+        world.opened(lora_handover="disk")
 
 
 def test_a_base_that_cannot_be_attached_is_loaded_and_the_note_says_why(world: World) -> None:

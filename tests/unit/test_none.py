@@ -121,6 +121,16 @@ def test_the_copy_is_the_trainers_own_and_counted(folder: Path, tmp_path: Path) 
     assert opened.open_s > 0
 
 
+def test_the_copy_computes_positions_as_the_server_reports_its_length(folder: Path, tmp_path: Path) -> None:
+    frequencies = tiny.with_longrope(folder, 64)
+    listed = as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 65}]})
+    with serving(lambda _: listed) as server:
+        port = int(server.url.rpartition(":")[2])
+        config = TrainConfig(model_name=str(folder), mode="none", vllm_port=port)
+        opened = NoneMode(config, RunDirectory(tmp_path), FakeEngine()).open()
+    torch.testing.assert_close(opened.model.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(folder: Path, tmp_path: Path) -> None:
     for file in (*folder.glob("tokenizer*"), folder / "model.safetensors"):
         file.unlink()

@@ -1,0 +1,137 @@
+"""RoPE whose frequencies depend on the length: the trainer takes those of the server, for every sequence.
+
+transformers chooses them anew for each batch, by its longest position, so that a short sequence beside a long one would
+be trained as another than the server sampled. vLLM chooses once, by the longest sequence that it was started for.
+Source: `vllm/model_executor/layers/rotary_embedding`, whose three files of this are the same in vLLM 0.26 to 0.33, and
+transformers' `modeling_rope_utils.py`.
+
+Not covered: scaling that does not depend on the length (linear, llama3, yarn), which stays as transformers made it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from bridge.errors import UnsupportedModelError, UsageError
+
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+FIXED = "default"
+"""The type by which transformers leaves a module's frequencies as they are."""
+GENERIC = "Transformers"
+"""How the classes of vLLM begin that run transformers' own model, which chooses by the batch at hand."""
+TOLERANCE = 1e-4
+"""Of a cosine: what is computed in float32 at positions up to some 100,000."""
+
+Parameters = Mapping[str, Any]
+
+
+def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_class: str = "") -> None:
+    """Give `model` the frequencies of a server whose longest sequence has `max_model_len` tokens; None: not known.
+
+    A model whose RoPE does not depend on the length is left alone. It may be called again for another server.
+    `server_class` is vLLM's class of the model, where it is known.
+
+    Raises:
+        UsageError: the frequencies depend on a length that the server does not report, or cannot serve.
+        UnsupportedModelError: the server or transformers computes this kind of RoPE in another way.
+    """
+    for module, layer_type, parameters in _dependent(model):
+        kind, name = parameters["rope_type"], type(model).__name__
+        if server_class.startswith(GENERIC):
+            raise UnsupportedModelError(
+                f"{name} has {kind} RoPE, and vLLM runs it as {server_class}, whose frequencies change with each batch",
+                remedy="take a model that vLLM has a class of its own for, such as Phi-3's",
+            )
+        if max_model_len is None:
+            raise UsageError(
+                f"{name} has {kind} RoPE, which depends on the server's longest sequence, and the server reports none",
+                remedy="bridge serve-vllm, or a vLLM that lists max_model_len under /v1/models",
+            )
+        frequencies, scaling = _of_server(module, layer_type, parameters, max_model_len, name)
+        _fix(module, layer_type, frequencies, scaling)
+        _check(module, layer_type, max_model_len, kind)
+
+
+def _dependent(model: PreTrainedModel) -> Iterator[tuple[Any, str | None, Parameters]]:
+    """Yield each module whose frequencies depend on the length, with the layers that it is of (None: all)."""
+    for module in model.modules():
+        kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+        given = getattr(config, "rope_parameters", None) or {}
+        nested = {layer: given.get(layer) for layer in kinds} if isinstance(kinds, dict) else {None: given}
+        for layer_type, parameters in nested.items() if kinds is not None else ():
+            if parameters and parameters.get("rope_type") in (LONGROPE, DYNAMIC):
+                yield module, layer_type, parameters
+
+
+def _of_server(
+    module: Any, layer_type: str | None, parameters: Parameters, max_model_len: int, name: str
+) -> tuple[Tensor, float]:
+    """Return vLLM's inverse frequencies, and the factor of its cosines and sines."""
+    if parameters["rope_type"] == LONGROPE:
+        return _longrope(module.config, layer_type, parameters, max_model_len)
+    most = module.config.max_position_embeddings
+    if "max_trained_positions" in parameters:
+        raise UnsupportedModelError(
+            f"{name} has dynamic RoPE with max_trained_positions, which transformers does not know",
+            remedy="take another model, of those in docs/families.md",
+        )
+    if max_model_len > most:
+        raise UsageError(
+            f"{name} has dynamic RoPE, of which vLLM has frequencies for {most} tokens alone, and the server's longest"
+            f" sequence has {max_model_len}",
+            remedy=f"restart the server with --max-model-len {most}",
+        )
+    prefix = _prefix(layer_type)  # within max_position_embeddings both take the frequencies that the module began with
+    return getattr(module, f"{prefix}original_inv_freq"), getattr(module, f"{prefix}attention_scaling")
+
+
+def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_model_len: int) -> tuple[Tensor, float]:
+    """As `Phi3LongRoPEScaledRotaryEmbedding`: the long factors for all as soon as one sequence may need them."""
+    original = parameters["original_max_position_embeddings"]
+    is_long = max_model_len > original
+    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](config, None, seq_len=original + is_long, layer_type=layer_type)
+    scaling = parameters.get("long_mscale" if is_long else "short_mscale")
+    if scaling is None:  # transformers would also look at `attention_factor` and `factor`
+        stretch = max(config.max_position_embeddings / original, 1.0)
+        scaling = math.sqrt(1 + math.log(stretch) / math.log(original))
+    return frequencies, scaling
+
+
+def _fix(module: Any, layer_type: str | None, frequencies: Tensor, scaling: float) -> None:
+    """Let `module` use these frequencies at every position."""
+    prefix = _prefix(layer_type)
+    before: Tensor = getattr(module, f"{prefix}inv_freq")
+    setattr(module, f"{prefix}inv_freq", frequencies.to(before.device))
+    setattr(module, f"{prefix}attention_scaling", scaling)
+    module.rope_type = FIXED if layer_type is None else {**module.rope_type, layer_type: FIXED}
+
+
+@torch.no_grad()
+def _check(module: nn.Module, layer_type: str | None, max_model_len: int, kind: str) -> None:
+    """Refuse a module whose code does not take what it is given, as that of PhiMoE does not.
+
+    Positions of any batch have to come to the same: near ones alone, and beside the farthest.
+    """
+    prefix, layers = _prefix(layer_type), {} if layer_type is None else {"layer_type": layer_type}
+    frequencies: Tensor = getattr(module, f"{prefix}inv_freq")
+    for batch in ([0, 1], [0, 1, max_model_len - 1]):
+        positions = torch.tensor([batch], device=frequencies.device)
+        made = module(torch.zeros(1, device=frequencies.device), positions, **layers)
+        cosines = made[0] if isinstance(made, tuple) else made.real
+        expected = (positions[..., None].float() * frequencies).cos() * getattr(module, f"{prefix}attention_scaling")
+        repeats = cosines.shape[-1] // expected.shape[-1]  # halves behind one another or interleaved: both twice
+        expected = expected.repeat(1, 1, repeats).sort().values
+        if not torch.allclose(cosines.sort().values, expected, atol=TOLERANCE):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} computes {kind} RoPE in a way of its own, which is not vLLM's",
+                remedy="take another model, of those in docs/families.md, or report this one",
+            )
+
+
+def _prefix(layer_type: str | None) -> str:
+    return "" if layer_type is None else f"{layer_type}_"
