@@ -40,12 +40,15 @@ def run(
     vllm_flags: VllmFlags = None,
 ) -> None:
     """Serve a model, train it by any mode, and stop the server; one that dies or hangs is started again."""
+    from bridge.rollouts import limits
+
     if train.start_command is not None:
         raise UsageError("bridge run starts vLLM itself: --start-command is of no use to it", remedy="bridge train")
     environment = load_environment(train)
     serve = for_adapters(serve, train)
     directory, found = open_run(train)
     try:
+        train = limits.fit_completions(train, serve.max_model_len, directory.note)
         command = prepare(serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=train)
         train = attached_to(train, command)
         write_json(directory.server_config, serve.model_dump(mode="json"))

@@ -23,10 +23,19 @@ def endpoints(server_url: str) -> list[Endpoint]:
         UsageError: no server is named, or one whose adapter changes its name with every step.
         ServerUnreachableError: one does not answer as vLLM does.
     """
-    urls = [url.strip().rstrip("/") for url in server_url.split(",") if url.strip()]
-    if not urls:
+    return [_endpoint(url) for url in urls(server_url)]
+
+
+def urls(server_url: str) -> list[str]:
+    """Return where the servers answer that `--server-url` names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    found = [url.strip().rstrip("/") for url in server_url.split(",") if url.strip()]
+    if not found:
         raise UsageError("no server is named to sample from", remedy="--server-url http://127.0.0.1:9001")
-    return [_endpoint(url) for url in urls]
+    return found
 
 
 def _endpoint(url: str) -> Endpoint:

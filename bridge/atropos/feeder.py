@@ -22,6 +22,7 @@ from bridge.config.feed import FeedConfig
 from bridge.errors import AtroposError
 from bridge.rewards.scorer import Scorer
 from bridge.rewards.scoring import Scores
+from bridge.rollouts import limits
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.training import data
@@ -55,6 +56,8 @@ def feed(
         BridgeError: as joining, sampling and scoring do.
         AtroposError: the API is gone, or was reset.
     """
+    lengths = [length for url in asked.urls(config.server_url) if (length := limits.max_model_len(url))]
+    config = limits.fit_completions(config, min(lengths, default=None), tell)
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.reward_processes, timeout_s=config.reward_timeout_s)
     sampler = Sampler(

@@ -37,7 +37,7 @@ class RolloutConfig(Config):
     group_size: int = Field(default=8, ge=2)
     """Completions per prompt."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest completion in tokens."""
+    """Longest completion in tokens; unless it is given, at most half of the server's longest sequence."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the rollouts; the loss uses the same."""
     seed: int = Field(default=0, ge=0)

@@ -1,14 +1,20 @@
-"""How long a sequence the server takes.
+"""How long a sequence the server takes, and what that leaves for a completion.
 
 Not covered: a prompt that is too long for the server, which refuses it (`connections.py`).
 """
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import httpx
 
 from bridge.client import CONTROL_LIMIT_S
+from bridge.config.rollouts import RolloutConfig
+from bridge.errors import UsageError
 from bridge.rollouts.connections import KEY
+
+Choices = TypeVar("Choices", bound=RolloutConfig)
 
 
 def max_model_len(url: str) -> int | None:
@@ -21,3 +27,28 @@ def max_model_len(url: str) -> int | None:
     except (httpx.TransportError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return None  # whoever needs an answer asks again, and says so
     return min(lengths, default=None)
+
+
+def fit_completions(config: Choices, longest: int | None, note: Callable[[str], None]) -> Choices:
+    """Return `config` with completions that a server takes whose longest sequence has `longest` tokens; None: unknown.
+
+    A choice that nobody made gives way, and `note` hears of it: half of the sequence is left for the prompt.
+
+    Raises:
+        UsageError: the choice that was made leaves no room for a prompt.
+    """
+    if longest is None:
+        return config
+    if "max_new_tokens" in config.model_fields_set:
+        if config.max_new_tokens >= longest:
+            raise UsageError(
+                f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: the server's longest sequence,"
+                f" prompt and completion, has {longest} tokens",
+                remedy=f"--max-new-tokens {max(longest // 2, 1)}, or serve with a larger --max-model-len",
+            )
+        return config
+    half = max(longest // 2, 1)
+    if config.max_new_tokens <= half:
+        return config
+    note(f"--max-new-tokens {half}: half of the server's longest sequence, which has {longest} tokens")
+    return config.model_copy(update={"max_new_tokens": half})

@@ -14,6 +14,7 @@ from bridge.modes import MODES
 from bridge.modes.mode import Engine
 from bridge.optimizers import factory
 from bridge.rewards.scoring import Scores
+from bridge.rollouts import limits
 from bridge.training.checkpoint import Found
 from bridge.training.experience import Experience
 from bridge.training.metrics import Summary
@@ -48,6 +49,7 @@ def train(
     reference.check(config)
     mode = MODES[config.mode](config.model_copy(update={"resume": resume is not None}), run, engine)
     try:
+        config = limits.fit_completions(config, mode.max_model_len, run.note)
         with closing(_source(config, environment, run, reporter, recipe)) as source:
             trainer = Trainer(config, source, run, mode, engine, reporter, make_optimizer)
             if resume is not None:

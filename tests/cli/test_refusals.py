@@ -85,6 +85,14 @@ def train(served: Manifest, *more: str) -> Sequence[str]:
     return ["train", "--model-name", served.model, "--vllm-config-path", manifests.MANIFEST_NAME, *more]
 
 
+def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(
+    bridge: Bridge, exported: Manifest
+) -> None:
+    lengths = ("--max-model-len", "256", "--max-new-tokens", "256")
+    error = bridge.refused(2, "run", "--model", exported.model, *lengths)
+    assert "--max-new-tokens 256 leaves no room for a prompt: the server's longest sequence" in error
+
+
 Edit = Callable[[dict[str, Any]], object]
 """Changes the manifest's document in place, or returns the text to write in its stead."""
 EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {

@@ -69,6 +69,7 @@ class FakeMode:
     dropout: float = 0.0
     killed: bool = False
     can_sleep: bool = False
+    max_model_len: int | None = None
     last_checkpoints: list[Path | None] = field(default_factory=list)
     gradients_at_revival: list[int] = field(default_factory=list)
     """How many gradients the trainer held each time."""
@@ -176,7 +177,8 @@ class Run:
         }
         fixed |= {"mismatch_alarm": 99, "max_retries": 0}  # what the fake server answers is no model's; none waits
         folders = {"model_name": self.mode.server.manifest.model, "save_path": self.folder / "saved"}
-        return TrainConfig.model_validate(folders | fixed | choices)
+        given = folders | fixed | choices
+        return TrainConfig.model_validate({name: value for name, value in given.items() if value is not ...})
 
     def _report(self, metrics: StepMetrics) -> None:
         self.reported.append(metrics)

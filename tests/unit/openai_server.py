@@ -24,7 +24,13 @@ def unbent(document: dict[str, Any], _: Asked) -> dict[str, Any]:
     return document
 
 
-def openai(bend: Bend = unbent, *, version: Callable[[], str] = lambda: "3", is_bridge: bool = False) -> Answers:
+def openai(
+    bend: Bend = unbent,
+    *,
+    version: Callable[[], str] = lambda: "3",
+    is_bridge: bool = False,
+    max_model_len: int | None = None,
+) -> Answers:
     """Answer every completion request with `n` choices, each of other tokens; as a vLLM with Bridge in it, or another.
 
     The one has a route of its own, and tells the version of its weights whatever it is asked.
@@ -34,7 +40,8 @@ def openai(bend: Bend = unbent, *, version: Callable[[], str] = lambda: "3", is_
     def answers(asked: Asked) -> Answer | None:
         if asked.path == "/v1/models":
             told = {VERSION_HEADER: version()} if is_bridge else {}
-            return as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm"}]}, 200, **told)
+            listed = {"id": "tiny", "owned_by": "vllm", "max_model_len": max_model_len}
+            return as_json({"object": "list", "data": [listed]}, 200, **told)
         assert asked.path == route
         choices = [choice(index, 40 + index, 50 + len(asked.body["prompt"]), 2) for index in range(asked.body["n"])]
         bent = bend({"id": "x", "choices": choices, "usage": {}}, asked)

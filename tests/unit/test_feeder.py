@@ -114,10 +114,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Fed:
     """One feed against a fake API and a fake vLLM."""
 
-    def __init__(self, model: Path, api: Answers, environment: type[Lengths] = Lengths, **choices: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        api: Answers,
+        environment: type[Lengths] = Lengths,
+        longest: int | None = None,
+        **choices: Any,
+    ) -> None:
         self.told: list[str] = []
         self.reports: list[FeedProgress] = []
-        with serving(api) as atropos, serving(openai_server.openai()) as vllm:
+        with serving(api) as atropos, serving(openai_server.openai(max_model_len=longest)) as vllm:
             self.vllm: HttpServer = vllm
             wanted: dict[str, Any] = {"model_name": str(model), "atropos_url": atropos.url, "server_url": vllm.url}
             wanted |= {"group_size": GROUP, "reward_processes": 0, "temperature": 1.5}
@@ -136,6 +143,12 @@ def test_a_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
     assert 3 * per_batch <= len(api.groups) <= 4 * per_batch, "as much as is wanted, and at most one batch to spare"
     assert fed.last.groups <= len(api.groups), "what is under way at the end is not waited for"
     assert fed.last.reward_mean_so_far is not None
+
+
+def test_completions_that_nobody_limited_fit_the_server(model: Path) -> None:
+    fed = Fed(model, FakeApi(), longest=64)
+    assert {asked.body["max_tokens"] for asked in fed.vllm.asked if asked.path == "/v1/completions"} == {32}
+    assert "--max-new-tokens 32: half of the server's longest sequence, which has 64 tokens" in fed.told
 
 
 def test_a_group_says_what_the_model_sampled(model: Path) -> None:

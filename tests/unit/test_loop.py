@@ -76,6 +76,22 @@ def test_each_step_asks_for_its_own_prompts_and_an_evaluation_for_the_held_out_o
     assert len(set(prompts)) == 6  # one whole pass
 
 
+def test_completions_that_nobody_limited_fit_the_server_and_the_run_says_so(running: Running) -> None:
+    with running(max_model_len=256) as run:
+        run.train(max_new_tokens=...)
+        assert {request["max_tokens"] for request in run.requests} == {128}
+        assert run.told == ["--max-new-tokens 128: half of the server's longest sequence, which has 256 tokens"]
+        assert json.loads((run.folder / "run" / "config.json").read_text())["max_new_tokens"] == 128
+
+
+def test_completions_that_leave_no_room_for_a_prompt_are_refused_before_anything_is_asked(running: Running) -> None:
+    with running(max_model_len=256) as run:
+        error = run.stopped(UsageError, max_new_tokens=256)
+        assert "--max-new-tokens 256 leaves no room for a prompt" in str(error)
+        assert run.requests == []
+        assert "open" not in run.mode.calls
+
+
 def test_every_interval_is_saved_and_the_last_step_once(running: Running) -> None:
     with running() as run:
         run.train(save_interval=1)

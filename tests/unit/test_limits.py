@@ -1,0 +1,55 @@
+"""How long a sequence a server takes, and which length of a completion follows from it."""
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.rollouts import limits
+from tests.unit.http_server import as_json, serving
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"data": [{"id": "base", "max_model_len": 512}, {"id": "adapter", "max_model_len": None}]}, 512),
+        ({"data": [{"id": "m", "max_model_len": 512}, {"id": "n", "max_model_len": 256}]}, 256),
+        ({"data": [{"id": "m"}]}, None),
+        ({"data": []}, None),
+        ({"error": "no"}, None),
+        ({"data": 3}, None),
+    ],
+)
+def test_the_length_is_what_the_server_lists(document: object, expected: int | None) -> None:
+    with serving(lambda _: as_json(document)) as server:
+        assert limits.max_model_len(server.url) == expected
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "no address", "http://[half"])
+def test_a_server_that_does_not_answer_has_no_known_length(url: str) -> None:
+    assert limits.max_model_len(url) is None
+
+
+def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:
+    notes: list[str] = []
+    config = TrainConfig.model_validate({"model_name": "m", **choices})
+    return limits.fit_completions(config, longest, notes.append).max_new_tokens, notes
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])
+def test_a_default_gives_way_to_the_server(longest: int, expected: int) -> None:
+    found, (note,) = fitted(longest)
+    assert found == expected
+    assert note == f"--max-new-tokens {expected}: half of the server's longest sequence, which has {longest} tokens"
+
+
+@pytest.mark.parametrize("longest", [None, 512, 32_768])
+def test_a_default_that_fits_stays(longest: int | None) -> None:
+    assert fitted(longest) == (256, [])
+
+
+def test_a_choice_stays_what_it_is_or_is_refused() -> None:
+    assert fitted(256, max_new_tokens=255) == (255, [])
+    for typed in (256, 300):  # the first is the default, too
+        with pytest.raises(UsageError, match=f"--max-new-tokens {typed} leaves no room for a prompt") as caught:
+            fitted(256, max_new_tokens=typed)
+        assert "--max-new-tokens 128" in caught.value.remedy
