@@ -28,6 +28,9 @@ GRAPHS_OF_PIECES = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
 GRAPHS_ARE_THEIRS = {GRAPHS_OF_PIECES[0], "--enforce-eager", "--optimization-level"}
 """vLLM's flags beside which the user chooses."""
 
+RESHAPING = ("--logits-processors", "--watermark-config")
+"""vLLM's flags that change what every request samples from; no request can turn them off."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDefaults:
@@ -48,10 +51,15 @@ class EngineDefaults:
             argv += WORKER_EXTENSION
             argv += (SLEEP_MODE,) if on_gpu and given.isdisjoint(SLEEP_MODE_IS_THEIRS) else ()  # no such mode on a CPU
             argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
+        notes = tuple(
+            f"{flag}: it changes what is sampled, and the trainer does not know how: importance weights and KL are off"
+            for flag in RESHAPING
+            if flag in given
+        )
         window = model_checks.window(model, config.max_model_len)
         if window is None or not given.isdisjoint(GRAPHS_ARE_THEIRS):
-            return cls(argv=argv)
+            return cls(argv=argv, notes=notes)
         why = (
             f"every layer's window, {window:,} tokens, is shorter than a sequence may be: vLLM's whole CUDA graphs err"
         )
-        return cls(argv=argv + GRAPHS_OF_PIECES, notes=(f"{' '.join(GRAPHS_OF_PIECES)}: {why}",))
+        return cls(argv=argv + GRAPHS_OF_PIECES, notes=(*notes, f"{' '.join(GRAPHS_OF_PIECES)}: {why}"))

@@ -16,13 +16,14 @@ from fastapi.responses import JSONResponse
 from starlette.types import Message, Scope
 
 from bridge.protocol import ADAPTER
+from bridge.rollouts.distribution import WHOLE
 
 OK, BAD_REQUEST, CLIENT_GONE = 200, 400, 499
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
-UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What is sampled by where the request does not say: vLLM would take the model's own defaults, which may cut."""
+UNCUT = {"temperature": 1.0, **WHOLE}
+"""What a request that leaves them out samples with: vLLM would take the model's own defaults."""
 PASSED_ON = frozenset(UNCUT) | {
-    "model", "n", "max_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids",
+    "model", "n", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids",
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
     "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The five kinds of statement that we pin about vLLM's source, each of which can tell what does not fit.
+"""The six kinds of statement that we pin about vLLM's source, each of which can tell what does not fit.
 
 Not covered: which symbols are pinned (`symbols/`) and where the source comes from (`compatibility.py`).
 """
@@ -92,6 +92,24 @@ class Constant(Pin):
         """Say which value was found instead."""
         found = source.constant(self.name)
         return None if found == self.value else f"is {found!r}, expected {self.value!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Pin):
+    """A list of strings inside a function, all of which we have to know."""
+
+    variable: str
+    """The local variable that holds the list."""
+    known: frozenset[str]
+    """What may be in it."""
+
+    def fault(self, source: Source) -> str | None:
+        """Say that the list is missing, or which strings in it we do not know."""
+        found = source.strings_inside(self.name, self.variable)
+        if found is None:
+            return f"has no list {self.variable}"
+        unknown = sorted(found - self.known)
+        return f"lists {', '.join(unknown)}, which Bridge does not know" if unknown else None
 
 
 @dataclass(frozen=True, kw_only=True)

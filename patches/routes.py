@@ -36,6 +36,7 @@ from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
 from patches import completions, exporter, generate, memory_pool
 from patches.adapter import ServedAdapter
+from patches.sampling_watch import SamplingWatch
 from patches.server_fence import ServerFence
 
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
@@ -68,6 +69,7 @@ class BridgeRoutes:
             engine_client, exported, can_sleep=memory_pool.can_sleep(engine_client.model_config)
         )
         state.bridge_engine = engine_client
+        SamplingWatch(engine_client)
         state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))

@@ -51,6 +51,15 @@ class Source:
         node = self._find(name)
         return frozenset(_imports(node)) if isinstance(node, FunctionNode) else None
 
+    def strings_inside(self, name: str, variable: str) -> frozenset[str] | None:
+        """Return the strings of the list that function `name` assigns to `variable`; None if there is no such list."""
+        node = self._find(name)
+        children = ast.walk(node) if isinstance(node, FunctionNode) else ()
+        lists = [child.value for child in children if isinstance(child, ast.Assign) and variable in _defined(child)]
+        if len(lists) != 1 or not isinstance(lists[0], ast.List):
+            return None
+        return frozenset(str(item.value) for item in lists[0].elts if isinstance(item, ast.Constant))
+
     def imports_from(self, package: str) -> frozenset[ImportedName]:
         """Return every name that this source imports from `package` and below, wherever the import stands."""
         return frozenset(pair for pair in _imports(self._tree) if f"{pair[0]}.".startswith(f"{package}."))

@@ -20,6 +20,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from bridge.config import ServeConfig
+from bridge.rollouts import openai_api
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
 from bridge.types import Completion, Group
@@ -46,6 +47,12 @@ LR = 3e-3
 """Learning rate at which three steps move a tiny model far."""
 LORA_RANK = 8
 """The smallest of vLLM's slots that holds more than one direction."""
+PROMPT = (5, 6, 7)
+OWN_DEFAULTS = {
+    "do_sample": True, "eos_token_id": 2, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8,
+    "repetition_penalty": 1.2, "presence_penalty": 1.5, "frequency_penalty": 1.0,
+}  # fmt: skip
+"""Every sampling parameter that vLLM takes from a model's generation_config.json."""
 ENVIRONMENT = Path(__file__).parent / "models" / "vowels.py"
 
 
@@ -68,6 +75,56 @@ def sampled(url: str, name: str | None = None) -> list[Group]:
     endpoint = Endpoint(url=url, model=name)
     with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120) as sampler:
         return sample(sampler, endpoint, 301)
+
+
+def with_defaults_of_its_own(model: Path) -> Path:
+    """Give the model in a folder sampling parameters of its own, as many published models have; return the folder."""
+    (model / "generation_config.json").write_text(json.dumps(OWN_DEFAULTS))
+    return model
+
+
+def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> None:
+    """Check that no way of sampling takes the model's own defaults, which a request that leaves them out does take."""
+    model, plain = server.manifest.model, Path(server.manifest.model)
+    common = {"n": 8, "seed": 3}
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        dialect: (openai_api.ROUTES[dialect], openai_api.request(dialect, max_new_tokens=NEW_TOKENS, temperature=1.0))
+        for dialect in ("bridge", "vllm")
+    }
+    asked["generate"] = ("/generate", {"max_tokens": NEW_TOKENS, "logprobs": 0})
+    asked["left out"] = ("/v1/completions", {"max_tokens": NEW_TOKENS, "logprobs": 0, "return_token_ids": True})
+    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).to(device_of(server))
+    found = {}
+    for name, (route, fields) in asked.items():
+        prompt = {"prompt_token_ids": PROMPT} if name == "generate" else PROMPT
+        answer = http.post(route, json={**common, **fields, "model": model, "prompt": prompt})
+        assert answer.status_code == httpx.codes.OK, answer.text
+        found[name] = logprob_diffs(reference, [_group(server.manifest.url, answer)]).max().item()
+    assert max(found[name] for name in ("bridge", "vllm", "generate")) < PARITY_LIMIT, found
+    assert found["left out"] > 10 * PARITY_LIMIT, found
+
+
+def _group(url: str, answer: httpx.Response) -> Group:
+    """Read the answer of any route."""
+    told = answer.json()
+    if "choices" in told:
+        choices = openai_api.in_order(openai_api.Completions.model_validate(told), len(told["choices"]))
+        completions = [openai_api.completion(url, choice, None, None) for choice in choices]
+    else:
+        completions = [
+            Completion(
+                token_ids=tuple(ids),
+                logprobs=tuple(next(iter(entry[0].values())) for entry in logprobs),
+                text=text,
+                finish_reason=reason,
+                weight_version=None,
+            )
+            for ids, logprobs, text, reason in zip(
+                told["token_ids"], told["logprobs"], told["text"], told["finish_reasons"], strict=True
+            )
+        ]
+    rewards = (0.0,) * len(completions)
+    return Group(problem={"prompt": ""}, prompt_token_ids=PROMPT, completions=tuple(completions), rewards=rewards)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from bridge.atropos.groups import ZERO
 from bridge.atropos.protocol import ScoredGroup
+from bridge.rollouts.distribution import changes, in_words
 
 UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 KNOWN_OVERRIDES = {ZERO, "temperature", "group_size"}
@@ -29,5 +30,7 @@ def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:
                 f"an environment samples at temperature {told['temperature']}, and --temperature is {temperature}:"
                 " log-probabilities of different distributions are compared"
             )
+        if changed := changes(told):
+            yield f"an environment samples with {in_words(changed)}"
     for name in sorted({name for each in overrides for name in each} - KNOWN_OVERRIDES):
         yield f"an environment overrides {name}, which means nothing here"

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, FiniteFloat
 
 from bridge import protocol
 from bridge.errors import UsageError
+from bridge.rollouts.distribution import PROTOCOL, WHOLE
 from bridge.rollouts.faults import Fault
 from bridge.types import Completion, FinishReason
 
@@ -29,8 +30,8 @@ Dialect = Literal["openai", "vllm", "bridge"]
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 VLLM = "vllm"
 TOKEN_ID = re.compile(r"token_id:(\d+)")
-BEYOND_THE_PROTOCOL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
-"""What vLLM is told beside the protocol's fields: a model's own defaults must not cut the distribution."""
+BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True}
+"""What vLLM is told beside the protocol's fields."""
 TAKE_ANOTHER = (
     "take vLLM, which knows `return_token_ids` (bridge serve-vllm, or any of the supported range), or a server that "
     "writes its tokens as token_id:123"
@@ -79,10 +80,10 @@ class Models(BaseModel):
 
 def request(dialect: Dialect, *, max_new_tokens: int, temperature: float) -> dict[str, Any]:
     """Return the fields that every request to one server has in common."""
-    fields = {"max_tokens": max_new_tokens, "temperature": temperature}
+    fields: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
     if dialect == "bridge":
         return fields
-    fields |= {"top_p": 1.0, "logprobs": 1}
+    fields |= {name: WHOLE[name] for name in PROTOCOL} | {"logprobs": 1}
     return fields | BEYOND_THE_PROTOCOL if dialect == "vllm" else fields
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from bridge.rollouts import openai_api
 from bridge.rollouts.connections import Connections
+from bridge.rollouts.distribution import PROTOCOL, WHOLE
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.faults import Fault
 from bridge.rollouts.openai_api import Dialect, Models
@@ -102,7 +103,11 @@ class Server:
         """Yield what training has to do without at this server, a sentence each; none before it has answered."""
         url = self.endpoint.url
         if self.models is not None and not self.models.are_of_vllm():
-            yield f"{url} is no vLLM: its completions may lack their end token, which is not trained then"
+            own = ", ".join(sorted(WHOLE.keys() - set(PROTOCOL)))
+            yield (
+                f"{url} is no vLLM: its completions may lack their end token, which is not trained then; its own"
+                f" defaults of {own} apply, if it has any: the protocol cannot turn them off"
+            )
         if not self.tells_versions and self.endpoint.version is None:
             yield f"{url} does not tell which version of the weights made a completion"
         if not self.tells_versions and temperature != 1.0:

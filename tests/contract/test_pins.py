@@ -9,7 +9,7 @@ import pytest
 from bridge.errors import IncompatibleVersionError
 from patches import compatibility
 from patches.compatibility import TESTED_VERSIONS, find_faults, is_supported
-from patches.pins import Class, Constant, Function, LateImport, Name, Pin
+from patches.pins import Class, Constant, Function, LateImport, Listed, Name, Pin
 from patches.symbols import SYMBOLS
 
 SOURCE = """
@@ -27,6 +27,9 @@ class Base:
 class Worker(Base):
     def load(self, dummy=False, *, model=None): ...
     def pool(self, tag): ...
+    def defaults(self):
+        available = ["top_k", "top_p"]
+        return available
     def process(self):
         from layers.linear import dispatch
         dispatch(self)
@@ -47,7 +50,8 @@ ATTRIBUTES = Class(module="m", name="Worker", attributes=("size", "limit", "pool
 GROUP = Constant(module="m", name="GROUP", value="vllm.group", why="")
 LATE = LateImport(module="m", name="Worker.process", imports=("layers.linear", "dispatch"), why="")
 PLATFORM = Name(module="m", name="platform", why="")
-PINS = (LOAD, POOL, RESET, ATTRIBUTES, GROUP, LATE, PLATFORM)
+LISTED = Listed(module="m", name="Worker.defaults", variable="available", known=frozenset({"top_k", "top_p"}), why="")
+PINS = (LOAD, POOL, RESET, ATTRIBUTES, GROUP, LATE, PLATFORM, LISTED)
 
 
 def _faults(old: str, new: str, pins: Iterable[Pin] = PINS) -> list[str]:
@@ -91,6 +95,9 @@ def test_what_bridge_can_do_without_has_to_fit_where_what_it_stands_beside_is_th
             "m.Worker.process does not import layers.linear.dispatch when it runs",
         ),
         ("platform: object", "pass", "m.platform is missing"),
+        ('"top_p"]', '"top_p", "top_q"]', "m.Worker.defaults lists top_q, which Bridge does not know"),
+        ('["top_k", "top_p"]', "sorted(KNOWN)", "m.Worker.defaults has no list available"),
+        ("def defaults", "def no_defaults", "m.Worker.defaults has no list available"),
     ],
 )
 def test_a_doctored_source_is_reported(old: str, new: str, fault: str) -> None:
@@ -111,6 +118,7 @@ def test_every_misfit_is_reported_at_once() -> None:
         "m.Worker.reset",
         "m.Worker",
         "m.Worker.process",
+        "m.Worker.defaults",
     ]
 
 

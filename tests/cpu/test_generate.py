@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge.client import BridgeClient
 from bridge.protocol import ADAPTER, COMPLETIONS, VERSION_HEADER
+from bridge.rollouts.distribution import WHOLE
 from bridge.types import Completion, Group
 from bridge.weights import fence
 from tests import scenarios
@@ -33,7 +34,7 @@ ASKED = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "tempe
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("llama")
-    model = tiny.write(tiny.llama(), folder / "model", std=0.06)
+    model = scenarios.with_defaults_of_its_own(tiny.write(tiny.llama(), folder / "model", std=0.06))
     flags = ("--api-key", KEY, "--enable-lora", "--max-loras", "1")
     with scenarios.served(model, folder / "server", *flags) as server:
         yield server
@@ -76,7 +77,7 @@ def generated(answer: dict[str, Any]) -> list[Group]:
 
 def completed(http: httpx.Client, **choices: Any) -> list[Group]:
     """Sample by vLLM's own route."""
-    body = {**ASKED, "prompt": PROMPT, "return_token_ids": True, "top_k": -1, **choices}
+    body = {**ASKED, **WHOLE, "prompt": PROMPT, "return_token_ids": True, **choices}
     return told(http.post("/v1/completions", json=body))
 
 
@@ -118,6 +119,18 @@ def test_a_rollout_is_answered_what_vllms_own_route_samples(llama: LiveServer, h
     texts = [(mine.text, theirs.text) for mine, theirs in both if mine.token_ids == theirs.token_ids]
     assert texts
     assert all(mine == theirs for mine, theirs in texts), texts
+
+
+def test_the_models_own_sampling_parameters_shape_no_way_of_sampling(llama: LiveServer, http: httpx.Client) -> None:
+    scenarios.samples_the_whole_distribution(llama, http)
+
+
+def test_a_request_that_shapes_the_distribution_is_named_once(llama: LiveServer, http: httpx.Client) -> None:
+    for _ in range(2):
+        answered(http, top_p=0.37)
+        answered(http, top_p=0.38)
+    (line,) = [line for line in llama.child.log.read_text().splitlines() if "samples with top_p=0.3" in line]
+    assert "importance weights and KL are off" in line
 
 
 def test_a_prompt_of_text_is_the_prompt_of_its_tokens(http: httpx.Client) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 from bridge.protocol import COMPLETIONS, VERSION_HEADER
 from tests.unit.http_server import Answer, Answers, Asked, as_json
 
-PROTOCOL = {"model", "prompt", "max_tokens", "temperature", "top_p", "n", "seed", "logprobs"}
+PROTOCOL = {
+    "model", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "n", "seed",
+    "logprobs",
+}  # fmt: skip
 Bend = Callable[[dict[str, Any], Asked], dict[str, Any] | Answer | None]
 
 

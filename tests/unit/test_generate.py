@@ -99,6 +99,7 @@ def test_what_the_request_leaves_open_cuts_nothing_off_the_distribution(vllm: Fa
     assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["seed"]) == ([5, 6], 2, 3, 7)
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (1.0, 0.5, -1, 0.0)
     assert asked["repetition_penalty"] == 1.0
+    assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.0, 0.0)
     assert "model" not in asked
 
 

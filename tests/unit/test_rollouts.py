@@ -84,6 +84,7 @@ def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
         assert (request["temperature"], request["top_p"], request["top_k"], request["min_p"]) == (0.7, 1.0, -1, 0.0)
         assert request["logprobs"] == 0
         assert request["repetition_penalty"] == 1.0
+        assert (request["presence_penalty"], request["frequency_penalty"]) == (0.0, 0.0)
 
 
 def test_a_vllm_with_bridge_in_it_is_asked_by_the_route_for_rollouts() -> None:
@@ -230,6 +231,7 @@ def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
         assert ours.lacks == ()
     by_text, _ = told_by_text("token_id:{}".format)
     assert ["end token" in by_text.lacks[0], "which version" in by_text.lacks[1]] == [True, True]
+    assert "defaults of min_p, repetition_penalty, top_k apply" in by_text.lacks[0]
     versioned, _ = told_by_text("token_id:{}".format, version=4, temperature=0.5)
     assert ["end token" in versioned.lacks[0], "temperature 0.5" in versioned.lacks[1]] == [True, True]
     assert len(by_text.lacks) == len(versioned.lacks) == 2
