@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from bridge import api_key
+
 SLICE_S = 0.25
 """Silence is counted in slices of this length: one that the whole machine slept through counts once."""
 READ_LIMIT_S = 5.0
@@ -48,7 +50,7 @@ class Address:
         """Tell whether an answer begins within one slice; ask first where that is still to be done."""
         if connection.sock is None:
             with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
-                connection.request("GET", self.route)
+                connection.request("GET", self.route, headers=api_key.headers())
             return False
         poll = select.poll()
         poll.register(connection.sock, select.POLLIN)

@@ -3,10 +3,13 @@
 Not covered: the server itself (`engine.py`), and the trainer's process, which is this one.
 """
 
+import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from bridge import api_key
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.files.run_directory import write_json
@@ -16,6 +19,7 @@ from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
 from cli.server_command import ServerCommand
 from cli.train import load_environment, open_run, train_in
+from cli.vllm_flags import value
 
 StartLimit = Annotated[
     float,
@@ -51,6 +55,7 @@ def run(
         train = limits.fit_completions(train, serve.max_model_len, directory.note)
         command = prepare(serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=train)
         train = attached_to(train, command)
+        send_key(vllm_flags or [])
         write_json(directory.server_config, serve.model_dump(mode="json"))
         console.note(f"mode {train.mode}, vLLM at {train.server_url()}, checkpoints in {train.save_path}")
         with ServedEngine(command, directory.server_log, limit_s=start_limit_s).running() as engine:
@@ -81,6 +86,13 @@ def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:
         return serve
     console.note(f"--max-lora-rank {train.lora_r}: the rank of --lora-r", style="dim")
     return serve.model_copy(update={"max_lora_rank": train.lora_r})
+
+
+def send_key(flags: Sequence[str]) -> None:
+    """Let this process send the key that vLLM is started with, if it is among vLLM's own `flags`."""
+    if key := value(flags, "--api-key"):
+        os.environ[api_key.VARIABLE] = key
+    api_key.headers()  # which refuses one that cannot be sent
 
 
 def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:

@@ -118,8 +118,11 @@ REFUSED: Mapping[str, Refusal] = {
 
 REFUSED_VARIABLES: Mapping[str, str] = {
     "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so that nothing would write the manifest",
+    "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
 }
-"""Environment variable -> why vLLM cannot run with it set to 1."""
+"""Environment variable -> why vLLM cannot run with it switched on."""
+
+OFF = ("", "0")
 
 
 def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
@@ -134,7 +137,8 @@ def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weight
         )
     faults = [*_faults(flags, shares_weights)]
     if shares_weights:
-        faults += [f"{name}=1: {why}" for name, why in REFUSED_VARIABLES.items() if environment.get(name) == "1"]
+        values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
+        faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
     if faults:
         whom = "one copy of the weights does" if shares_weights else "a trainer does"
         raise UsageError("; ".join(faults), remedy=f"leave it out: {whom} not go together with it")
@@ -143,6 +147,11 @@ def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weight
 def names(flags: Sequence[str]) -> set[str]:
     """Return the long names of the given flags."""
     return {name for name, _ in _pairs(flags)}
+
+
+def value(flags: Sequence[str], name: str) -> str:
+    """Return the value of flag `name`, the first one where it takes several; empty where it is not given."""
+    return next((value for found, value in _pairs(flags) if found == name), "")
 
 
 def _faults(flags: Sequence[str], shares_weights: bool) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The endpoint plugin: `/bridge/*` for the trainer, completions for its rollouts and Atropos', a version on each.
 
-Not covered: what the routes do to the engine (`server_fence.py`, `adapter.py`) and to its weights (`worker.py`),
-completions themselves (`completions.py`, and Atropos' `/generate` in `generate.py`), and the manifest (`exporter.py`).
+Not covered: who may ask (`guard.py`), how much a request may send (`intake.py`), what the routes do to the engine
+(`server_fence.py`, `adapter.py`) and to its weights (`worker.py`), completions themselves (`completions.py`, and
+Atropos' `/generate` in `generate.py`), and the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -36,6 +37,8 @@ from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
 from patches import completions, exporter, generate, memory_pool
 from patches.adapter import ServedAdapter
+from patches.guard import Guard, Rules, refuse_dev_mode
+from patches.intake import Intake, sweep_heads
 from patches.sampling_watch import SamplingWatch
 from patches.server_fence import ServerFence
 
@@ -56,14 +59,19 @@ class BridgeRoutes:
         app.include_router(generate.router)
         app.add_exception_handler(BridgeError, _refusal)  # type: ignore[arg-type]
         app.add_middleware(VersionMiddleware, app=app)
+        app.add_middleware(Intake)
+        app.add_middleware(Guard, app=app)  # the last one added is asked first
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Export the weights, and write the manifest as soon as the server answers."""
         try:
+            refuse_dev_mode()
             exported = await exporter.export(engine_client, args)
         except BridgeError as error:
             exporter.tell(error)
             raise SystemExit(error.exit_code) from error
+        state.bridge_rules = Rules.of(args)
+        state.bridge_sweeper = asyncio.create_task(sweep_heads(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
         state.bridge_fence = ServerFence(
             engine_client, exported, can_sleep=memory_pool.can_sleep(engine_client.model_config)

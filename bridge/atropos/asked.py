@@ -3,15 +3,13 @@
 Not covered: sampling (`bridge/rollouts`).
 """
 
-import os
-
 import httpx
 from pydantic import ValidationError
 
+from bridge import api_key
 from bridge.client import CONTROL_LIMIT_S, unreachable
 from bridge.errors import UsageError
 from bridge.protocol import ADAPTER
-from bridge.rollouts.connections import KEY
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import Models
 
@@ -20,7 +18,7 @@ def endpoints(server_url: str) -> list[Endpoint]:
     """Return whom to ask: of each server the adapter that is trained, else the model itself.
 
     Raises:
-        UsageError: no server is named, or one whose adapter changes its name with every step.
+        UsageError: no server is named, or one that wants another key, or whose adapter changes its name every step.
         ServerUnreachableError: one does not answer as vLLM does.
     """
     return [_endpoint(url) for url in urls(server_url)]
@@ -49,11 +47,12 @@ def _endpoint(url: str) -> Endpoint:
 
 
 def _models(url: str) -> Models:
-    key = os.environ.get(KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else None
     try:
-        with httpx.Client(timeout=CONTROL_LIMIT_S, trust_env=False, headers=headers) as http:
-            answer = http.get(f"{url}/v1/models").raise_for_status()
+        with httpx.Client(timeout=CONTROL_LIMIT_S, trust_env=False, headers=api_key.headers()) as http:
+            answer = http.get(f"{url}/v1/models")
+        if answer.status_code in api_key.LOCKED:
+            raise api_key.refusal(url, answer.status_code, answer.text[:200])
+        answer.raise_for_status()
         return Models.model_validate_json(answer.content)
     except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
         words = " ".join(str(error).split())[:200]

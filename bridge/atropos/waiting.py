@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from bridge import api_key
 from bridge.atropos.client import AtroposApi
 from bridge.atropos.diagnosis import Diagnosis, diagnose
 from bridge.client import CONTROL_LIMIT_S, unreachable
@@ -87,7 +88,7 @@ def check_health(url: str) -> None:
         ServerUnreachableError: it is gone, or says that it is unwell.
     """
     try:
-        response = httpx.get(f"{url}/health", timeout=CONTROL_LIMIT_S, trust_env=False)
+        response = httpx.get(f"{url}/health", headers=api_key.headers(), timeout=CONTROL_LIMIT_S, trust_env=False)
     except httpx.TransportError as error:
         raise unreachable(url, f"{type(error).__name__}: {error}") from error
     if response.is_server_error:

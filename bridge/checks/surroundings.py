@@ -10,8 +10,10 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from bridge import api_key
 from bridge.checks.result import Check, failed, passed, warned
 from bridge.checks.software import Device
+from bridge.errors import UsageError
 
 Environment = Mapping[str, str]
 OFF = ("", "0", "false", "no", "off")
@@ -130,12 +132,22 @@ def kv_cache_space(environment: Environment, device: Device) -> Check | None:
     return failed(name, f"{value!r}: vLLM refuses to start", "unset, or whole GiB such as 1", f"export {name}=1")
 
 
-def api_key(environment: Environment, _: Device) -> Check | None:
-    """VLLM_API_KEY closes /v1, where rollouts are generated, to whoever does not send it."""
-    name = "VLLM_API_KEY"
-    if not environment.get(name):
+def dev_mode(environment: Environment, _: Device) -> Check | None:
+    """VLLM_SERVER_DEV_MODE=1 adds routes that call the engine beside the fence."""
+    name = "VLLM_SERVER_DEV_MODE"
+    value = environment.get(name, "")
+    if value in ("", "0"):
         return None
-    return failed(name, "set", "unset: the trainer does not send it, and /v1 would answer 401", f"unset {name}")
+    return failed(name, f"{value!r}: bridge serve-vllm refuses to start", "unset, or 0", f"unset {name}")
+
+
+def unsendable_key(environment: Environment, _: Device) -> Check | None:
+    """VLLM_API_KEY goes into a header with every request."""
+    try:
+        api_key.headers(environment)
+    except UsageError as error:
+        return failed(api_key.VARIABLE, error.message, "a key that a header can carry, or unset", error.remedy)
+    return None
 
 
 def model_source(environment: Environment, _: Device) -> Check | None:
@@ -158,5 +170,5 @@ def hub_offline(environment: Environment, _: Device) -> Check | None:
 
 LOOKS: tuple[Callable[[Environment, Device], Check | None], ...] = (
     shared_weights, weight_daemon, inference_nodes, log_folder, allocator,
-    model_runner, own_port, front_end, kv_cache_space, api_key, model_source, hub_offline,
+    model_runner, own_port, front_end, kv_cache_space, dev_mode, unsendable_key, model_source, hub_offline,
 )  # fmt: skip

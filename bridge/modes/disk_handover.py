@@ -12,14 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from bridge.client import CONTROL_LIMIT_S, BridgeClient
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.files.run_directory import RunDirectory
 from bridge.interrupt import deferred_interrupt
-from bridge.modes.handover import discard, post, saved, unload, unload_earlier
+from bridge.modes.handover import discard, opened, post, saved, unload, unload_earlier
 from bridge.protocol import ADAPTER
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights import fence
@@ -41,7 +39,7 @@ class DiskHandover:
         self._client = None if manifest is None else BridgeClient(manifest, timeout_s=CONTROL_LIMIT_S, url=url)
         if self._client is not None:
             fence.when_free(partial(self._client.take_lease, str(run.path)))
-        self._http = httpx.Client(base_url=url, timeout=config.request_timeout_s, trust_env=False)
+        self._http = opened(url, config.request_timeout_s)
         self._url = url
         self.version = -1
 

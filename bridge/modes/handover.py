@@ -11,6 +11,7 @@ from typing import Protocol
 
 import httpx
 
+from bridge import api_key
 from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
 from bridge.errors import UsageError
 from bridge.files.whole_folder import written_whole
@@ -74,9 +75,14 @@ def seat(client: BridgeClient, folder: Path) -> int:
         AttachError: it refuses.
         ServerUnreachableError: it does not answer, or not as vLLM does.
     """
-    with httpx.Client(base_url=client.url, timeout=CONTROL_LIMIT_S, trust_env=False) as http:
+    with opened(client.url, CONTROL_LIMIT_S) as http:
         unload_earlier(http)  # or there may be no slot
     return client.adapter(ADAPTER, folder)
+
+
+def opened(url: str, timeout_s: float) -> httpx.Client:
+    """Open a connection to vLLM's own routes for adapters, past any proxy, with the server's key if there is one."""
+    return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers=api_key.headers())
 
 
 def unload(http: httpx.Client, name: str) -> None:
@@ -89,10 +95,12 @@ def unload_earlier(http: httpx.Client) -> None:
 
     Raises:
         ServerUnreachableError: the server does not answer, or not as vLLM does.
+        UsageError: it wants another key.
     """
+    answer = _answer(http, "GET", "models")
     try:
-        names = [model["id"] for model in http.get("/v1/models").json()["data"]]
-    except (httpx.TransportError, httpx.DecodingError, ValueError, KeyError, TypeError) as error:
+        names = [model["id"] for model in answer.json()["data"]]
+    except (ValueError, KeyError, TypeError) as error:
         raise unreachable(str(http.base_url), f"{type(error).__name__}: {error}") from error
     for name in names:
         if name.startswith(f"{ADAPTER}-"):
@@ -104,14 +112,10 @@ def post(http: httpx.Client, route: str, body: dict[str, str]) -> None:
 
     Raises:
         ServerUnreachableError: the server does not answer, or is unwell.
-        UsageError: it takes no adapter, or not this one.
+        UsageError: it takes no adapter, or not this one, or wants another key.
     """
-    url = str(http.base_url)
-    try:
-        answer = http.post(f"/v1/{route}", json=body)
-    except (httpx.TransportError, httpx.DecodingError) as error:
-        raise unreachable(url, f"{type(error).__name__}: {error}") from error
-    words = " ".join(answer.text.split())[:300]
+    url, answer = str(http.base_url), _answer(http, "POST", route, body)
+    words = _words(answer)
     if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
         raise unreachable(url, f"/v1/{route} answered {answer.status_code}: {words}")
     if not answer.is_success:
@@ -120,6 +124,21 @@ def post(http: httpx.Client, route: str, body: dict[str, str]) -> None:
             remedy="bridge serve-vllm --max-lora-rank R; any other vLLM: --enable-lora --max-lora-rank R and the "
             "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
         )
+
+
+def _answer(http: httpx.Client, method: str, route: str, body: dict[str, str] | None = None) -> httpx.Response:
+    url = str(http.base_url)
+    try:
+        answer = http.request(method, f"/v1/{route}", json=body)
+    except (httpx.TransportError, httpx.DecodingError) as error:
+        raise unreachable(url, f"{type(error).__name__}: {error}") from error
+    if answer.status_code in api_key.LOCKED:
+        raise api_key.refusal(url, answer.status_code, _words(answer))
+    return answer
+
+
+def _words(answer: httpx.Response) -> str:
+    return " ".join(answer.text.split())[:300]
 
 
 def saved(adapter: Adapter, folder: Path) -> Path:

@@ -3,7 +3,6 @@
 Not covered: asking again (`asking.py`).
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from bridge import api_key
 from bridge.client import KEEPALIVE_S
 from bridge.errors import UsageError
 from bridge.protocol import VERSION_HEADER
@@ -20,9 +20,6 @@ from bridge.rollouts.faults import Fault
 CONNECT_LIMIT_S = 15.0
 """Longest wait for a connection, which the kernel of a host that is up accepts at once."""
 UNFIT = (400, 413, 422)
-LOCKED = (401, 403)
-KEY = "VLLM_API_KEY"
-"""vLLM's own variable: the key that its server asks for."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -31,8 +28,7 @@ class Connections:
     """Connections to any number of servers, kept between requests; as many as who asks has requests under way."""
 
     def __init__(self) -> None:
-        key = os.environ.get(KEY)
-        self._headers = {"authorization": f"Bearer {key}"} if key else None
+        self._headers = api_key.headers()
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._idle: dict[str, list[httpx.AsyncClient]] = {}
         self._clients: list[httpx.AsyncClient] = []
@@ -97,11 +93,8 @@ def _refusal(url: str, route: str, response: httpx.Response) -> Exception:
             f"the server at {url} refuses the request: {words}",
             remedy="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
         )
-    if status in LOCKED:
-        return UsageError(
-            f"the server at {url} refuses who asks, with status {status}: {words}",
-            remedy=f"export {KEY}=KEY, the key that the server was started with",
-        )
+    if status in api_key.LOCKED:
+        return api_key.refusal(url, status, words)
     return faults.of_status(status, f"{route} answered {status}: {words}", response.headers.get("retry-after"))
 
 

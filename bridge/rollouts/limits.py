@@ -3,26 +3,23 @@
 Not covered: a prompt that is too long for the server, which refuses it (`connections.py`).
 """
 
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import httpx
 
+from bridge import api_key
 from bridge.client import CONTROL_LIMIT_S
 from bridge.config.rollouts import RolloutConfig
 from bridge.errors import UsageError
-from bridge.rollouts.connections import KEY
 
 Choices = TypeVar("Choices", bound=RolloutConfig)
 
 
 def max_model_len(url: str) -> int | None:
     """Return the tokens of the longest sequence of the server at `url`; None where it does not say."""
-    key = os.environ.get(KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else None
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False, timeout=CONTROL_LIMIT_S)
+        answer = httpx.get(f"{url}/v1/models", headers=api_key.headers(), trust_env=False, timeout=CONTROL_LIMIT_S)
         lengths = [int(model["max_model_len"]) for model in answer.json()["data"] if model.get("max_model_len")]
     except (httpx.TransportError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return None  # whoever needs an answer asks again, and says so

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge import api_key
 from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
@@ -65,6 +66,22 @@ def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.Ca
     assert run.for_adapters(larger, lora).max_lora_rank == 64
     assert run.for_adapters(serve, TrainConfig(model_name="m")).max_lora_rank is None
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [([], "exported"), (["--api-key", "given", "second"], "given"), (["--api_key=given"], "given")],
+)
+def test_the_trainer_sends_the_key_that_vllm_is_started_with(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str
+) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, "exported")
+    run.send_key(["--enforce-eager", *flags])
+    assert api_key.headers() == {"authorization": f"Bearer {key}"}
+    monkeypatch.setenv(api_key.VARIABLE, "broken\n")
+    if not flags:
+        with pytest.raises(UsageError, match="line break"):
+            run.send_key([])
 
 
 def test_a_step_is_one_line() -> None:

@@ -56,6 +56,14 @@ def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monke
     assert "--dtype" not in argv
 
 
+@pytest.mark.parametrize("value", ["1", "2", "true"])
+def test_development_routes_are_refused_before_vllm_starts(value: str) -> None:
+    with pytest.raises(UsageError, match=f"VLLM_SERVER_DEV_MODE={value}: its development routes"):
+        vllm_flags.check([], {"VLLM_SERVER_DEV_MODE": value})
+    vllm_flags.check([], {"VLLM_SERVER_DEV_MODE": "0"})
+    vllm_flags.check([], {"VLLM_SERVER_DEV_MODE": value}, shares_weights=False)
+
+
 @pytest.mark.parametrize("flag", ["--logits-processors=mine.Processor", "--watermark_config={}"])
 def test_a_flag_that_changes_what_every_request_samples_from_is_named(
     monkeypatch: pytest.MonkeyPatch, flag: str

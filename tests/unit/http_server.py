@@ -101,3 +101,15 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
         thread.join()
         server.hang_up()
         server.server_close()
+
+
+def locked(answers: Answers, key: str) -> Answers:
+    """Answer as a server with `--api-key`: all but `/health` and `/bridge/` need the key."""
+
+    def locks(asked: Asked) -> Answer | None:
+        is_open = asked.path == "/health" or asked.path.startswith("/bridge/")
+        if is_open or asked.headers.get("authorization") == f"Bearer {key}":
+            return answers(asked)
+        return as_json({"error": "Unauthorized"}, 401)
+
+    return locks

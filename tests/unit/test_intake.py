@@ -1,0 +1,143 @@
+"""A request's size and its deadlines, against a real uvicorn: what is too large, and what is sent by halves."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+
+from patches.intake import HeadSweeper, Intake, sweep_heads
+
+LIMIT_BYTES, LIMIT_S = 1000, 0.3
+POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"
+
+
+def app(limit_s: float = LIMIT_S) -> FastAPI:
+    made = FastAPI()
+
+    @made.post("/length")
+    async def length(request: Request) -> dict[str, int]:
+        return {"length": len(await request.body())}
+
+    @made.get("/length")
+    async def nothing() -> dict[str, int]:
+        return {"length": 0}
+
+    made.add_middleware(Intake, limit_bytes=LIMIT_BYTES, limit_s=limit_s)
+    return made
+
+
+@contextlib.contextmanager
+def listening(served: FastAPI, *, head_limit_s: float = 60.0) -> Iterator[tuple[str, int]]:
+    """Serve in a thread, as vLLM does: the sweeper runs in the server's loop."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(served, log_level="error"))
+
+        async def serve() -> None:
+            sweeping = asyncio.create_task(sweep_heads(lambda: server, limit_s=head_limit_s))
+            await server.serve(sockets=[listener])
+            sweeping.cancel()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def exchanged(address: tuple[str, int], sent: bytes) -> bytes:
+    """Send bytes, keep the connection open, and return all that comes until the server closes it."""
+    with socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(sent)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_a_body_of_any_allowed_size_comes_through_whole() -> None:
+    http = TestClient(app())
+    for size in (0, 1, LIMIT_BYTES):
+        assert http.post("/length", content=b"x" * size).json() == {"length": size}
+    assert http.post("/length", content=iter([b"x" * 400, b"x" * 500])).json() == {"length": 900}
+    assert http.get("/length").json() == {"length": 0}
+
+
+def test_one_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None:
+    with listening(app()) as address:
+        answer = exchanged(address, POST + b"content-length: 1001\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"the body is larger than" in answer
+
+
+def test_one_that_turns_out_to_be_too_large_is_refused_when_it_does() -> None:
+    chunk = b"190\r\n" + b"x" * 400 + b"\r\n"
+    with listening(app()) as address:
+        answer = exchanged(address, POST + b"transfer-encoding: chunked\r\n\r\n" + 3 * chunk)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "body", [b"content-length: 10\r\n\r\nhalf", b"transfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n"]
+)
+def test_half_a_body_times_out(body: bytes) -> None:
+    with listening(app()) as address:
+        answer = exchanged(address, POST + body)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body was not there within 0.3 s"}
+
+
+@pytest.mark.parametrize("sent", [b"", POST, b"GET /length HTTP/1.1\r\nhost: x\r\n\r\nGET /half"])
+def test_half_a_head_times_out(sent: bytes) -> None:
+    with listening(app(), head_limit_s=0.3) as address:
+        answer = exchanged(address, sent)
+    assert answer.count(b"HTTP/1.1") == sent.count(b"\r\n\r\n")
+
+
+def test_a_request_that_takes_long_to_answer_is_left_alone() -> None:
+    slow, asked = app(), threading.Event()
+
+    @slow.get("/slow")
+    async def answers_late() -> str:
+        asked.set()
+        await asyncio.sleep(1.5)
+        return "done"
+
+    with listening(slow, head_limit_s=0.2) as (host, port):
+        assert httpx.get(f"http://{host}:{port}/slow", timeout=30).json() == "done"
+    assert asked.is_set()
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Connection:
+    def __init__(self, cycle: Any = None) -> None:
+        self.cycle, self.transport = cycle, Transport()
+
+
+def test_only_a_connection_that_has_waited_all_the_time_is_closed() -> None:
+    times = iter(range(0, 21, 5))
+    sweeper = HeadSweeper(limit_s=10, clock=lambda: next(times))
+    silent, busy = Connection(), Connection(SimpleNamespace(response_complete=False))
+    active, upgraded = Connection(SimpleNamespace(response_complete=True)), object()
+    for _ in range(5):
+        active.cycle = SimpleNamespace(response_complete=True)  # another request since the last look
+        sweeper.sweep([silent, busy, active, upgraded])
+    assert [each.transport.closed for each in (silent, busy, active)] == [True, False, False]
