@@ -55,6 +55,7 @@ class BridgeClient:
 
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         self.url = url or manifest.url
+        self.token = manifest.token
         self._holder = ProcessIdentity.current()
         self._http = _open(self.url, manifest.token, timeout_s)
         self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)

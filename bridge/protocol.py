@@ -15,6 +15,9 @@ from bridge.process import ProcessIdentity
 VERSION_HEADER = "x-bridge-weight-version"
 """Response header of every generation: `3`, or `3-4` when the weights changed while it ran."""
 
+TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a name
+"""Request header with the manifest's token, on vLLM's own routes: there the other header carries the server's key."""
+
 COMPLETIONS = "/v1/bridge/completions"
 """The route for rollouts. Under `/v1`, so that vLLM's `--api-key` guards it as it does its own."""
 

@@ -15,8 +15,8 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Scope
 
-from bridge.protocol import ADAPTER
 from bridge.rollouts.distribution import WHOLE
+from patches.adapter_claim import AdapterClaim
 
 OK, BAD_REQUEST, CLIENT_GONE = 200, 400, 499
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
@@ -41,7 +41,7 @@ async def generate(request: Request) -> Response:
     """Sample completions of one prompt, by the adapter that is trained if there is one and no `model` is named."""
     asked = _asked(await request.body())
     try:
-        answer = await _ask(request, COMPLETIONS, _completion_request(asked, _trained(request)))
+        answer = await _ask(request, COMPLETIONS, _completion_request(asked, _trained(asked, request)))
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         prompt = asked["prompt"]
         if not isinstance(prompt, str):
@@ -134,15 +134,15 @@ def _refused(line: str) -> HTTPException:
     return HTTPException(BAD_REQUEST, line)
 
 
-def _trained(request: Request) -> str | None:
-    """Return the name of the newest adapter that a trainer handed over, if one did."""
-    names = list(request.app.state.openai_serving_models.lora_requests)
-    return next((name for name in reversed(names) if name.startswith(ADAPTER)), None)
+def _trained(asked: Mapping[str, Any], request: Request) -> str | None:
+    """Return the name of the adapter that is trained, where the request names no model and there is one."""
+    claim: AdapterClaim = request.app.state.bridge_claim
+    return None if asked.get("model") else claim.expected()
 
 
 def _completion_request(asked: Mapping[str, Any], trained: str | None) -> dict[str, Any]:
     named = {"model": trained} if trained else {}
-    return {**UNCUT, **named, **asked, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    return {**UNCUT, **asked, **named, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
 def _reply(asked: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dict[str, Any]:

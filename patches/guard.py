@@ -13,6 +13,7 @@ import ipaddress
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
@@ -24,7 +25,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bridge.api_key import VARIABLE
 from bridge.errors import UsageError
+from bridge.protocol import TOKEN_HEADER
 
+is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
+"""Whether the request that is answered carries the manifest's token."""
 OPEN = frozenset({"/health"})
 """Paths that need no key."""
 OWN_TOKEN = "/bridge/"  # noqa: S105  a path
@@ -97,6 +101,7 @@ class Guard:
         """Pass the request on, or refuse it."""
         rules: Rules | None = getattr(self._app.state, "bridge_rules", None)
         if scope["type"] in ("http", "websocket") and rules is not None:
+            is_ours.set(self._has_token(Headers(scope=scope)))
             path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
             if refusal := rules.refusal(path, Headers(scope=scope)):
                 status, reason = refusal
@@ -106,6 +111,11 @@ class Guard:
                     await JSONResponse({"error": reason}, status_code=status)(scope, receive, send)
                 return
         await self._inner(scope, receive, send)
+
+    def _has_token(self, headers: Headers) -> bool:
+        token = self._app.state.bridge_manifest.token
+        given = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(_digest(given), _digest(token))
 
 
 def refuse_dev_mode(environment: Mapping[str, str] = os.environ) -> None:

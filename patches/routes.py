@@ -37,6 +37,7 @@ from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
 from patches import completions, exporter, generate, memory_pool
 from patches.adapter import ServedAdapter
+from patches.adapter_claim import AdapterClaim
 from patches.guard import Guard, Rules, refuse_dev_mode
 from patches.intake import Intake, sweep_heads
 from patches.sampling_watch import SamplingWatch
@@ -78,6 +79,7 @@ class BridgeRoutes:
         )
         state.bridge_engine = engine_client
         SamplingWatch(engine_client)
+        state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence.lease)
         state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
@@ -211,6 +213,7 @@ async def release_adapter(body: HolderRequest, request: Request, fence: Fence) -
     fence.lease.refuse_others(body.holder)
     served: ServedAdapter = request.app.state.bridge_adapter
     await served.release()
+    request.app.state.bridge_claim.give_up()
     return fence.status()
 
 

@@ -15,7 +15,7 @@ from bridge import api_key
 from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
 from bridge.errors import UsageError
 from bridge.files.whole_folder import written_whole
-from bridge.protocol import ADAPTER
+from bridge.protocol import ADAPTER, TOKEN_HEADER
 from bridge.rollouts.endpoint import Endpoint
 from bridge.weights.adapter import Adapter
 from bridge.weights.fence import FenceTimes
@@ -75,14 +75,18 @@ def seat(client: BridgeClient, folder: Path) -> int:
         AttachError: it refuses.
         ServerUnreachableError: it does not answer, or not as vLLM does.
     """
-    with opened(client.url, CONTROL_LIMIT_S) as http:
+    with opened(client.url, CONTROL_LIMIT_S, client.token) as http:
         unload_earlier(http)  # or there may be no slot
     return client.adapter(ADAPTER, folder)
 
 
-def opened(url: str, timeout_s: float) -> httpx.Client:
-    """Open a connection to vLLM's own routes for adapters, past any proxy, with the server's key if there is one."""
-    return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers=api_key.headers())
+def opened(url: str, timeout_s: float, token: str | None) -> httpx.Client:
+    """Open a connection to vLLM's own routes for adapters, past any proxy, with the server's key if there is one.
+
+    By the manifest's `token` a patched server knows the trainer that has its lease.
+    """
+    headers = api_key.headers() | ({} if token is None else {TOKEN_HEADER: token})
+    return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers=headers)
 
 
 def unload(http: httpx.Client, name: str) -> None:

@@ -168,6 +168,20 @@ _SERVING: tuple[Pin, ...] = (
         is_async=True,
         why="vLLM's own loading, which checks the adapter and serves it",
     ),
+    Function(
+        module="vllm.entrypoints.openai.models.serving",
+        name="OpenAIServingModels.unload_lora_adapter",
+        use="wrap",
+        parameters=("request",),
+        is_async=True,
+        why="refused to strangers while an adapter is trained",
+    ),
+    Class(
+        module="vllm.entrypoints.serve.lora.protocol",
+        name="UnloadLoRAAdapterRequest",
+        attributes=("lora_name",),
+        why="what that is asked with",
+    ),
     Class(
         module="vllm.entrypoints.serve.lora.protocol",
         name="LoadLoRAAdapterRequest",

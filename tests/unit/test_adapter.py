@@ -17,6 +17,7 @@ from bridge.process import ProcessIdentity
 from bridge.protocol import AdapterSlot, Refusal, Status
 from patches import routes
 from patches.adapter import ServedAdapter
+from patches.adapter_claim import AdapterClaim
 from patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving
@@ -93,6 +94,10 @@ class FakeModels:
         except ValueError as error:
             return SimpleNamespace(error=SimpleNamespace(message=str(error)))
         self.lora_requests[request.lora_name] = loaded
+        return "Success"
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
         return "Success"
 
 
@@ -310,6 +315,7 @@ def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
     app.state.bridge_manifest = manifest()
     app.state.bridge_adapter = ServedAdapter(engine, models)
     app.state.bridge_fence = ServerFence(engine, manifest())
+    app.state.bridge_claim = AdapterClaim(models, app.state.bridge_fence.lease)
     with TestClient(app, headers=AUTHORISED) as client:
         yield client
 
@@ -324,6 +330,7 @@ def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models
     answer = http.request("DELETE", "/bridge/adapter", json=HOLDER)
     assert Status.model_validate_json(answer.content).state == "serving"
     assert models.lora_requests == {}
+    assert http.app.state.bridge_claim.expected() is None  # type: ignore[attr-defined]
 
 
 def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient, folder: str) -> None:

@@ -41,7 +41,7 @@ def server() -> Iterator[HttpServer]:
 
 
 def adapters(url: str) -> None:
-    with handover.opened(url, 20) as http:
+    with handover.opened(url, 20, "token") as http:
         handover.unload_earlier(http)
         handover.unload(http, "an adapter")
 

@@ -13,6 +13,8 @@ from fastapi.testclient import TestClient
 
 from bridge.protocol import ADAPTER, VERSION_HEADER
 from patches import generate, routes
+from patches.adapter_claim import AdapterClaim
+from patches.server_lease import ServerLease
 
 ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
 KEY = "Bearer the key"
@@ -34,6 +36,21 @@ def choice(index: int, num_top: int | None) -> dict[str, Any]:
     }
 
 
+class FakeModels:
+    """vLLM's list of models, and its loading and unloading of adapters."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+
+    async def load_lora_adapter(self, request: Any) -> str:
+        self.lora_requests[request.lora_name] = request
+        return "loaded"
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
+        return "unloaded"
+
+
 class FakeVllm:
     """vLLM's two routes, and what they were asked."""
 
@@ -43,7 +60,9 @@ class FakeVllm:
         self.waits = False
         self.meanwhile: Callable[[], None] = lambda: None
         self.app = FastAPI()
-        self.app.state.openai_serving_models = SimpleNamespace(lora_requests={})
+        self.models = FakeModels()
+        self.app.state.openai_serving_models = self.models
+        self.app.state.bridge_claim = AdapterClaim(self.models, ServerLease())
         guarded = [Depends(self._authorise)]
         self.app.add_api_route("/v1/completions", self._complete, methods=["POST"], dependencies=guarded)
         self.app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
@@ -178,10 +197,26 @@ def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) 
 def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
     vllm: FakeVllm, served: list[str], asked: str | None
 ) -> None:
-    vllm.app.state.openai_serving_models.lora_requests = dict.fromkeys(served)
+    vllm.models.lora_requests = dict.fromkeys(served)
     vllm.http.post("/generate", json=ASKED)
     vllm.http.post("/generate", json={**ASKED, "model": "base"})
     assert [request.get("model") for request in vllm.asked] == [asked, "base"]
+
+
+def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm: FakeVllm) -> None:
+    claim, first = vllm.app.state.bridge_claim, SimpleNamespace(lora_name=ADAPTER)
+    asyncio.run(claim.load(first))
+    vllm.models.lora_requests.clear()  # as while it is replaced
+    refused = vllm.http.post("/generate", json=ASKED)
+    assert (refused.status_code, vllm.asked) == (503, [])
+    assert "not served at this moment" in refused.json()["detail"]
+    assert vllm.http.post("/generate", json={**ASKED, "model": "base"}).status_code == 200
+    asyncio.run(claim.load(first))
+    assert vllm.http.post("/generate", json=ASKED).status_code == 200
+    assert [request["model"] for request in vllm.asked] == ["base", ADAPTER]
+    asyncio.run(claim.unload(first))  # by whom the server belongs to: no trainer has the lease
+    assert vllm.http.post("/generate", json=ASKED).status_code == 200
+    assert "model" not in vllm.asked[-1]
 
 
 def test_the_answer_tells_the_versions_that_made_it(vllm: FakeVllm) -> None:

@@ -1,0 +1,80 @@
+"""While a trainer has the lease, nobody else loads or unloads an adapter of its name."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from bridge.process import ProcessIdentity
+from bridge.protocol import ADAPTER, TOKEN_HEADER
+from patches import routes
+from patches.adapter_claim import AdapterClaim
+from patches.guard import Rules
+from patches.server_lease import ServerLease
+from tests.unit.checks_sample import dead_server, manifest
+from tests.unit.test_generate import FakeModels
+
+TRAINERS = [{TOKEN_HEADER: "secret"}, {"authorization": "Bearer secret"}]
+STRANGERS = [{}, {TOKEN_HEADER: "guessed"}, {"authorization": "Bearer the key"}, {TOKEN_HEADER: ""}]
+
+
+@pytest.fixture
+def lease() -> ServerLease:
+    return ServerLease()
+
+
+@pytest.fixture
+def models() -> FakeModels:
+    return FakeModels()
+
+
+@pytest.fixture
+def http(lease: ServerLease, models: FakeModels) -> TestClient:
+    app = FastAPI()
+    routes.BridgeRoutes().attach_router(app)
+    app.state.bridge_rules = Rules.of(Namespace(api_key=None, host=None), {})
+    app.state.bridge_manifest, app.state.bridge_claim = manifest(), AdapterClaim(models, lease)
+
+    @app.post("/{action}/{name}")
+    async def act(action: str, name: str) -> str:
+        method = models.load_lora_adapter if action == "load" else models.unload_lora_adapter
+        return await method(SimpleNamespace(lora_name=name))
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("name", [ADAPTER, f"{ADAPTER}-3"])
+@pytest.mark.parametrize("headers", STRANGERS)
+def test_a_stranger_touches_no_adapter_of_a_live_training(
+    http: TestClient, models: FakeModels, lease: ServerLease, name: str, headers: dict[str, str]
+) -> None:
+    models.lora_requests = {name: "trained"}
+    lease.take(ProcessIdentity.current(), "runs/a")
+    for action in ("load", "unload"):
+        answer = http.post(f"/{action}/{name}", headers=headers)
+        assert answer.status_code == 409
+        assert "run runs/a) is training" in answer.json()["detail"]
+    assert models.lora_requests == {name: "trained"}
+
+
+@pytest.mark.parametrize("headers", TRAINERS)
+def test_the_trainer_does(http: TestClient, models: FakeModels, lease: ServerLease, headers: dict[str, str]) -> None:
+    lease.take(ProcessIdentity.current(), "runs/a")
+    assert http.post(f"/load/{ADAPTER}", headers=headers).status_code == 200
+    assert http.post(f"/unload/{ADAPTER}", headers=headers).status_code == 200
+    assert models.lora_requests == {}
+
+
+def test_other_adapters_are_anybodys(http: TestClient, lease: ServerLease) -> None:
+    lease.take(ProcessIdentity.current(), "runs/a")
+    assert http.post("/load/mine").status_code == http.post("/unload/mine").status_code == 200
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_without_a_live_trainer_so_is_its_own(http: TestClient, lease: ServerLease, ended: bool) -> None:
+    if ended:
+        lease.take(ProcessIdentity.current(), "runs/a")
+        lease._taken = lease._taken and lease._taken.model_copy(update={"holder": dead_server()})
+    assert http.post(f"/load/{ADAPTER}").status_code == http.post(f"/unload/{ADAPTER}").status_code == 200
