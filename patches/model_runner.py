@@ -18,7 +18,7 @@ from torch import nn
 from bridge.passes import wide_linear
 from bridge.weights import shared_memory
 from bridge.weights.shared_memory import SharedBlock
-from patches import cpu_experts, cpu_lora, lora_slots
+from patches import cpu_experts, cpu_lora, cpu_seeds, lora_slots
 
 _blocks: dict[int, SharedBlock] = {}
 """The shared files that this process exports, by the id of their model; they live as long as the process."""
@@ -36,6 +36,7 @@ def patch() -> None:
         _keep_plain_linear()
         cpu_experts.patch()
         cpu_lora.patch()
+        cpu_seeds.patch()
         return
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 

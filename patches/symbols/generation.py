@@ -134,4 +134,26 @@ _DEFAULTS: tuple[Pin, ...] = (
     ),
 )
 
-GENERATION: tuple[Pin, ...] = (*_ENGINE, *_WIRE, *_ROUTES, *_DEFAULTS)
+_CPU_SEEDS: tuple[Pin, ...] = (
+    Function(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner.sample_tokens",
+        use="wrap",
+        parameters=("grammar_output",),
+        why="the CPU's runner inherits it; it would set back generators that cannot be set back",
+    ),
+    Class(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner",
+        attributes=("discard_request_mask", "input_batch"),
+        why="the requests of a step whose token is dropped",
+    ),
+    Class(
+        module="vllm.v1.worker.gpu_input_batch",
+        name="InputBatch",
+        attributes=("generators", "num_reqs"),
+        why="the generators of seeded requests",
+    ),
+)
+
+GENERATION: tuple[Pin, ...] = (*_ENGINE, *_WIRE, *_ROUTES, *_DEFAULTS, *_CPU_SEEDS)
