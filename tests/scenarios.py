@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch
@@ -129,13 +129,20 @@ def _group(url: str, answer: httpx.Response) -> Group:
 
 @contextmanager
 def served(
-    model: Path, folder: Path, *flags: str, max_lora_rank: int | None = None, compiled: bool = False
+    model: Path,
+    folder: Path,
+    *flags: str,
+    max_lora_rank: int | None = None,
+    compiled: bool = False,
+    dtype: Literal["auto", "float16", "float32"] = "auto",
+    port: int | None = None,
 ) -> Iterator[LiveServer]:
     """Run a server for `model` and wait until it can be attached to; on a GPU it is always compiled."""
     folder.mkdir(parents=True, exist_ok=True)
     config = ServeConfig(
         model=str(model),
-        port=free_port("127.0.0.1"),
+        port=port or free_port("127.0.0.1"),
+        dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
         gpu_memory_utilization=0.2 if torch.cuda.is_available() else None,
         max_lora_rank=max_lora_rank,

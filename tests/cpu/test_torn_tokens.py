@@ -1,0 +1,41 @@
+"""No torn token on the real vLLM on the CPU: 10,000 tokens under load, while two states of the weights alternate.
+
+The server starts with `--enforce-eager` because only its start would change: compiled code reads the same memory.
+Not covered: asynchronous scheduling and CUDA graphs, over a million tokens (`tests/gpu/test_torn_tokens.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from bridge.protocol import InFlight
+from tests import torn_tokens
+from tests.models import tiny
+from tests.torn_tokens import Alternation, Load
+
+LOAD = Load(
+    num_tokens=10_000, num_fences=10, num_requests=4, num_samples=8, max_tokens=96, prompt_tokens=150,
+    fence_every_s=0.05, dtype="float32", tolerance=1e-4,
+)  # fmt: skip
+FEWER = replace(LOAD, num_tokens=2_000, num_fences=2)
+
+
+@pytest.fixture(scope="module")
+def alternation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alternation]:
+    with torn_tokens.alternating(tiny.llama(), tmp_path_factory.mktemp("torn_tokens"), LOAD) as alternation:
+        yield alternation
+
+
+def test_server_and_transformers_agree_while_the_weights_are_left_alone(alternation: Alternation) -> None:
+    torn_tokens.agrees_without_fences(alternation, FEWER)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
+def test_ten_thousand_tokens_are_each_of_one_published_state(alternation: Alternation, in_flight: InFlight) -> None:
+    verdict = torn_tokens.finds_no_torn_token(alternation, LOAD, in_flight)
+    assert verdict.spanning > 0
+
+
+def test_weights_written_without_the_fence_are_found_out(alternation: Alternation) -> None:
+    torn_tokens.finds_torn_tokens_without_the_fence(alternation, FEWER)
