@@ -29,6 +29,7 @@ class Scorer:
             RewardError: the recipe cannot be pickled, or fails in this process.
         """
         self._workers: list[WorkerProcess] = []
+        self._pid = os.getpid()
         if processes == 0:
             with foreign_code("making what scores completions", ""):
                 self._own = recipe()
@@ -68,7 +69,10 @@ class Scorer:
 
     async def _here(self, problem: Problem, completion: str) -> Score | Fault:
         await asyncio.sleep(0)  # whoever waits for a server goes on in between
-        return score_one(self._own, self._origin, problem, completion)
+        found = score_one(self._own, self._origin, problem, completion)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a child that the score forked: it would be a second trainer
+        return found
 
     async def _there(self, problem: Problem, completion: str) -> Score | Fault:
         worker = await self._idle.get()

@@ -1,8 +1,10 @@
 """What runs in a process that scores: make the scores, then score one completion after the other.
 
-It is told what to do, and answers, in frames: the length of a pickle, and the pickle.
+What it is sent is pickled; what it answers is plain data (`answers.py`). Each is a frame: a length, and as many bytes.
 
-Not covered: time limits, and what becomes of a worker that hangs or dies (`worker_process.py`).
+A score may fork, and may even return in the child. A child has no connection, and ends where it would answer.
+
+Not covered: time limits, and what becomes of a worker that hangs or dies (`worker_process.py`, `supervisor.py`).
 Source: prctl(2) PR_SET_PDEATHSIG; proc(5) `/proc/PID/oom_score_adj`.
 """
 
@@ -13,32 +15,23 @@ import os
 import pickle
 import signal
 import socket
-import struct
-from dataclasses import dataclass
+from functools import partial
 from io import BufferedRWPair
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError, RewardError
+from bridge.rewards import answers
+from bridge.rewards.answers import HEADER, Answer, Refusal
 from bridge.rewards.foreign_code import foreign_code, said
-from bridge.rewards.scoring import Fault, Origin, Score, Scores, score_one
+from bridge.rewards.scoring import Origin, Scores, score_one
 
-HEADER = struct.Struct("!Q")
 PR_SET_PDEATHSIG = 1
 NOT_PICKLED = (
     "let it be made of classes and functions of modules that another process can import, not of the script that was "
     "started, or score in this process: --reward-processes 0"
 )
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why nothing can be scored here, as the one who started the process has to raise it."""
-
-    message: str
-    """What is wrong."""
-    remedy: str
-    """What mends it."""
 
 
 def framed(content: object) -> bytes:
@@ -58,23 +51,31 @@ def framed(content: object) -> bytes:
     return HEADER.pack(len(pickled)) + pickled
 
 
-def main(channel: int, last_words: int, parent: int) -> None:
-    """Serve the process `parent` over the socket `channel` until it is closed.
+def main(channel: int, last_words: int, supervisor: int) -> None:
+    """Serve whoever is at the other end of the socket `channel` until it is closed; `supervisor` is our parent.
 
     The stack of a crash, or of a SIGTERM, is written to the file `last_words`, and ends the process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that decides
+    os.setpgid(0, 0)  # a score that signals its process group means what it has started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
-    for descriptor in (channel, last_words):
-        os.set_inheritable(descriptor, False)
-    _die_with(parent)
+    os.register_at_fork(after_in_child=partial(_let_go, channel, last_words))
+    _die_with(supervisor)
     with socket.socket(fileno=channel) as connection, connection.makefile("rwb") as stream:
         _serve(stream)
 
 
+def _let_go(*descriptors: int) -> None:
+    """Point the descriptors nowhere; closed, they could become those of a file that a score opens."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor, inheritable=False)
+    os.close(nowhere)
+
+
 def _die_with(parent: int) -> None:
-    """Let the kernel end this process when its parent ends, and rather than its parent where memory runs out."""
+    """Let the kernel end this process when its parent ends, and rather than another where memory runs out."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -83,17 +84,19 @@ def _die_with(parent: int) -> None:
 
 
 def _serve(stream: BufferedRWPair) -> None:
-    recipe = _read(stream)
+    recipe, own = _read(stream), os.getpid()
     if recipe is None:
         return
     made = _made(recipe)
     if isinstance(made, Refusal):
-        _write(stream, made)
+        _write(stream, own, 0, made)
         return
     scores, origin = made
-    _write(stream, origin)
-    while (question := _read(stream)) is not None:
-        _write(stream, _answer(scores, origin, question))
+    _write(stream, own, 0, origin)
+    for number in count(1):
+        if (question := _read(stream)) is None:
+            return
+        _write(stream, own, number, _answer(scores, origin, question))
 
 
 def _made(recipe: bytes) -> tuple[Scores, Origin] | Refusal:
@@ -105,10 +108,10 @@ def _made(recipe: bytes) -> tuple[Scores, Origin] | Refusal:
             scores = make()
             return scores, Origin.of(scores)
     except BridgeError as error:
-        return Refusal(error.message, error.remedy)
+        return Refusal(message=error.message, remedy=error.remedy)
 
 
-def _answer(scores: Scores, origin: Origin, question: bytes) -> Score | Fault | Refusal:
+def _answer(scores: Scores, origin: Origin, question: bytes) -> Answer:
     asked = _unpickled(question)
     return asked if isinstance(asked, Refusal) else score_one(scores, origin, *asked)
 
@@ -118,7 +121,7 @@ def _unpickled(pickled: bytes) -> Any:
         return pickle.loads(pickled)  # noqa: S301  it is the parent who speaks
     except Exception as error:  # noqa: BLE001  unpickling imports and runs foreign code
         what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
-        return Refusal(what + said(error), NOT_PICKLED)
+        return Refusal(message=what + said(error), remedy=NOT_PICKLED)
 
 
 def _read(stream: BufferedRWPair) -> bytes | None:
@@ -127,6 +130,9 @@ def _read(stream: BufferedRWPair) -> bytes | None:
     return stream.read(*HEADER.unpack(header)) if len(header) == HEADER.size else None
 
 
-def _write(stream: BufferedRWPair, content: object) -> None:
-    stream.write(framed(content))
+def _write(stream: BufferedRWPair, own: int, number: int, answer: Answer) -> None:
+    """Answer question `number`, if this is still the process `own`."""
+    if os.getpid() != own:
+        os._exit(0)  # a child that foreign code has forked came back in its place
+    stream.write(answers.framed(number, answer))
     stream.flush()

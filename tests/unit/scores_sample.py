@@ -1,7 +1,9 @@
 """What scores in the processes that tests start: each completion says what is done. Imports as little as it can."""
 
+import contextlib
 import itertools
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -83,12 +85,118 @@ class Sample:
             time.sleep(0.01)
         return 1.0
 
+    def forks(self) -> float:
+        """Return twice: here, and in the child."""
+        return float(os.fork() >= 0)
+
+    def forks_in_c(self) -> float:
+        """Return twice, where Python does not know that it was forked."""
+        import ctypes
+
+        return float(ctypes.CDLL(None).fork() >= 0)
+
+    def forks_and_exits(self) -> float:
+        if not os.fork():
+            sys.exit("the child")
+        os.wait()
+        return 1.0
+
+    def leaves_a_daemon(self) -> float:
+        """Leave a process behind that no parent, group or session connects with this one, and every descriptor does."""
+        if not os.fork():
+            os.setsid()
+            if not os.fork():
+                self._note(f"{os.getpid()} started")
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        while "started" not in self._log.read_text():
+            time.sleep(0.01)
+        return 1.0
+
+    def leaves_a_daemon_and_dies(self) -> None:
+        self.leaves_a_daemon()
+        os._exit(3)
+
+    def leaves_a_daemon_and_hangs(self) -> None:
+        self.leaves_a_daemon()
+        self.spins()
+
+    def hangs_in_a_child_of_c(self) -> float:
+        """Let a process live on that holds every descriptor of this one, the connection too."""
+        import ctypes
+
+        if not ctypes.CDLL(None).fork():
+            os.setsid()
+            self._note(f"{os.getpid()} started")
+            time.sleep(1000)
+        while "started" not in self._log.read_text():
+            time.sleep(0.01)
+        os._exit(3)
+
+    def scribbles(self, text: str = "words of the score") -> float:
+        """Write to whatever is open."""
+        return self._writes(text.encode())
+
+    def scribbles_and_hangs(self) -> None:
+        """Write less than the header of an answer."""
+        self._writes(b"abc")
+        self.spins()
+
+    def answers_by_itself(self, number: str) -> float:
+        """Write a whole answer to whatever is open."""
+        text = f'[{number}, "Score", {{"reward": 99.0, "parts": {{}}}}]'.encode()
+        return self._writes(len(text).to_bytes(8, "big") + text)
+
+    def writes_a_pickle(self) -> float:
+        """Write what leaves a file behind where it is unpickled."""
+        pickled = pickle.dumps(_Touches(str(self._log.with_suffix(".unpickled"))))
+        return self._writes(len(pickled).to_bytes(8, "big") + pickled)
+
+    def _writes(self, content: bytes) -> float:
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, content)
+        return 1.0
+
+    def closes_everything(self) -> float:
+        os.closerange(0, 256)
+        return 1.0
+
+    def will_not_stop(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+
+    def stops(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stops_its_parent(self) -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(1000)
+
+    def kills_its_parent(self) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    def ends_by_a_nameless_signal(self) -> None:
+        os.kill(os.getpid(), signal.SIGRTMIN + 5)
+
     def waits(self) -> float:
         """Wait for a file, and say that it was there."""
         while not self._log.with_suffix(".go").exists():
             time.sleep(0.01)
         self._note(f"{os.getpid()} done")
         return 1.0
+
+
+class _Touches:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self._path, "w")
 
 
 class Several:

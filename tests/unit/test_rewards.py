@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bridge.errors import RewardError
+from bridge.rewards import answers
 from bridge.rewards.faults import Faults
 from bridge.rewards.foreign_code import foreign_code
 from bridge.rewards.scoring import Fault, Origin, Score, score_one
@@ -117,6 +118,47 @@ def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> Non
     assert scored(Several(), "four") == Score(reward=4.0, parts={"length": 4.0, "format": 0.5})
     for completion in ("odd", "nan", "text"):
         assert "expected a finite number and a dict of finite numbers (" in fault(Several(), completion).line
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Origin(name="Task.score", several=False, file="task.py", place="task.py line 3"),
+        Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e300}),
+        Fault(kind="k", line="l"),
+        answers.Refusal(message="m", remedy="r"),
+    ],
+)
+def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: answers.Answer) -> None:
+    frame = answers.framed(3, answer)
+    assert answers.num_bytes(frame) == len(frame)
+    assert answers.num_bytes(frame[:7]) is None
+    assert answers.read(frame[8:]) == (3, answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "3", "null", '[1, "Score"]', '[1, "Other", {}]', '[1, ["Score"], {}]', "[" * 100_000),
+        *('[1, "Score", []]', '[1, "Score", {}]', '[1, "Score", {"reward": 1.0}]', '[1.0, "Score", {"reward": 1.0}]'),
+        '[true, "Score", {"reward": 1.0, "parts": {}}]',
+        '[1, "Score", {"reward": NaN, "parts": {}}]',
+        '[1, "Score", {"reward": 1e999, "parts": {}}]',
+        '[1, "Score", {"reward": "1.0", "parts": {}}]',
+        '[1, "Score", {"reward": 1.0, "parts": {"a": "1"}}]',
+        '[1, "Score", {"reward": 1.0, "parts": {"a": -1e999}}]',
+        '[1, "Score", {"reward": 1.0, "parts": {}, "more": 1}]',
+        '[1, "Fault", {"kind": "k", "line": 3}]',
+    ],
+)
+def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:
+    with pytest.raises(answers.BadAnswerError):
+        answers.read(text.encode())
+
+
+def test_an_answer_that_is_too_long_is_refused_by_its_header() -> None:
+    with pytest.raises(answers.BadAnswerError, match="expected at most 1,048,576"):
+        answers.num_bytes((2**20 + 1).to_bytes(8, "big"))
 
 
 def test_each_kind_of_fault_is_told_once_with_its_count() -> None:

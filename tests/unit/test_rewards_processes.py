@@ -1,6 +1,7 @@
 """Scores in processes of their own, that hang, crash, or lose their parent: real processes, each seen to be gone."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from bridge.errors import RewardError
+from bridge.rewards import worker_process
 from bridge.rewards.scorer import Scorer
 from bridge.rewards.scoring import Fault, Score, Scores
 from bridge.types import Problem
@@ -167,6 +169,51 @@ def test_what_a_score_has_started_ends_with_it(tmp_path: Path) -> None:
         until(lambda: not alive(ours.processes))
 
 
+ENDED = "Sample.score ended its process, by "
+SPOILED = "Sample.score wrote to the connection of its process"
+LATE = "Sample.score took longer than 2 s"
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind"),
+    [
+        *[(name, None) for name in ("forks", "forks_in_c", "forks_and_exits", "leaves_a_daemon")],
+        ("leaves_a_daemon_and_dies", ENDED + "exit status 3"),
+        ("leaves_a_daemon_and_hangs", LATE),
+        ("hangs_in_a_child_of_c", ENDED + "exit status 3"),
+        *[(name, LATE) for name in ("will_not_stop", "stops", "stops_its_parent")],
+        *[(name, SPOILED) for name in ("scribbles", "writes_a_pickle", "answers_by_itself 7", "answers_by_itself 0")],
+        ("scribbles abc", SPOILED),
+        ("scribbles_and_hangs", LATE),
+        ("closes_everything", ENDED + "exit status 1"),
+        ("kills_its_parent", "Sample.score closed the connection of its process"),
+        ("ends_by_a_nameless_signal", ENDED + f"signal {signal.SIGRTMIN + 5}"),
+    ],
+)
+def test_whatever_a_score_does_to_its_process_the_next_rewards_are_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str, kind: str | None
+) -> None:
+    monkeypatch.setattr(worker_process, "GRACE_S", 0.5)
+    with scoring(tmp_path, timeout_s=2) as ours:
+        first, *others = ours.score(completion, "good", "process", "enough", "process")
+        assert (first.kind if isinstance(first, Fault) else None) == kind
+        assert isinstance(first, Fault) or first.reward == 1
+        rewards = [other.reward for other in others if isinstance(other, Score)]
+        assert rewards[::2] == [4, 6]
+        assert rewards[1] == rewards[3], "the same process scored both"
+    assert not ours.log.with_suffix(".unpickled").exists()
+
+
+def test_without_processes_a_child_that_a_score_forks_is_no_second_trainer(tmp_path: Path) -> None:
+    with scoring(tmp_path, processes=0) as ours:
+        assert ours.rewards("forks", "good") == [1, 4]
+        ours.log.with_suffix(".end").open("a").write("reached\n")
+        with contextlib.suppress(ChildProcessError):
+            while os.wait():
+                pass
+    assert ours.log.with_suffix(".end").read_text() == "reached\n"
+
+
 def test_as_many_are_scored_at_once_as_there_are_processes(tmp_path: Path) -> None:
     with scoring(tmp_path, processes=3, timeout_s=PATIENCE_S) as ours:
         assert ours.rewards("meets 3", "meets 3", "meets 3") == [1, 1, 1]
@@ -178,7 +225,7 @@ def test_a_process_that_was_killed_while_idle_is_no_fault_of_a_completion(tmp_pa
         (first,) = ours.rewards("process")
         assert first is not None
         os.kill(int(first), signal.SIGKILL)
-        until(lambda: psutil.Process(int(first)).status() == psutil.STATUS_ZOMBIE)
+        until(lambda: not alive({int(first)}))
         (second,) = ours.rewards("process")
         assert second not in {None, first}
 
@@ -301,6 +348,15 @@ def test_processes_end_with_a_parent_that_is_killed_whatever_they_do(tmp_path: P
     log = tmp_path / "log"
     with subprocess.Popen(command(PROGRAM, log, "matches", "spins"), cwd=ROOT) as parent:
         until(lambda: {"matches", "spins"} <= set(noted(log)))
+        assert len(alive(processes(log))) == 2
+        parent.kill()
+    until(lambda: not alive(processes(log)))
+
+
+def test_what_a_score_has_started_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with subprocess.Popen(command(PROGRAM, log, "leaves_a_daemon_and_hangs"), cwd=ROOT) as parent:
+        until(lambda: "started" in noted(log))
         assert len(alive(processes(log))) == 2
         parent.kill()
     until(lambda: not alive(processes(log)))
