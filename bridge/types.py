@@ -29,12 +29,12 @@ class Problem(TypedDict):
 class Environment(Protocol):
     """A task: problems to iterate over, and a score for a completion.
 
-    Iterated once per pass over the data; the trainer shuffles each pass by its own seed. An
-    environment may add `held_out() -> list[Problem]`: problems kept from training, for evaluation.
+    Iterated once per pass over the data, no further than problems are needed; the trainer shuffles each pass by its own
+    seed. An environment may add `held_out() -> list[Problem]`: problems kept from training, for evaluation.
     """
 
     def __iter__(self) -> Iterator[Problem]:
-        """Yield every training problem once."""
+        """Yield training problems, each once or without an end, in the same order whenever it is called."""
         ...
 
     def score(self, problem: Problem, completion: str) -> float:

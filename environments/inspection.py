@@ -1,16 +1,23 @@
-"""Checks of an environment before anything is started: it has problems, each is one, and something scores them.
+"""Checks of an environment: it has problems, each is one, and something scores them.
+
+The first problems are checked before anything is started, the others as they are read: there may be no last one.
 
 Not covered: finding it (`registry.py`, `own_code.py`), and calling the score (`bridge/rewards`).
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 from bridge.errors import RewardError
 from bridge.rewards.foreign_code import foreign_code, shortened, source_file
+from bridge.types import Problem
 
 EXAMPLE = "{'prompt': '3+4='}"
+NUM_FIRST = 64
+"""Problems that are checked before anything is started."""
 SCORE = "def score(self, problem: dict, completion: str) -> float"
 
 
@@ -32,39 +39,53 @@ def check_score(environment: Any, name: str) -> None:
         ) from error
 
 
-def check_problems(environment: Any, name: str) -> None:
-    """Iterate over `environment` once and check each problem, those held out as well.
+def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
+    """Check the first problems of `environment`, and all that it holds out, which are returned.
+
+    `reward` compares with their answers; empty: none does.
 
     Raises:
-        RewardError: its code raised, it has no problems, or one of them is no problem.
+        RewardError: its code raised, it has no problems, or one of them is no problem or lacks its answer.
     """
     file = source_file(type(environment))
     with foreign_code(f"environment {name}: listing its problems", file):
         if not isinstance(environment, Iterable):
             _refuse(name, "is not iterable", f"add __iter__, which yields problems such as {EXAMPLE}")
-        if iter(environment) is environment:
+        iterator = iter(environment)
+        if iterator is environment or iterator is iter(environment):
             _refuse(name, "is an iterator, so a second pass would be empty", "return a new iterator from __iter__")
-        _check_each(name, "problem", list(environment))
-    if hasattr(environment, "held_out"):
-        with foreign_code(f"environment {name}: listing its held-out problems", file):
-            held_out = environment.held_out()
-            if not isinstance(held_out, list):
-                _refuse(name, f"has a held_out that returned a {type(held_out).__name__}", "return a list of problems")
-            _check_each(name, "held-out problem", held_out)
+    if not list(_checked(islice(_each(iterator, name, file), NUM_FIRST), name, "problem", reward)):
+        _refuse(name, "has no problems", f"give it at least one, such as {EXAMPLE}")
+    if not hasattr(environment, "held_out"):
+        return []
+    with foreign_code(f"environment {name}: listing its held-out problems", file):
+        held_out = environment.held_out()
+    if not isinstance(held_out, list):
+        _refuse(name, f"has a held_out that returned a {type(held_out).__name__}", "return a list of problems")
+    if not held_out:
+        _refuse(name, "has no held-out problems", f"give it at least one, such as {EXAMPLE}")
+    return list(_checked(held_out, name, "held-out problem", reward))
 
 
-def check_answers(problems: Sequence[Any], name: str, reward: str) -> None:
-    """Check that every problem has an answer, which `reward` compares with.
+@dataclass(frozen=True)
+class Checked:
+    """The problems of an environment, each checked as it is read."""
 
-    Raises:
-        RewardError: one has none.
-    """
-    for index, problem in enumerate(problems):
-        if lack := answer_fault(problem):
-            raise RewardError(
-                f"environment {name}: problem {index} {lack}, and the reward {reward} compares with it",
-                remedy="give every problem an answer that is text or a number, or choose another --reward",
-            )
+    environment: Any
+    """Where they come from."""
+    name: str
+    """How a person named it."""
+    reward: str
+    """Compares with their answers; empty: none does."""
+
+    def __iter__(self) -> Iterator[Problem]:
+        """Yield the problems of one pass.
+
+        Raises:
+            RewardError: as `check_problems`.
+        """
+        file = source_file(type(self.environment))
+        yield from _checked(_each(self.environment, self.name, file), self.name, "problem", self.reward)
 
 
 def answer_fault(problem: Any) -> str:
@@ -91,12 +112,21 @@ def problem_fault(problem: object) -> str:
     return ""
 
 
-def _check_each(name: str, noun: str, problems: list[Any]) -> None:
-    if not problems:
-        _refuse(name, f"has no {noun}s", f"give it at least one, such as {EXAMPLE}")
+def _each(problems: Iterable[object], name: str, file: str) -> Iterator[object]:
+    with foreign_code(f"environment {name}: listing its problems", file):
+        yield from problems
+
+
+def _checked(problems: Iterable[Any], name: str, noun: str, reward: str) -> Iterator[Problem]:
     for index, problem in enumerate(problems):
         if fault := problem_fault(problem):
             _refuse(name, f"has a bad {noun} {index}: {fault}", f"make each a dict such as {EXAMPLE}")
+        if reward and (lack := answer_fault(problem)):
+            raise RewardError(
+                f"environment {name}: {noun} {index} {lack}, and the reward {reward} compares with it",
+                remedy="give every problem an answer that is text or a number, or choose another --reward",
+            )
+        yield problem
 
 
 def _refuse(name: str, fault: str, remedy: str) -> NoReturn:

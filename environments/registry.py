@@ -16,6 +16,7 @@ from bridge.types import Environment, Problem
 from environments import inspection, own_code, rewards, rows
 from environments.arithmetic import Arithmetic
 from environments.gsm8k import GSM8K
+from environments.inspection import Checked
 from environments.jsonl import JSONL
 from environments.rewards import Reward, Rewards
 from environments.task import Columns, Format, Task, instructed
@@ -99,16 +100,10 @@ def _of_class(config: RolloutConfig, kind: type) -> Environment:
     environment = own_code.made(kind, name)
     if not chosen:
         inspection.check_score(environment, name)
-    inspection.check_problems(environment, name)
-    if not chosen and config.system_prompt is None:
-        checked: Environment = environment
-        return checked
-    problems: list[Problem] = list(environment)
-    held_out: list[Problem] = environment.held_out() if hasattr(environment, "held_out") else []
-    if compared := _compared(chosen):
-        inspection.check_answers([*problems, *held_out], name, compared)
-    training, kept = ([instructed(problem, config.system_prompt) for problem in some] for some in (problems, held_out))
-    return Task(training, kept, partial(scorer, config))
+    compared = _compared(chosen)
+    held_out = inspection.check_problems(environment, name, compared)
+    recipe = partial(scorer, config) if chosen else lambda: environment
+    return Task(Checked(environment, name, compared), held_out, recipe, system_prompt=config.system_prompt)
 
 
 def _compared(chosen: tuple[Reward, ...]) -> str:

@@ -3,7 +3,7 @@
 Not covered: where problems come from (`rows.py`), finding an environment (`registry.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,13 +44,26 @@ class Format:
 class Task:
     """An environment of problems, of those held out, and of what scores them."""
 
-    def __init__(self, problems: list[Problem], held_out: list[Problem], recipe: Callable[[], Scores]) -> None:
-        """Take the problems; `recipe` is called when something is scored here for the first time."""
-        self._problems, self._held_out, self._recipe = problems, held_out, recipe
+    def __init__(
+        self,
+        problems: Iterable[Problem],
+        held_out: list[Problem],
+        recipe: Callable[[], Scores],
+        *,
+        system_prompt: str | None = None,
+    ) -> None:
+        """Take the problems, which are not read yet, and a system message for all of them.
+
+        `recipe` is called when something is scored here for the first time.
+        """
+        self._problems, self._recipe, self._system_prompt = problems, recipe, system_prompt
+        self._held_out = [instructed(problem, system_prompt) for problem in held_out]
 
     def __iter__(self) -> Iterator[Problem]:
-        """Yield every training problem."""
-        return iter(self._problems)
+        """Yield the training problems, as they are read."""
+        if self._system_prompt is None:
+            return iter(self._problems)
+        return (instructed(problem, self._system_prompt) for problem in self._problems)
 
     def held_out(self) -> list[Problem]:
         """Return the problems that training never sees; there may be none."""

@@ -71,7 +71,7 @@ def feed(
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
         joined = enrol(api, config, tell)
         try:
-            problems = data.endless(list(environment), seed_of(config.seed, joined.env_id))
+            problems = data.endless(environment, seed_of(config.seed, joined.env_id))
             prompts = ((problem, data.encode(tokenizer, problem)) for problem in problems)
             sending = Sending(config, api, joined, scorer, tell)
             return sampler.run(Feeder(config, api, joined, sampler, sending, prompts, report).run())

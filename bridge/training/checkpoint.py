@@ -39,7 +39,7 @@ class Progress(_Record):
     weight_version: int
     """Version under which the server served these weights."""
     problems_drawn: int
-    """Problems that the weights were trained on: where the data goes on."""
+    """Problems that the weights were trained on: a resumed run skips so many."""
     run_dir: Path
     """The run directory, absolute."""
 

@@ -4,7 +4,9 @@ Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts`
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from operator import length_hint
 from typing import Any
 
 from jinja2 import TemplateError
@@ -14,15 +16,39 @@ from bridge.errors import RewardError
 from bridge.rewards.foreign_code import shortened
 from bridge.types import Environment, Message, Problem
 
+WINDOW = 4096
+"""Problems that are held to be shuffled, unless there are fewer, or all are in memory anyway."""
 
-def endless(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
-    """Yield the problems for ever, each pass over them in an order of its own that `seed` decides."""
-    assert problems, "no problems: there would be no end to looking for the first"
+
+def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
+    """Yield the problems for ever, each pass over them in an order of its own that `seed` decides.
+
+    They are read as they are needed, so that a pass may have no end.
+
+    Raises:
+        RewardError: a pass has no problems. Whatever reading them raises is raised.
+    """
     for number in range(2**63):
-        order = list(range(len(problems)))
-        random.Random(f"{seed}/{number}").shuffle(order)  # noqa: S311  an order, not a secret
-        for index in order:
-            yield problems[index]
+        order = random.Random(f"{seed}/{number}")  # noqa: S311  an order, not a secret
+        problem: Problem | None = None
+        for problem in _shuffled(iter(problems), order):
+            yield problem
+        if problem is None:
+            raise RewardError(
+                f"pass {number + 1} over the environment's problems has none",
+                remedy="let __iter__ return a new iterator each time, over at least one problem",
+            )
+
+
+def _shuffled(problems: Iterator[Problem], order: random.Random) -> Iterator[Problem]:
+    """Yield each problem once: a random one of those held, whose place the next one takes; a list is held whole."""
+    held = list(islice(problems, max(WINDOW, length_hint(problems))))
+    for problem in problems:
+        index = order.randrange(len(held))
+        yield held[index]
+        held[index] = problem
+    order.shuffle(held)
+    yield from held
 
 
 def held_out(environment: Environment) -> list[Problem]:

@@ -58,7 +58,7 @@ class Experience:
         """The step that was sampled last."""
         self._tokenizer = skeleton.tokenizer(config.model_name)
         self._held_out = data.held_out(environment) if config.eval_samples else []
-        self._problems = data.endless(list(environment), config.seed)
+        self._problems = data.endless(environment, config.seed)
         self._sampler = Sampler(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,

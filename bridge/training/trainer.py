@@ -82,7 +82,8 @@ class Trainer:
                 remedy=f"--training-steps {step + wanted}, or begin another run with --save-path",
             )
         self._checkpoints.load(found)
-        self._source.draw(found.progress.problems_drawn)
+        for _ in range(found.progress.problems_drawn):
+            self._source.draw(1)  # one at a time: together they may not fit into memory
         self._begun_at, self._written, self._used = step, step, found.progress.problems_drawn
 
     def run(self) -> Summary:

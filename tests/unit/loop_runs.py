@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Engine, OpenedModel
 from bridge.passes import preparation
 from bridge.rollouts.endpoint import Endpoint
-from bridge.training import checkpoint, loop
+from bridge.training import checkpoint, data, loop
 from bridge.training.metrics import StepMetrics, Summary
 from bridge.training.reporting import Listener
 from bridge.types import Problem
@@ -50,6 +51,15 @@ class Letters:
 
     def score(self, problem: Problem, completion: str) -> float:
         return self._score(completion)
+
+
+class Endless(Letters):
+    """The same rewards for problems without an end."""
+
+    def __iter__(self) -> Iterator[Problem]:
+        for number in count():
+            assert number < 10 * data.WINDOW, "read without an end"
+            yield {"prompt": f"say {number % 26}"}
 
 
 class Killed(BaseException):
@@ -160,12 +170,13 @@ class Run:
         run = RunDirectory.create(self.folder / "run", environment="letters", tell=self.told.append)
         return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), engine=engine)
 
-    def go_on(self, **choices: Any) -> Summary:
+    def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
         found, _ = checkpoint.newest(self.folder / "saved", "step_")
         assert found is not None
         run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
-        return loop.train(self.config(**choices), Letters(), run, Listener(self._report), resume=found)
+        problems = environment or Letters()
+        return loop.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """The order of the problems, and their prompts as token ids."""
 
-from collections.abc import Iterator
-from itertools import islice
+import random
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,74 @@ def test_the_seed_alone_decides_the_order() -> None:
     assert taken(3, 20) != taken(4, 20)
 
 
-def test_no_problems_are_no_endless_search() -> None:
-    with pytest.raises(AssertionError, match="no problems"):
-        next(data.endless([], 0))
+def test_few_problems_are_shuffled_as_a_whole_whether_they_are_a_list_or_not() -> None:
+    expected: list[Problem] = []
+    for number in range(3):
+        order = list(range(20))
+        random.Random(f"5/{number}").shuffle(order)
+        expected += [PROBLEMS[index] for index in order]
+    for problems in (PROBLEMS, Sums()):
+        assert list(islice(data.endless(problems, 5), 60)) == expected
+
+
+class Numbers:
+    """Counts what is read of it; `size` is None for no end."""
+
+    def __init__(self, size: int | None) -> None:
+        self._size, self.num_read = size, 0
+
+    def __iter__(self) -> Iterator[Problem]:
+        for number in count() if self._size is None else range(self._size):
+            assert number < 10 * data.WINDOW, "read without an end"
+            self.num_read += 1
+            yield {"prompt": str(number)}
+
+
+def numbers(problems: Iterable[Problem], seed: int, number: int) -> list[int]:
+    return [int(str(problem["prompt"])) for problem in islice(data.endless(problems, seed), number)]
+
+
+def test_problems_without_an_end_are_read_as_they_are_needed() -> None:
+    problems = Numbers(None)
+    drawn = numbers(problems, 0, 3 * data.WINDOW)
+    assert problems.num_read <= 4 * data.WINDOW
+    assert len(set(drawn)) == len(drawn)
+    assert drawn == numbers(Numbers(None), 0, 3 * data.WINDOW)
+    assert drawn != numbers(Numbers(None), 1, 3 * data.WINDOW)
+    assert max(drawn[:100]) < data.WINDOW + 100
+    assert sum(drawn[:100]) / 100 > data.WINDOW / 4, "from all of the window"
+
+
+def test_problems_that_end_past_the_window_come_once_in_each_pass() -> None:
+    size = 2 * data.WINDOW + 7
+    problems = Numbers(size)
+    drawn = numbers(problems, 0, 2 * size)
+    assert sorted(drawn[:size]) == sorted(drawn[size:]) == list(range(size))
+    assert drawn[:size] != drawn[size:]
+    assert drawn[:size] != sorted(drawn[:size])
+
+
+def test_a_list_is_shuffled_as_a_whole_however_long_it_is() -> None:
+    size = 4 * data.WINDOW
+    assert max(numbers(list(Numbers(size)), 0, 100)) > 3 * data.WINDOW
+
+
+class Exhausted:
+    """Gives the same problems but once."""
+
+    def __init__(self, size: int) -> None:
+        self._iterator = iter(PROBLEMS[:size])
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self._iterator
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_pass_without_problems_is_no_endless_search(size: int) -> None:
+    problems = data.endless(Exhausted(size), 0)
+    assert len(list(islice(problems, size))) == size
+    with pytest.raises(RewardError, match=f"pass {1 + bool(size)} over the environment's problems has none"):
+        next(problems)
 
 
 def test_held_out_problems_are_the_environments() -> None:

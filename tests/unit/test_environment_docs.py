@@ -50,7 +50,7 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
 
 
 def test_there_are_as_many_examples_as_there_should_be() -> None:
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
     assert [verdict for _, verdict in ROWS] == ["right", "right", "right", "wrong", "wrong"]
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def refusal(name: str) -> UsageError:
 
 
 def test_arithmetic_is_known_by_name() -> None:
-    assert isinstance(load("arithmetic"), Arithmetic)
+    assert list(load("arithmetic")) == list(Arithmetic())
 
 
 def test_a_class_of_a_file_is_loaded(write: Write) -> None:
@@ -163,6 +164,11 @@ def test_code_that_raises_names_the_exception_and_its_line(write: Write, source:
             + SCORES,
             "iterator",
         ),
+        (
+            "    def __init__(self):\n        self.problems = iter([{'prompt': '3+4='}])\n"
+            "    def __iter__(self):\n        return self.problems\n" + SCORES,
+            "iterator",
+        ),
         (ITERATES, "has no method score"),
         (ITERATES + "    score = 3\n", "has no method score"),
         (
@@ -199,3 +205,36 @@ def test_a_bad_problem_is_named_by_its_index(write: Write, bad: str, message: st
     error = refusal(f"{write(CLASS + problems + SCORES)}:Task")
     assert "problem 1: " in error.message
     assert message in error.message
+
+
+ENDLESS = (
+    "import itertools\n"
+    + CLASS
+    + "    def __iter__(self):\n"
+    + "        for number in itertools.count():\n"
+    + "            assert number < 1000, 'read without an end'\n"
+    + "            yield {'prompt': f'{number}+1=', 'answer': number + 1} if number != 200 else {'prompt': BAD}\n"
+)
+
+
+@pytest.mark.parametrize("choices", [{}, {"system_prompt": "Add."}, {"reward": "exact"}])
+def test_an_environment_without_an_end_is_loaded_and_its_problems_are_checked_as_they_come(
+    write: Write, choices: dict[str, str]
+) -> None:
+    name = f"{write(ENDLESS.replace('BAD', '7') + SCORES)}:Task"
+    environment = registry.load(RolloutConfig.model_validate({"model_name": "-", "environment": name} | choices))
+    for _ in range(2):  # each pass begins anew
+        problems = iter(environment)
+        assert [problem["answer"] for problem in islice(problems, 200)] == list(range(1, 201))
+        with pytest.raises(RewardError, match="has a bad problem 200: its prompt is 7"):
+            next(problems)
+
+
+def test_a_later_problem_without_the_answer_that_a_reward_needs_is_named_by_its_index(write: Write) -> None:
+    name = f"{write(ENDLESS.replace('BAD', repr('2+2=')))}:Task"
+    problems = iter(registry.load(RolloutConfig(model_name="-", environment=name, reward="exact")))
+    with pytest.raises(RewardError, match="problem 200 has no answer, and the reward exact compares with it"):
+        list(islice(problems, 201))
+    problems = iter(registry.load(RolloutConfig(model_name="-", environment=name, reward="format")))
+    with pytest.raises(RewardError, match=r"listing its problems raised AssertionError: read.*\(task.py line 5\)"):
+        list(islice(problems, 1001))

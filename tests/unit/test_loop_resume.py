@@ -12,7 +12,7 @@ from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.training import trainer, trainer_state
 from bridge.training.metrics import StepMetrics
 from bridge.weights.attach import attach
-from tests.unit.loop_runs import STEPS, FakeEngine, Killed, Run, Running, once, runner, spoil
+from tests.unit.loop_runs import STEPS, Endless, FakeEngine, Killed, Run, Running, once, runner, spoil
 
 
 @pytest.fixture
@@ -102,6 +102,23 @@ def test_whatever_is_chosen_a_run_goes_on_as_if_it_had_not_been_killed(
     with running(folder="killed") as again:
         spoil(attach(again.mode.server.manifest).model)
         again.go_on(**choices)
+        assert comparable(again.metrics) == comparable(straight.metrics)
+        for name, tensor in again.weights().items():
+            assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_run_on_problems_without_an_end_goes_on_with_the_problem_that_comes_next(running: Running) -> None:
+    choices: dict[str, Any] = {"training_steps": 4, "save_interval": 2}
+    with running(folder="straight") as straight:
+        straight.train(Endless(), **choices)
+        weights, requests = straight.weights(), sorted(straight.requests, key=seed)
+    with running(folder="killed") as run:
+        kill(run, 3)
+        run.stopped(Killed, Endless(), **choices)
+    with running(folder="killed") as again:
+        spoil(attach(again.mode.server.manifest).model)
+        again.go_on(Endless(), **choices)
+        assert sorted(again.requests, key=seed) == requests[4:]
         assert comparable(again.metrics) == comparable(straight.metrics)
         for name, tensor in again.weights().items():
             assert torch.equal(tensor, weights[name]), name
