@@ -1,6 +1,7 @@
-"""When SIGINT and SIGTERM act: at the end of a block, or at once inside of one that holds them back.
+"""When signals that end a process act: at the end of a block, or at once inside of one that holds them back.
 
-Not covered: what they do, which is their handlers' own; `bridge` lets both raise KeyboardInterrupt.
+Not covered: what they do, which is their handlers' own; `bridge` lets them raise KeyboardInterrupt (`cli/signals.py`).
+Timers that a process sets itself, such as SIGALRM, which end nothing unless it asks for that.
 """
 
 import signal
@@ -11,7 +12,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
+"""What ends a process that does not handle it, and comes from outside: from a person, a terminal that closes, or a
+scheduler (Slurm sends SIGUSR1 or SIGXCPU before it kills)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class _HeldBack:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM until the end of the block, then let the last of them act."""
+    """Hold back every signal of `SIGNALS` until the end of the block, then let the last that came act."""
     waiting: list[int] = []
     with _handled_by(lambda handler: _HeldBack(waiting, handler)):
         yield
@@ -39,12 +44,13 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def acting_interrupt() -> Iterator[None]:
-    """Let SIGINT and SIGTERM act at once, those too that came before, whatever blocks around this one hold them back.
+    """Let every signal of `SIGNALS` act at once, those too that came before, whatever blocks around hold them back.
 
-    A SIGTERM that nobody handles is a KeyboardInterrupt here: ended by it, the process could not undo what it began.
+    One that nobody handles is a KeyboardInterrupt here: ended by it, the process could not undo what it began.
     """
     with _handled_by(_outermost) as before:
-        came = [number for block in _blocks(before.get(signal.SIGINT)) for number in _taken(block.waiting)]
+        blocks = (block for handler in before.values() for block in _blocks(handler))
+        came = [number for block in blocks for number in _taken(block.waiting)]
         if came:
             signal.raise_signal(came[-1])
         yield
@@ -52,11 +58,15 @@ def acting_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, Any]]:
-    """Let `change` of its handler handle each signal, and yield the handlers of before; none are in other threads."""
+    """Let `change` of its handler handle each signal, and yield the handlers of before; none are in other threads.
+
+    A signal that is ignored, as `nohup` does, stays ignored; one that is handled outside of Python is left alone.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield {}
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    found = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}
     try:
         for number, handler in before.items():
             signal.signal(number, change(handler))

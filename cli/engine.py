@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
+from bridge.interrupt import acting_interrupt, deferred_interrupt
 from bridge.weights import manifest
-from cli import children, console, interrupt, server_log
+from cli import children, console, server_log
 from cli.children import Child
 from cli.health import Address
 from cli.serve import check_port
@@ -75,7 +76,7 @@ class ServedEngine:
         Raises:
             ServerUnreachableError: it does not come up; the message says why, and names its log.
         """
-        with interrupt.acting():  # nothing is half written while a server starts
+        with acting_interrupt():  # nothing is half written while a server starts
             self._stop()
             self._restarts += 1
             self._start(model)
@@ -83,7 +84,7 @@ class ServedEngine:
     def _start(self, model: str | Path | None) -> None:
         check_port(self._command.host, self._command.port)
         server_log.begin(self._log, "started" if model is None else f"started again with {model}")
-        with interrupt.held_back():  # a process that was started has to be known, or nobody would stop it
+        with deferred_interrupt():  # a process that was started has to be known, or nobody would stop it
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
         address = self._wait(self._server)
         self._watchdog = Watchdog(self._server, address, self._hang_limit_s)

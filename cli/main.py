@@ -3,7 +3,6 @@
 Not covered: what the commands do (one file each).
 """
 
-import signal
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typer.exceptions import TyperException
 
 from bridge import __version__
 from bridge.errors import BridgeError
-from cli import console
+from cli import console, signals
 from cli.compare import compare
 from cli.demo import demo
 from cli.doctor import doctor
@@ -88,7 +87,7 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = _report_bug
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended saves as one that is interrupted
+    signals.prepare()
     sys.exit(answer(sys.argv[1:]))
 
 

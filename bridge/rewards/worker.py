@@ -57,7 +57,8 @@ def main(channel: int, last_words: int, supervisor: int) -> None:
     The stack of a crash, or of a SIGTERM, is written to the file `last_words`, and ends the process.
     """
     os.setpgid(0, 0)  # a score that signals its process group means what it has started
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all: the trainer decides
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
     os.register_at_fork(after_in_child=partial(_let_go, channel, last_words))

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from bridge.errors import ServerUnreachableError, UnsupportedModelError, UsageError
+from bridge.interrupt import deferred_interrupt
 from bridge.modes.mode import Engine
 from bridge.process import ProcessIdentity
 from cli import children, watchdog
@@ -245,12 +246,12 @@ def test_a_stock_server_is_ready_when_it_answers(tmp_path: Path, log: Path) -> N
         assert not command.manifest.exists()
 
 
-def interrupted(action: Callable[[], object], when: Callable[[], bool]) -> None:
-    """Run `action` and press Ctrl-C as soon as `when`."""
+def interrupted(action: Callable[[], object], when: Callable[[], bool], number: signal.Signals = signal.SIGINT) -> None:
+    """Run `action` and send the signal as soon as `when`."""
 
     def press() -> None:
         until(when)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     presser = threading.Thread(target=press)
     presser.start()
@@ -267,17 +268,15 @@ def test_an_interrupt_stops_the_server(tmp_path: Path, log: Path) -> None:
     assert all(is_dead(process.pid) for process in family(log))
 
 
-def test_an_interrupt_ends_a_restart_at_once_even_where_it_is_held_back(tmp_path: Path, log: Path) -> None:
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_a_restart_at_once_even_where_it_is_held_back(
+    tmp_path: Path, log: Path, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
     command = fake(tmp_path, "--slow-start-s", "600")
-    try:
-        with pytest.raises(KeyboardInterrupt), served(command, log).running() as server:
-            interrupted(lambda: server.restart("second"), lambda: "again with second" in log.read_text())
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert held == []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt(), served(command, log).running() as server:
+        interrupted(lambda: server.restart("second"), lambda: "again with second" in log.read_text(), number)
+    assert signal.getsignal(number) == before
     assert server.pid is None
     assert not [process for process in psutil.Process().children(recursive=True) if not is_dead(process.pid)]
 

@@ -15,7 +15,7 @@ import torch
 
 from bridge.client import BridgeClient
 from bridge.errors import AttachError, FenceBusyError, ServerUnreachableError
-from bridge.interrupt import deferred_interrupt
+from bridge.interrupt import SIGNALS, deferred_interrupt
 from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight, Lease, Status, Written
 from bridge.weights import fence
@@ -269,11 +269,12 @@ def test_an_interrupt_is_a_keyboard_interrupt_after_the_block() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_a_termination_waits_too() -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_whatever_ends_a_process_waits_too(number: signal.Signals) -> None:
     fake = FakeClient()
-    with noting(signal.SIGTERM, fake.calls):
-        update(fake, lambda: interrupt(signal.SIGTERM))
-    assert fake.calls == ["pause keep", "publish", "SIGTERM"]
+    with noting(number, fake.calls):
+        update(fake, lambda: interrupt(number))
+    assert fake.calls == ["pause keep", "publish", number.name]
 
 
 def test_an_error_is_not_hidden_by_an_interrupt_and_the_handlers_are_back() -> None:

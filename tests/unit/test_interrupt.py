@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bridge.interrupt import acting_interrupt, deferred_interrupt
+from bridge.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
@@ -44,7 +44,7 @@ def test_nested_blocks_hold_an_interrupt_back_to_the_end_of_the_outermost() -> N
     assert calls == ["inner", "outer", "SIGINT"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_inside_of_blocks_that_hold_it_back_a_signal_can_act_at_once_and_once_only(number: int) -> None:
     calls: list[str] = []
     with noting(number, calls), deferred_interrupt(), deferred_interrupt():
@@ -74,15 +74,29 @@ def test_a_block_that_is_interrupted_leaves_the_handlers_as_they_were() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_a_termination_that_nobody_handles_can_be_undone_inside() -> None:
-    with handled(signal.SIGTERM, signal.SIG_DFL), pytest.raises(KeyboardInterrupt), acting_interrupt():
-        interrupt(signal.SIGTERM)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_nobody_handles_can_be_undone_inside(number: int) -> None:
+    with handled(number, signal.SIG_DFL), pytest.raises(KeyboardInterrupt), acting_interrupt():
+        interrupt(number)
 
 
-def test_an_ignored_interrupt_stays_ignored_everywhere() -> None:
-    with handled(signal.SIGINT, signal.SIG_IGN), deferred_interrupt(), acting_interrupt():
-        interrupt()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+def test_a_signal_that_waits_is_found_where_ctrl_c_is_ignored() -> None:
+    calls: list[str] = []
+    with handled(signal.SIGINT, signal.SIG_IGN), noting(signal.SIGHUP, calls), deferred_interrupt():
+        interrupt(signal.SIGHUP)
+        with acting_interrupt():
+            calls.append("open")
+    assert calls == ["SIGHUP", "open"]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_ignored_signal_stays_ignored_everywhere(number: int) -> None:
+    with handled(number, signal.SIG_IGN), deferred_interrupt():
+        interrupt(number)
+        assert signal.getsignal(number) == signal.SIG_IGN, "a program that is started here would not ignore it"
+        with acting_interrupt():
+            interrupt(number)
+            assert signal.getsignal(number) == signal.SIG_IGN
 
 
 def test_outside_of_the_main_thread_nothing_is_handled() -> None:
@@ -98,12 +112,14 @@ def test_outside_of_the_main_thread_nothing_is_handled() -> None:
     assert done == ["done"]
 
 
-def test_a_terminated_process_still_ends_by_that_signal() -> None:
+@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGINT])
+def test_a_process_that_handles_none_still_ends_by_that_signal(number: int) -> None:
     program = (
-        "import os, signal\nfrom bridge.interrupt import deferred_interrupt\n"
-        "with deferred_interrupt():\n    os.kill(os.getpid(), signal.SIGTERM); print('written', flush=True)\n"
+        "import os, resource\nfrom bridge.interrupt import deferred_interrupt\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        f"with deferred_interrupt():\n    os.kill(os.getpid(), {int(number)}); print('written', flush=True)\n"
         "print('after', flush=True)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "written\n", done.stderr
-    assert done.returncode == -signal.SIGTERM
+    assert done.returncode == -number

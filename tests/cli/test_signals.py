@@ -1,0 +1,146 @@
+"""How a command ends by a signal, and what becomes of one whose terminal closes."""
+
+import errno
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
+from cli.serve import free_port
+from cli.signals import Ending, Surviving
+from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
+from tests.models import tiny
+
+ROOT = Path(__file__).parents[2]
+TAKE_THE_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+OTHERS = [number for number in SIGNALS if number != signal.SIGINT]
+
+
+def ends(ending: Ending, number: int) -> bool:
+    try:
+        ending(number, None)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", OTHERS)
+def test_the_first_signal_ends_a_command_and_ctrl_c_alone_breaks_off_what_ending_does(number: int) -> None:
+    ending = Ending()
+    assert [ends(ending, each) for each in (number, number, signal.SIGHUP)] == [True, False, False]
+    assert [ends(ending, each) for each in (signal.SIGINT, signal.SIGINT)] == [True, True]
+    after_ctrl_c = Ending()
+    assert [ends(after_ctrl_c, each) for each in (signal.SIGINT, number)] == [True, False]
+
+
+def test_a_second_hangup_is_known_as_such_in_whatever_block_the_first_one_came() -> None:
+    before = signal.signal(signal.SIGHUP, Ending())
+    try:
+        with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Broken(io.StringIO):
+    """A stream that cannot be written, whose descriptor is a file that can."""
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        super().__init__()
+        self.broken: OSError | None = OSError(number, "broken")
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        if self.broken:
+            raise self.broken
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.broken:
+            raise self.broken
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
+@pytest.mark.parametrize("use", [lambda stream: stream.write("lost"), lambda stream: stream.flush()])
+def test_a_stream_that_nobody_reads_is_silent_from_then_on(
+    tmp_path: Path, number: int, use: Callable[[Surviving], object]
+) -> None:
+    with (tmp_path / "file").open("w") as file:
+        stream = Broken(number, file.fileno())
+        use(Surviving(stream))
+        os.write(file.fileno(), b"what other libraries print")
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_full_disk_is_told() -> None:
+    with pytest.raises(OSError, match="broken"):
+        Surviving(Broken(errno.ENOSPC, -1)).write("lost")
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["ends", "nohup"])
+def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_nohup(
+    tmp_path: Path, stays: bool
+) -> None:
+    (tmp_path / "toy.py").write_text(TOY_VLLM)
+    model = tiny.write(tiny.llama(), tmp_path / "model")
+    ours, theirs = pty.openpty()
+    program = f"{TAKE_THE_TERMINAL}\n{NOHUP if stays else ''}\n{RUN_ON_A_TOY}"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", program, "run", "--model", str(model), "--vllm-config-path", "manifest.json"),
+            *("--port", str(free_port("127.0.0.1")), "--training-steps", "5" if stays else "500"),
+            *("--batch-size", "8", "--group-size", "4", "--max-new-tokens", "8"),
+            *("--run-dir", "run", "--save-path", "saved"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm", "TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    limit = threading.Timer(RUN_LIMIT_S, process.kill)
+    limit.start()
+    try:
+        os.close(theirs)
+        until_it_says(r"step +2/", ours)
+        tree = psutil.Process(process.pid).children(recursive=True)
+        os.close(ours)
+        assert process.wait(RUN_LIMIT_S) == (0 if stays else 130)
+    finally:
+        limit.cancel()
+        process.kill()
+        process.wait()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) == 5 if stays else len(steps) >= 2
+    assert [folder.name for folder in (tmp_path / "saved").iterdir()] == [f"step_{len(steps)}"]
+    assert len(tree) >= 2
+    assert not [member for member in tree if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+
+
+def until_it_says(pattern: str, terminal: int) -> None:
+    """Read from `terminal` until what it shows has `pattern` in it."""
+    said = ""
+    while not re.search(pattern, said):
+        assert select.select([terminal], [], [], RUN_LIMIT_S)[0], said
+        said += os.read(terminal, 65536).decode(errors="replace")
