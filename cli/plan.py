@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from bridge.checks import model
-from bridge.checks.memory import available_bytes, cgroup_left_bytes
+from bridge.checks.memory import left_bytes
 from bridge.checks.model import MODES, Obstacle
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
@@ -123,12 +123,7 @@ def _limits(gpu_gib: float | None, host_gib: float | None, kv_tokens: int) -> Li
     gpus = accelerator.gpu_memory_bytes() if gpu_gib is None else [gpu_gib * GIB]
     if not gpus:
         raise UsageError("there is no GPU here to plan for", remedy="name its memory in GiB, such as --gpu-memory 80")
-    host_bytes = _host_bytes() if gpu_gib is None else math.inf  # of another machine nothing is known
+    host_bytes = left_bytes() if gpu_gib is None else math.inf  # of another machine nothing is known
     return Limits(
         gpu_bytes=min(gpus), host_bytes=host_bytes if host_gib is None else host_gib * GIB, kv_tokens=kv_tokens
     )
-
-
-def _host_bytes() -> int:
-    available, left = available_bytes(), cgroup_left_bytes()
-    return available if left is None else min(available, left)

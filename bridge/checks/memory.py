@@ -44,6 +44,12 @@ def cgroup_left_bytes(root: Path = Path("/")) -> int | None:
     return min(left, default=None)
 
 
+def left_bytes() -> int:
+    """Return what this process may still take: what is available, within the limits of its cgroups."""
+    left = cgroup_left_bytes()
+    return available_bytes() if left is None else min(available_bytes(), left)
+
+
 def _left_at(folder: Path) -> list[int]:
     for limit_file, use_file, reclaimable in CGROUP_FILES:
         try:

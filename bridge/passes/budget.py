@@ -30,6 +30,8 @@ ENOUGH_TOKENS = 2_048
 """Fewer would leave a GPU idle: recomputing activations is faster then."""
 SHARE = 0.85
 """Of the memory that is free: the rest is for fragments, and for what a pass takes beside its tokens."""
+HOST_SHARE = 0.5
+"""The same of a host's memory: others take of it at any time, and the system kills instead of refusing."""
 
 
 Measure = Callable[[PreTrainedModel, float], Cost | None]
@@ -54,7 +56,7 @@ class Budget:
         """Whether a prompt is in a micro-batch once, whatever the number of its completions there."""
         self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
         self._on_gpu = measure is not None or model.device.type == "cuda"
-        self._tokens = config.micro_batch_tokens or (None if self._on_gpu else self._most)
+        self._tokens = config.micro_batch_tokens
         self._recomputes = bool(config.gradient_checkpointing)
         self._longest = self._total = 0
 
@@ -128,12 +130,15 @@ class Budget:
             self._recompute()
             fitting = self._fitting(free)
         tokens = min(max(fitting, self._longest), self._most)
-        self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
+        if self._on_gpu or tokens < self._most:
+            self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
+        if fitting < self._longest and not self._on_gpu:
+            self._note(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
     def _free(self) -> float:
         pending = _gradient_bytes(self._model, released=self._config.gradient_release)
-        return SHARE * (self._free_bytes(self._model) - pending)
+        return (SHARE if self._on_gpu else HOST_SHARE) * (self._free_bytes(self._model) - pending)
 
     def _fitting(self, free: float) -> int:
         cost = self._measure(self._model, self._config.temperature)

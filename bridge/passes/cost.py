@@ -1,4 +1,7 @@
-"""What one forward and backward pass takes of a GPU's memory: two of different sizes are run and measured.
+"""What one forward and backward pass takes of memory: two of different sizes are run and measured.
+
+A GPU's allocator reports its peak. A CPU's does not: there what autograd keeps is counted, tensor by tensor, and what
+lives for a moment in a backward pass is taken for as much as three layers keep.
 
 Not covered: what follows from it (`budget.py`).
 """
@@ -10,8 +13,12 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from bridge.checks.memory import left_bytes
+from bridge.passes import layers, logits
+from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import packs
 from bridge.passes.preparation import first_trained
@@ -21,6 +28,12 @@ PROBES = (1_024, 2_048)
 """Tokens of the two passes that are measured."""
 PROBE_LENGTH = 512
 """Tokens of each of their sequences."""
+CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
+"""The same on a CPU, where a pass takes long and counting is exact."""
+LIVE_LAYERS = 3
+"""Layers whose activations, recomputed, and gradients a backward pass holds at once on a CPU."""
+CPU_LOGITS_BYTES = 3 * 4 * logits.BLOCK_LOGITS["cpu"]
+"""Float32 logits of one block of the vocabulary, and what is made of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +58,17 @@ class Cost:
 
 
 def measure_cost(model: PreTrainedModel, temperature: float) -> Cost | None:
-    """Run forward and backward over two sizes on the GPU, without leaving a gradient, and return what they took."""
+    """Run passes of two sizes, without leaving a gradient, and return what they took; None: they did not fit.
+
+    Random numbers that dropout draws there are drawn again afterwards: a resumed run measures at another time.
+    """
+    on_cpu = model.device.type == "cpu"
+    with torch.random.fork_rng(devices=[] if on_cpu else [model.device]):
+        return cost_on_cpu(model, temperature) if on_cpu else cost_on_gpu(model, temperature)
+
+
+def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost | None:
+    """Run forward and backward on the GPU, whose allocator reports the peak."""
     try:
         return Cost.of([(tokens, _peak_bytes(model, tokens, temperature)) for tokens in PROBES])
     except torch.OutOfMemoryError as error:
@@ -54,17 +77,59 @@ def measure_cost(model: PreTrainedModel, temperature: float) -> Cost | None:
 
 
 def free_memory(model: PreTrainedModel) -> float:
-    """Return the bytes of the model's GPU that a pass may take: what is free, and what the allocator holds unused."""
+    """Return the bytes that a pass may take: of a GPU what is free, and what the allocator holds unused."""
+    if model.device.type == "cpu":
+        return float(left_bytes())
     unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     return float(torch.cuda.mem_get_info(model.device)[0] + unused)
 
 
-def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
-    zeros = (0.0,) * (PROBE_LENGTH - 1)
+def cost_on_cpu(model: PreTrainedModel, temperature: float) -> Cost:
+    """Count what autograd keeps, and what it would keep without recomputing: some layers of that live for a moment."""
+    recomputed = [layer for layer in layers.decoder_layers(model) if getattr(layer, "gradient_checkpointing", False)]
+    kept = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES]
+    for layer in recomputed:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    plain = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES] if recomputed else kept
+    for layer in recomputed:
+        layer.gradient_checkpointing = True  # type: ignore[assignment]
+    share = LIVE_LAYERS / max(len(layers.decoder_layers(model)), 1)
+    totals = [some + int(share * all_) for some, all_ in zip(kept, plain, strict=True)]
+    found = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
+    return Cost(fixed_bytes=found.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=found.token_bytes)
+
+
+def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, each storage once, weights left out."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor  # held, so that its place stays its own
+        return tensor
+
+    part = _example(model, num_tokens, CPU_PROBE_LENGTH)
+    with (
+        torch.compiler.set_stance("force_eager"),  # a compiled layer would be compiled anew under the hooks
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        model_logprobs(model, part, temperature)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
+    zeros = (0.0,) * (length - 1)
     sample = Sample(
         prompt_token_ids=(1,), token_ids=(1,) * len(zeros), sampled_logprobs=zeros, advantages=zeros, weight=0.0
     )
-    (part,) = packs([sample] * (num_tokens // PROBE_LENGTH), max_tokens=num_tokens, device=model.device)
+    (part,) = packs([sample] * (num_tokens // length), max_tokens=num_tokens, device=model.device)
+    return part
+
+
+def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+    part = _example(model, num_tokens, PROBE_LENGTH)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)

@@ -75,8 +75,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes that `device` would still hand out."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    left = memory.cgroup_left_bytes()
-    return memory.available_bytes() if left is None else min(left, memory.available_bytes())
+    return memory.left_bytes()
 
 
 def _own_dtype(model: str) -> torch.dtype:

@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.passes import attention
-from bridge.passes.budget import MASKED_TOKENS, SHARE, Budget
-from bridge.passes.cost import PROBES, Cost, measure_cost
+from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
+from bridge.passes.cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, measure_cost
+from bridge.passes.preparation import recompute_activations
 from bridge.passes.samples import Sample
 from bridge.planning.activations import MOST_TOKENS
 
@@ -143,12 +144,66 @@ def test_a_probe_that_does_not_fit_leads_to_recomputing() -> None:
     assert trained.is_gradient_checkpointing
 
 
-def test_what_the_user_gave_and_the_cpu_need_no_probe() -> None:
+def test_what_the_user_gave_needs_no_probe() -> None:
     memory = Memory(1, plain=1)
     assert budget(memory, [], micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
     assert memory.measured == 0
-    on_the_cpu = Budget(model(), TrainConfig(model_name="m"), list[str]().append)
-    assert on_the_cpu.max_tokens(samples(5_000)) == MOST_TOKENS
+
+
+def on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, notes: list[str], **choices: Any
+) -> Budget:
+    """Return the budget on a host with so many MiB available, in a container that allows so many more."""
+    monkeypatch.setattr("bridge.checks.memory.available_bytes", lambda: int(available * MIB))
+    monkeypatch.setattr("bridge.checks.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
+    trained = model()
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return Budget(trained, TrainConfig(model_name="m", temperature=0.7, **choices), notes.append)
+
+
+@pytest.mark.parametrize(("available", "limit"), [(400, None), (400, 10_000), (10_000, 400)])
+def test_on_the_cpu_too_the_budget_comes_from_what_is_free_and_the_containers_limit_counts(
+    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None
+) -> None:
+    notes: list[str] = []
+    found = on_the_cpu(monkeypatch, available, limit, notes, gradient_checkpointing=False).max_tokens(samples(300))
+    cost = measure_cost(model(), 0.7)
+    assert cost is not None
+    assert found == cost.tokens_in(HOST_SHARE * 400 * MIB)
+    assert 2_000 < found < MOST_TOKENS
+    assert notes == [f"micro-batches of up to {found:,} tokens, in 0.2 GiB of free memory"]
+    assert on_the_cpu(monkeypatch, 100_000, None, []).max_tokens(samples(300)) == MOST_TOKENS
+
+
+def test_on_the_cpu_a_sequence_that_may_not_fit_is_tried_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    assert on_the_cpu(monkeypatch, 1, None, notes).max_tokens(samples(300)) == 300
+    assert notes[-1] == "a sequence of 300 tokens may not fit: the system may kill the process"
+
+
+def test_a_pass_on_the_cpu_is_counted_by_what_it_keeps_with_fewer_bytes_where_it_recomputes() -> None:
+    def layered(layers: int) -> PreTrainedModel:
+        config = LlamaConfig(
+            vocab_size=97, hidden_size=64, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4
+        )
+        config._attn_implementation = attention.NAME
+        return LlamaForCausalLM(config).eval()
+
+    def token_bytes(model: PreTrainedModel) -> float:
+        cost = measure_cost(model, 0.7)
+        assert cost is not None
+        assert cost.fixed_bytes >= CPU_LOGITS_BYTES
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return cost.token_bytes
+
+    few, many = layered(8), layered(16)
+    layer = (token_bytes(many) - token_bytes(few)) / 8
+    assert layer > 4 * (4 * 512 + 4 * 64)  # gate, activated gate, up and their product, and some of width 64
+    recompute_activations(many, pytest.fail)
+    assert many.is_gradient_checkpointing
+    assert token_bytes(many) < token_bytes(layered(16)) - 10 * layer
+    assert many.is_gradient_checkpointing, "it is left as it was"
 
 
 def test_running_out_of_memory_halves_then_recomputes_and_ends_with_one_sequence() -> None:
@@ -218,7 +273,7 @@ def test_the_probe_runs_whole_passes_of_its_sizes_and_leaves_no_gradient(monkeyp
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1007 + 3 * seen[-1])
-    assert measure_cost(trained, 0.7) == Cost(fixed_bytes=7, token_bytes=3)
+    assert cost_on_gpu(trained, 0.7) == Cost(fixed_bytes=7, token_bytes=3)
     assert tuple(seen) == PROBES
     assert all(parameter.grad is None for parameter in trained.parameters())
 
@@ -230,4 +285,4 @@ def test_a_probe_that_runs_out_of_memory_tells_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", fail)
-    assert measure_cost(model(), 0.7) is None
+    assert cost_on_gpu(model(), 0.7) is None
