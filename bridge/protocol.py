@@ -5,9 +5,9 @@ Not covered: what it is answered, and how other servers are asked (`bridge/rollo
 
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bridge.errors import AttachError
 from bridge.process import ProcessIdentity
@@ -20,6 +20,11 @@ TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a name
 
 COMPLETIONS = "/v1/bridge/completions"
 """The route for rollouts. Under `/v1`, so that vLLM's `--api-key` guards it as it does its own."""
+
+Version = Annotated[int, Field(ge=0, lt=2**53)]
+"""A version of the weights. Larger numbers are not exact in every reader of JSON."""
+SEED_LIMIT = 2**63
+"""vLLM keeps a seed in 64 bits with a sign."""
 
 ADAPTER = "bridge-adapter"
 """The name under which the server serves an adapter that is trained; handed over by disk it has a version behind it."""
@@ -106,16 +111,22 @@ class CompletionsRequest(Body):
 
     model: str
     """The served model, or an adapter."""
-    prompt: tuple[int, ...] = Field(min_length=1)
+    prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     """Token ids."""
     n: int = Field(ge=1)
     """Completions of it."""
     max_tokens: int = Field(ge=1)
     """Longest completion in tokens."""
-    temperature: float = Field(ge=0)
+    temperature: float = Field(ge=0, allow_inf_nan=False)
     """Sampling temperature; 0: always the likeliest token."""
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0)
     """Seed of the first completion, the next number for each other one; None: another one every time."""
+
+    @model_validator(mode="after")
+    def _fit_seeds(self) -> Self:
+        if self.seed is not None and self.seed + self.n > SEED_LIMIT:
+            raise ValueError(f"the seeds {self.seed} to seed + n - 1 have to be below {SEED_LIMIT}")
+        return self
 
 
 class LeaseRequest(Body):
@@ -139,7 +150,7 @@ class PauseRequest(Body):
 
     holder: ProcessIdentity
     """The process that is going to write, or to read."""
-    version: int | None = Field(default=None, ge=0)
+    version: Version | None = None
     """The version that the caller takes for the served one; None: any."""
     in_flight: InFlight = "keep"
     """What happens to requests under way."""
@@ -158,9 +169,9 @@ class PublishRequest(Body):
 
     holder: ProcessIdentity
     """The process that paused the server."""
-    after: int = Field(ge=0)
+    after: Version
     """The version that was served when the server paused."""
-    version: int | None = Field(default=None, ge=0)
+    version: Version | None = None
     """The least version that the publication may have; None: the next one."""
 
 
@@ -188,7 +199,13 @@ class WriteRequest(Body):
     elements: tuple[Element, ...]
     """What to write."""
     values: tuple[float, ...]
-    """One value per element, exactly representable in the parameter's type."""
+    """One finite value per element, exactly representable in the parameter's type."""
+
+    @model_validator(mode="after")
+    def _one_value_each(self) -> Self:
+        if len(self.values) != len(self.elements):
+            raise ValueError(f"{len(self.values)} values for {len(self.elements)} elements, expected one each")
+        return self
 
 
 class Refusal(Body):
@@ -205,8 +222,10 @@ class Refusal(Body):
 class Values(Body):
     """The answer to a read."""
 
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
     values: tuple[float, ...]
-    """One value per element asked for, in the same order."""
+    """One value per element asked for, in the same order; NaN and infinity as strings, since JSON has neither."""
 
 
 class Digests(Body):
@@ -214,6 +233,22 @@ class Digests(Body):
 
     digests: dict[str, str]
     """vLLM's parameter -> digest of its bytes (`bridge.weights.digest`)."""
+
+
+class Finiteness(Body):
+    """The answer of `GET /bridge/tensors/finite`."""
+
+    num_tensors: int
+    """Parameters, and matrices of adapter slots, that were looked at."""
+    not_finite: tuple[str, ...]
+    """Those with NaN or infinity in them."""
+
+    def found(self) -> str:
+        """Say what was found."""
+        if not self.not_finite:
+            return f"every number in {self.num_tensors} tensors is finite"
+        names = ", ".join(self.not_finite[:3])
+        return f"NaN or infinity in {len(self.not_finite)} of {self.num_tensors} tensors, the first: {names}"
 
 
 class AdapterRequest(Body):

@@ -5,6 +5,7 @@ Beside a trainer nothing is written, because it computes with the weights at any
 Not covered: what may go wrong before attaching (`bridge/checks`).
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
     yield skipped("marks", "a trainer is updating this server: nothing is written beside it", "no trainer")
     elements, cells = _middles(attached)
     ours, theirs = [cell.item() for cell in cells], client.read(elements)
-    equal = sum(one == other for one, other in zip(ours, theirs, strict=True))
+    equal = sum(_is_same(one, other) for one, other in zip(ours, theirs, strict=True))
     name, found, expected = "values", f"{equal} of {len(ours)} values are equal", "the same value from both sides"
     yield passed(name, found, expected) if equal == len(ours) else failed(name, found, expected, RESTART)
 
@@ -177,8 +178,12 @@ def _fill(cells: list[torch.Tensor], values: tuple[float, ...]) -> None:
         torch.accelerator.synchronize()
 
 
+def _is_same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
 def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
-    wrong = sum(left != right for left, right in zip(found, expected, strict=True))
+    wrong = sum(not _is_same(left, right) for left, right in zip(found, expected, strict=True))
     text = f"{len(found) - wrong} of {len(found)} marks seen"
     if wrong:
         return failed(name, text, "one mark in every parameter", RESTART)

@@ -1,4 +1,4 @@
-"""What people read goes to stderr, what programs read to stdout.
+"""What people read goes to stderr, with nothing in it that acts on a terminal; what programs read goes to stdout.
 
 Not covered: what is said (each command), and the help texts (typer).
 """
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
+
+from cli.visible import cleaned
 
 if TYPE_CHECKING:
     from cli.live import View
@@ -36,7 +38,7 @@ def shared_with(view: "View") -> Iterator[None]:
 
 def note(text: str, *, style: str = "") -> None:
     """Tell a person something."""
-    line = Text(text, style=style)
+    line = Text(cleaned(text), style=style)
     if _view is None:
         people.print(line)
     else:
@@ -45,14 +47,14 @@ def note(text: str, *, style: str = "") -> None:
 
 def verdict(status: str, text: str) -> None:
     """Print one line that opens with PASS, WARN, FAIL or SKIP."""
-    people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", text))
+    people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", cleaned(text)))
 
 
 def fault(message: str, hint: str) -> None:
     """Print `error: ...`, an empty line and `hint: ...`."""
-    people.print(Text.assemble(("error: ", "bold red"), message))
+    people.print(Text.assemble(("error: ", "bold red"), cleaned(message)))
     people.print()
-    people.print(Text.assemble(("hint: ", "bold cyan"), hint))
+    people.print(Text.assemble(("hint: ", "bold cyan"), cleaned(hint)))
 
 
 def data(line: str) -> None:
@@ -67,10 +69,11 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
     On a terminal it is one moving line; elsewhere `what` is printed once and the details are left out.
     """
+    what = cleaned(what)
     if (view := _view) is not None:
         view.wait_for(what)
         try:
-            yield lambda detail: view.wait_for(f"{what}  {detail}")
+            yield lambda detail: view.wait_for(f"{what}  {cleaned(detail)}")
         finally:
             view.wait_for("")
         return
@@ -79,4 +82,4 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
         return
     with people.status(Text(what), spinner="line") as status:
-        yield lambda detail: status.update(Text(f"{what}  {detail}"[: people.width - 4]))
+        yield lambda detail: status.update(Text(f"{what}  {cleaned(detail)}"[: people.width - 4]))

@@ -17,6 +17,7 @@ from rich.text import Text
 from bridge.checks.result import Check, any_failed
 from cli import console
 from cli.options import Json
+from cli.visible import cleaned
 
 FAILURE_FOUND = 3
 """Exit code when a check failed."""
@@ -110,6 +111,6 @@ def lines(check: Check, width: int) -> Iterator[Text]:
 
 def hanging(head: Text, text: str, width: int) -> Iterator[Text]:
     """Yield `text` behind `head`, its further lines indented as far; a word, such as a path, is never cut."""
-    rest = width - len(head)
+    text, rest = cleaned(text), width - len(head)
     for number, part in enumerate(textwrap.wrap(text, rest, break_long_words=False, break_on_hyphens=False) or [""]):
         yield Text.assemble(head if number == 0 else " " * len(head), part)

@@ -17,7 +17,9 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
+from bridge.errors import AttachError
 from bridge.protocol import COMPLETIONS, CompletionsRequest
+from patches import tensors
 from patches.generate import BAD_REQUEST, CLIENT_GONE
 
 UNKNOWN, BROKEN = 404, 500
@@ -51,7 +53,10 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         raise HTTPException(BAD_REQUEST, str(error)) from error
     if answer is None:
         return Response(status_code=CLIENT_GONE)
-    return JSONResponse({"choices": _choices(engine, body.prompt, answer)})
+    try:
+        return JSONResponse({"choices": _choices(engine, body.prompt, answer)})
+    except _NotFiniteError as error:
+        raise await _explained(request) from error
 
 
 def _adapter(request: Request, name: str) -> Any:
@@ -106,12 +111,12 @@ def _choices(engine: Any, prompt: Sequence[int], answer: Any) -> list[dict[str, 
     """Return the completions in OpenAI's words; those that `bridge.rollouts.openai_api` reads, and no other.
 
     Raises:
-        HTTPException: some log-probabilities are no numbers.
+        _NotFiniteError: some log-probabilities are no numbers.
     """
     outputs = sorted(answer.outputs, key=lambda output: output.index)
     logprobs = [_sampled(output.logprobs) for output in outputs]
     if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
-        raise HTTPException(BROKEN, "the log-probabilities are no numbers: the weights, or a kernel, are broken")
+        raise _NotFiniteError
     texts = _texts(engine.tokenizer, prompt, [_told(output) for output in outputs])
     return [
         {
@@ -123,6 +128,21 @@ def _choices(engine: Any, prompt: Sequence[int], answer: Any) -> list[dict[str, 
         }
         for output, each, text in zip(outputs, logprobs, texts, strict=True)
     ]
+
+
+class _NotFiniteError(Exception):
+    """Some log-probabilities are NaN or infinite."""
+
+
+async def _explained(request: Request) -> Exception:
+    """Return why log-probabilities are no numbers: by the weights, or in spite of them."""
+    found = await tensors.finiteness(request.app.state.bridge_engine)
+    if not found.not_finite:
+        return HTTPException(BROKEN, f"the log-probabilities are no numbers, and {found.found()}: a kernel is broken")
+    return AttachError(
+        f"the log-probabilities are no numbers, since the weights are none: {found.found()}",
+        remedy=request.app.state.bridge_fence.status().mending(),
+    )
 
 
 def _sampled(flat: Any) -> list[float]:

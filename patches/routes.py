@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +23,7 @@ from bridge.protocol import (
     AdapterRequest,
     AdapterSlot,
     Digests,
+    Finiteness,
     HolderRequest,
     LeaseRequest,
     PauseRequest,
@@ -35,7 +36,7 @@ from bridge.protocol import (
 )
 from bridge.weights import manifest as manifests
 from bridge.weights.manifest import Manifest
-from patches import completions, exporter, generate, memory_pool
+from patches import completions, exporter, generate, memory_pool, tensors
 from patches.adapter import ServedAdapter
 from patches.adapter_claim import AdapterClaim
 from patches.guard import Guard, Rules, refuse_dev_mode
@@ -182,18 +183,27 @@ async def digests(request: Request) -> Digests:
     return Digests(digests=ranks[0])
 
 
+@router.get("/tensors/finite")
+async def finite(request: Request) -> Finiteness:
+    """Look for NaN and infinity in the weights where they lie."""
+    return await tensors.finiteness(request.app.state.bridge_engine)
+
+
 @router.post("/tensors/read")
-async def read(body: ReadRequest, request: Request) -> Values:
+async def read(body: ReadRequest, request: Request) -> Response:
     """Return the server's own view of single elements of rank 0."""
+    tensors.check_elements(body.elements, request.app.state.bridge_manifest)
     elements = [element.model_dump() for element in body.elements]
     ranks = await request.app.state.bridge_engine.collective_rpc("bridge_read", args=(elements,))
-    return Values(values=tuple(ranks[0]))
+    return Response(Values(values=tuple(ranks[0])).model_dump_json(), media_type="application/json")
 
 
 @router.post("/tensors/write")
 async def write(body: WriteRequest, request: Request, fence: Fence) -> Status:
     """Set single elements, for the fence's holder alone."""
     fence.refuse_unless_writing(body.holder)
+    tensors.check_elements(body.elements, request.app.state.bridge_manifest)
+    tensors.check_values(body.elements, body.values, request.app.state.bridge_manifest)
     elements = [element.model_dump() for element in body.elements]
     await request.app.state.bridge_engine.collective_rpc("bridge_write", args=(elements, list(body.values)))
     return fence.status()

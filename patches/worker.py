@@ -24,6 +24,9 @@ from patches import layers, loading, lora_slots, memory_pool, model_runner
 if TYPE_CHECKING:
     from bridge.weights.shared_memory import SharedBlock
 
+CHUNK = 2**24
+"""Elements that are looked at at once."""
+
 
 class BridgeWorker:
     """Methods that Bridge adds to vLLM's worker; `rank`, `vllm_config` and `model_runner` are the worker's own."""
@@ -57,6 +60,12 @@ class BridgeWorker:
     def bridge_digests(self) -> dict[str, str]:
         """Return a digest of every parameter."""
         return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
+
+    def bridge_finiteness(self) -> tuple[int, list[str]]:
+        """Return how many parameters and matrices of adapter slots there are, and which hold NaN or infinity."""
+        model = self._bridge_model()
+        tensors = {**dict(model.named_parameters()), **lora_slots.tensors(model)}
+        return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
         """Return the value of each of `elements`."""
@@ -117,6 +126,11 @@ def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
             f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantised or repacked",
             remedy=f"serve the unquantised model; {OTHER_MODES}",
         )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether every element is a finite number, with little memory beside the tensor."""
+    return all(bool(part.isfinite().all()) for part in tensor.contiguous().view(-1).split(CHUNK))
 
 
 def _gpu_uuid(model: nn.Module) -> str | None:

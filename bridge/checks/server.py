@@ -9,12 +9,14 @@ import httpx
 from pydantic import ValidationError
 
 from bridge.checks.result import Check, failed, passed, skipped, warned
-from bridge.protocol import Status
+from bridge.protocol import Finiteness, Status
 from bridge.weights.manifest import Manifest
 from bridge.weights.shard import SharedMemoryHandle
 
 ANSWER_TIMEOUT_S = 5.0
-HEALTH, FENCE, WEIGHTS = "Server health", "Fence", "Server's weights"
+SCAN_TIMEOUT_S = 60.0
+"""Longest wait for the server to look at all of its weights."""
+HEALTH, FENCE, WEIGHTS, NUMBERS = "Server health", "Fence", "Server's weights", "Server's numbers"
 RESTART = "bridge serve-vllm --model"
 
 
@@ -27,8 +29,11 @@ def connect(manifest: Manifest) -> httpx.Client:
 def answers(manifest: Manifest) -> list[Check]:
     """Ask the server for its health and for the state of its fence."""
     with connect(manifest) as client:
-        first = health(client, manifest)
-        return [first, fence(client, manifest)] if first.status == "PASS" else [first]
+        checks = [health(client, manifest)]
+        for check in (fence, numbers):
+            if checks[-1].status == "PASS":
+                checks.append(check(client, manifest))
+        return checks
 
 
 def health(client: httpx.Client, manifest: Manifest) -> Check:
@@ -63,6 +68,20 @@ def fence(client: httpx.Client, manifest: Manifest) -> Check:
     if status.server != manifest.server or status.model != manifest.model:
         return failed(FENCE, f"{foreign}: {status.model}, pid {status.server.pid}", expected, remedy)
     return _state(status, expected)
+
+
+def numbers(client: httpx.Client, manifest: Manifest) -> Check:
+    """Check that the server's weights are numbers."""
+    expected = "every weight is a finite number"
+    try:
+        response = client.get("/bridge/tensors/finite", timeout=SCAN_TIMEOUT_S)
+        found = Finiteness.model_validate_json(response.content)
+        status = Status.model_validate_json(client.get("/bridge/status").content)
+    except (httpx.TransportError, ValidationError) as error:
+        return skipped(NUMBERS, f"no answer: {type(error).__name__}", expected, f"{RESTART} {manifest.model}")
+    if found.not_finite:
+        return failed(NUMBERS, found.found(), expected, status.mending())
+    return passed(NUMBERS, found.found(), expected)
 
 
 def _state(status: Status, expected: str) -> Check:

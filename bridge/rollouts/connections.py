@@ -11,9 +11,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from bridge import api_key
-from bridge.client import KEEPALIVE_S
-from bridge.errors import UsageError
-from bridge.protocol import VERSION_HEADER
+from bridge.client import CONFLICT, KEEPALIVE_S
+from bridge.errors import AttachError, UsageError
+from bridge.protocol import VERSION_HEADER, Refusal
 from bridge.rollouts import faults
 from bridge.rollouts.faults import Fault
 
@@ -39,6 +39,7 @@ class Connections:
         Raises:
             Fault: there is none, or not as it should be.
             UsageError: the server refuses the request for what it says, or for who asks.
+            AttachError: it can sample nothing, such as with weights that are NaN.
         """
         try:
             with self._client(url) as http:
@@ -54,7 +55,8 @@ class Connections:
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"]))
-            raise Fault(f"{route} answered nonsense: {place or 'body'}: {fault['msg']}", "once") from error
+            why = "; are its weights NaN?" if fault["type"] == "finite_number" else ""
+            raise Fault(f"{route} answered nonsense: {place or 'body'}: {fault['msg']}{why}", "once") from error
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -88,6 +90,8 @@ class Connections:
 
 def _refusal(url: str, route: str, response: httpx.Response) -> Exception:
     words, status = _words(response), response.status_code
+    if status == CONFLICT and (refusal := _told_refusal(response)):
+        return AttachError(f"the server at {url}: {refusal.error}", remedy=refusal.remedy)
     if status in UNFIT:
         return UsageError(
             f"the server at {url} refuses the request: {words}",
@@ -96,6 +100,14 @@ def _refusal(url: str, route: str, response: httpx.Response) -> Exception:
     if status in api_key.LOCKED:
         return api_key.refusal(url, status, words)
     return faults.of_status(status, f"{route} answered {status}: {words}", response.headers.get("retry-after"))
+
+
+def _told_refusal(response: httpx.Response) -> Refusal | None:
+    """Return the refusal of a vLLM with Bridge in it; None: it is somebody else's."""
+    try:
+        return Refusal.model_validate_json(response.content)
+    except ValidationError:
+        return None
 
 
 def _name(error: Exception) -> str:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bridge.errors import CheckpointError
 from bridge.files import whole_folder
+from bridge.protocol import Version
 
 MARKER_NAME = "bridge_checkpoint.json"
 """Written last: a folder that holds it is a checkpoint of ours."""
@@ -36,7 +37,7 @@ class Progress(_Record):
 
     step: int
     """Optimizer steps taken."""
-    weight_version: int
+    weight_version: Version
     """Version under which the server served these weights."""
     problems_drawn: int
     """Problems that the weights were trained on: a resumed run skips so many."""

@@ -11,18 +11,19 @@ import pytest
 
 from bridge.checks import server
 from bridge.checks.result import Check
-from bridge.protocol import Status
+from bridge.protocol import Finiteness, Status
 from bridge.weights.manifest import Manifest
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest, shared_memory_handle
 
 
 class PlayedServer(ThreadingHTTPServer):
-    """Answers /health and, to who knows the token, /bridge/status."""
+    """Answers /health and, to who knows the token, /bridge/status and whether its weights are numbers."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.health = 200
         self.token = "secret"
+        self.finiteness = Finiteness(num_tensors=26, not_finite=()).model_dump_json()
         self.status: Status | str = Status(model="tiny", version=3, state="serving", server=manifest().server)
 
     def manifest(self, **changes: Any) -> Manifest:
@@ -39,6 +40,8 @@ class Answers(BaseHTTPRequestHandler):
             self.answer(played.health, "")
         elif self.headers["authorization"] != f"Bearer {played.token}":
             self.answer(401, "")
+        elif self.path == "/bridge/tensors/finite":
+            self.answer(200 if played.finiteness else 404, played.finiteness)
         else:
             self.answer(200 if status else 404, status)
 
@@ -66,14 +69,29 @@ def statuses(manifest: Manifest) -> list[str]:
 
 
 def test_a_serving_server_passes_with_its_version(played: PlayedServer) -> None:
-    health, fence = server.answers(played.manifest())
-    assert (health.status, fence.status) == ("PASS", "PASS")
+    health, fence, numbers = server.answers(played.manifest())
+    assert (health.status, fence.status, numbers.status) == ("PASS", "PASS", "PASS")
     assert "version 3" in fence.found
+    assert numbers.found == "every number in 26 tensors is finite"
+
+
+def test_weights_that_are_no_numbers_fail_with_what_loads_others(played: PlayedServer, tmp_path: Path) -> None:
+    played.finiteness = Finiteness(num_tensors=26, not_finite=("model.norm.weight",)).model_dump_json()
+    assert isinstance(played.status, Status)
+    played.status = played.status.model_copy(update={"last_checkpoint": str(tmp_path)})
+    numbers = server.answers(played.manifest())[2]
+    assert (numbers.status, numbers.remedy) == ("FAIL", f"bridge restore {tmp_path}")
+    assert numbers.found == "NaN or infinity in 1 of 26 tensors, the first: model.norm.weight"
+
+
+def test_a_server_of_an_older_bridge_is_not_asked_for_numbers(played: PlayedServer) -> None:
+    played.finiteness = ""
+    assert statuses(played.manifest()) == ["PASS", "PASS", "SKIP"]
 
 
 def test_a_proxy_is_not_asked(played: PlayedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert statuses(played.manifest()) == ["PASS", "PASS"]
+    assert statuses(played.manifest()) == ["PASS", "PASS", "PASS"]
 
 
 def test_a_server_that_is_gone_fails() -> None:

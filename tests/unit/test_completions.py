@@ -14,12 +14,14 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models
 
-from bridge.protocol import COMPLETIONS, VERSION_HEADER
+from bridge.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from bridge.rollouts import openai_api
 from bridge.rollouts.openai_api import Completions
 from patches import completions as completions_route
 from patches import routes
 from patches.generate import CLIENT_GONE
+from patches.server_fence import ServerFence
+from tests.unit.checks_sample import manifest
 
 ASKED = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
 LONGEST = 8
@@ -50,6 +52,11 @@ class FakeEngine:
         self.asked: list[tuple[Any, ...]] = []
         self.refusal: Exception | None = None
         self.waits = self.aborted = False
+        self.not_finite: list[str] = []
+
+    async def collective_rpc(self, method: str) -> list[tuple[int, list[str]]]:
+        assert method == "bridge_finiteness"
+        return [(9, self.not_finite)]
 
     async def generate(self, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, request_id, lora_request))
@@ -73,7 +80,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 @pytest.fixture
 def app(engine: FakeEngine) -> FastAPI:
     app = FastAPI()
-    app.state.bridge_engine, app.state.bridge_fence = engine, SimpleNamespace(version=3)
+    app.state.bridge_engine, app.state.bridge_fence = engine, ServerFence(engine, manifest())
+    app.state.bridge_fence.version = 3
     app.state.openai_serving_models = SimpleNamespace(
         lora_requests={"adapter": "the adapter"}, base_model_paths=[SimpleNamespace(name="base")]
     )
@@ -154,10 +162,42 @@ def test_an_engine_that_died_is_no_refusal(http: TestClient, engine: FakeEngine)
     assert http.post(COMPLETIONS, json=ASKED).status_code == 500
 
 
-def test_log_probabilities_that_are_no_numbers_are_an_error(http: TestClient, engine: FakeEngine) -> None:
+def test_weights_that_are_no_numbers_are_named_with_what_loads_others(http: TestClient, engine: FakeEngine) -> None:
+    engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
+    engine.not_finite = ["a", "b", "c", "d"]
+    answer = http.post(COMPLETIONS, json=ASKED)
+    assert answer.status_code == 409
+    refusal = Refusal.model_validate_json(answer.content)
+    assert "NaN or infinity in 4 of 9 tensors, the first: a, b, c" in refusal.error
+    assert refusal.remedy.startswith("bridge restore CHECKPOINT")
+
+
+def test_log_probabilities_that_are_no_numbers_in_spite_of_the_weights_are_an_error(
+    http: TestClient, engine: FakeEngine
+) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     answer = http.post(COMPLETIONS, json=ASKED)
-    assert (answer.status_code, words(answer).partition(":")[0]) == (500, "the log-probabilities are no numbers")
+    assert (answer.status_code, words(answer).partition(",")[0]) == (500, "the log-probabilities are no numbers")
+    assert "every number in 9 tensors is finite: a kernel is broken" in words(answer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": -1},
+        {"seed": 2**63},
+        {"seed": 2**63 - 1, "n": 2},
+        {"seed": 10**30},
+        {"prompt": [5, -1]},
+        {"temperature": -1},
+    ],
+)
+def test_numbers_beyond_what_vllm_takes_are_refused(
+    http: TestClient, engine: FakeEngine, changes: dict[str, Any]
+) -> None:
+    assert http.post(COMPLETIONS, json={**ASKED, **changes}).status_code == 422
+    assert engine.asked == []
+    assert http.post(COMPLETIONS, json={**ASKED, "seed": 2**63 - 2, "n": 2}).status_code == 200
 
 
 def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, engine: FakeEngine) -> None:

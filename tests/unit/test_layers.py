@@ -339,5 +339,8 @@ def test_a_worker_reads_writes_digests_and_settles(layers: Any, monkeypatch: pyt
     after = made.bridge_digests()
     assert {name for name in before if before[name] != after[name]} == {"mlp.down_proj.weight"}
     assert made.bridge_settle() == []
+    assert made.bridge_finiteness() == (len(before), [])
+    made.bridge_write([element], [float("nan")])
+    assert made.bridge_finiteness() == (len(before), ["mlp.down_proj.weight"])
     model.norm.weight.data = model.norm.weight.data.clone()
     assert made.bridge_settle() == ["norm.weight"]

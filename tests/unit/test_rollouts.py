@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.protocol import COMPLETIONS, CompletionsRequest
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.protocol import COMPLETIONS, CompletionsRequest, Refusal
 from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
@@ -222,6 +222,26 @@ def test_token_ids_of_the_server_come_before_any_text() -> None:
     with serving(bent_choice(logprobs={"token_logprobs": [-1.0] * 3, "tokens": ["a", "b", "c"]})) as server:
         groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].token_ids == (41, 52, 2)
+
+
+def test_a_server_whose_weights_are_no_numbers_is_not_asked_again_and_its_words_are_kept() -> None:
+    told = Refusal(error="NaN or infinity in 2 of 26 tensors", remedy="bridge restore saved/step_3")
+    times: list[float] = []
+
+    def bend(_: dict[str, Any], asked: Asked) -> Answer:
+        times.append(asked.connection)
+        return as_json(told.model_dump(), 409)
+
+    error = error_of(openai(bend, is_bridge=True), max_retries=5)
+    assert (type(error), error.remedy) == (AttachError, told.remedy)
+    assert told.error in error.message
+    assert len(times) <= len(PROMPTS)
+    assert type(error_of(openai(lambda *_: as_json({"error": "busy"}, 409)))) is ServerUnreachableError
+
+
+def test_a_stock_server_whose_weights_may_be_no_numbers_is_suspected_of_it() -> None:
+    error = error_of(bent_choice(logprobs={"token_logprobs": [float("nan"), -1.0, -1.0]}))
+    assert "are its weights NaN?" in error.message
 
 
 def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:

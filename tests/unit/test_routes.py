@@ -1,6 +1,8 @@
 """The routes as the client sees them: who may ask, what is refused how, and the version on every answer."""
 
 import asyncio
+import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from bridge.process import ProcessIdentity
-from bridge.protocol import VERSION_HEADER, Digests, Refusal, Status, Values
+from bridge.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
 from bridge.weights import manifest as manifests
 from patches import exporter, routes
 from patches.server_fence import ServerFence
@@ -50,7 +52,8 @@ class FakeEngine:
         return self.drops
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [getattr(self, method)(*args), "the other rank's"]
+        mine = getattr(self, method)(*args)
+        return [mine, mine if method == "bridge_finiteness" else "the other rank's"]
 
     def bridge_settle(self) -> list[str]:
         return []
@@ -64,6 +67,9 @@ class FakeEngine:
 
     def bridge_digests(self) -> dict[str, str]:
         return {"w": "00ff"}
+
+    def bridge_finiteness(self) -> tuple[int, list[str]]:
+        return 2, [] if all(map(math.isfinite, self.weights.values())) else ["w"]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
         return [self.weights[element["index"]] for element in elements]
@@ -245,6 +251,57 @@ def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: Fas
     http.post("/bridge/resume", json=HOLDER)
     assert http.post("/bridge/tensors/write", json={**body, "values": [9.0]}).status_code == 409
     assert weights == {3: 2.5}
+
+
+@pytest.mark.parametrize(
+    ("element", "status", "words"),
+    [
+        ({"parameter": "model.w\x1b[2J", "index": 0}, 404, "1 of 2 names are no parameters of tiny"),
+        ({"parameter": "w", "index": 4}, 422, "w has 4 elements, and not one of index 4"),
+        ({"parameter": "w", "index": 10**30}, 422, "w has 4 elements"),
+    ],
+)
+def test_elements_that_the_model_does_not_have_are_refused(
+    http: TestClient, element: dict[str, Any], status: int, words: str
+) -> None:
+    http.post("/bridge/pause", json=HOLDER)
+    elements = {"elements": [ELEMENT, element]}
+    for route, body in {"read": elements, "write": {**HOLDER, **elements, "values": [1.0, 2.0]}}.items():
+        answer = http.post(f"/bridge/tensors/{route}", json=body)
+        assert (answer.status_code, words in answer.json()["detail"]) == (status, True), answer.text
+        assert "\x1b" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "values", ["[]", "[1.0, 2.0]", "[NaN]", "[Infinity]", "[1e39]", "[1e999]", '["NaN"]', "[null]", "1.0"]
+)
+def test_values_that_do_not_fit_are_refused(http: TestClient, app: FastAPI, values: str) -> None:
+    http.post("/bridge/pause", json=HOLDER)
+    body = json.dumps({**HOLDER, "elements": [ELEMENT]})[:-1] + f', "values": {values}}}'
+    answer = http.post("/bridge/tensors/write", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert app.state.bridge_engine.weights == {3: 1.5}
+
+
+@pytest.mark.parametrize("version", [2**53, 10**30, -1, 1.5])
+def test_a_version_beyond_what_every_reader_takes_is_refused(http: TestClient, version: float) -> None:
+    http.post("/bridge/pause", json=HOLDER)
+    for body in ({"version": version, "after": 0}, {"after": version}):
+        assert http.post("/bridge/publish", json={**HOLDER, **body}).status_code == 422
+    assert (
+        http.post("/bridge/publish", json={**HOLDER, "after": 0, "version": 2**53 - 1}).json()["version"] == 2**53 - 1
+    )
+
+
+def test_weights_that_are_no_numbers_are_read_and_named(http: TestClient, app: FastAPI) -> None:
+    app.state.bridge_engine = FakeEngine()
+    assert http.get("/bridge/tensors/finite").json() == {"num_tensors": 2, "not_finite": []}
+    app.state.bridge_engine.weights = {3: float("nan"), 2: float("-inf")}
+    elements = [ELEMENT, {**ELEMENT, "index": 2}]
+    read = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": elements}).content)
+    assert [str(value) for value in read.values] == ["nan", "-inf"]
+    found = Finiteness.model_validate_json(http.get("/bridge/tensors/finite").content)
+    assert found.found() == "NaN or infinity in 1 of 2 tensors, the first: w"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""Nothing that a server or an environment wrote acts on a terminal."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from bridge.checks.result import failed
+from cli import console, doctor
+
+ESCAPES = "a server's\x1b[2J\x1b]0;title\x07 words\x9b31m \u202e\x08"
+SHOWN = "a server's\\x1b[2J\\x1b]0;title\\x07 words\\x9b31m \\u202e\\x08"
+
+
+class View:
+    """What stands at the bottom of the terminal."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, line: Text) -> None:
+        self.said.append(line.plain)
+
+    def wait_for(self, what: str) -> None:
+        self.said.append(what)
+
+
+def wait() -> None:
+    with console.waiting(ESCAPES) as detail:
+        detail(ESCAPES)
+
+
+WAYS: dict[str, Any] = {
+    "note": lambda: console.note(ESCAPES),
+    "verdict": lambda: console.verdict("PASS", ESCAPES),
+    "error": lambda: console.fault(ESCAPES, "none"),
+    "hint": lambda: console.fault("none", ESCAPES),
+    "waiting": wait,
+    "doctor": lambda: doctor.report([("Server", [failed("Fence", ESCAPES, ESCAPES, ESCAPES)])]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_acts_on_a_terminal_is_shown_instead(way: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    people = Console(file=output, force_terminal=is_terminal, no_color=True, width=400, soft_wrap=True, emoji=False)
+    monkeypatch.setattr(console, "people", people)
+    WAYS[way]()
+    printed = output.getvalue()
+    assert SHOWN in printed
+    assert not any(acting in printed for acting in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e", "\x08"))
+
+
+@pytest.mark.parametrize("way", ["note", "waiting"])
+def test_nor_above_a_live_view(way: str) -> None:
+    view = View()
+    with console.shared_with(view):  # type: ignore[arg-type]
+        WAYS[way]()
+    assert SHOWN in view.said[0]
+    assert "\x1b" not in "".join(view.said)
+
+
+def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console.note("one\n  two")
+    assert capsys.readouterr().err == "one\n  two\n"
