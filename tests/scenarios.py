@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from bridge import api_key
 from bridge.config import ServeConfig
 from bridge.rollouts import openai_api
 from bridge.rollouts.endpoint import Endpoint
@@ -220,7 +221,7 @@ def device_of(server: LiveServer) -> str:
 
 def adapter_name(url: str) -> str:
     """Return the one adapter that the server at `url` serves."""
-    models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    models = httpx.get(f"{url}/v1/models", headers=api_key.headers(), trust_env=False).json()["data"]
     (name,) = [model["id"] for model in models if model["parent"]]
     return str(name)
 

@@ -3,6 +3,7 @@
 Not covered: an environment of Atropos' own.
 """
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -16,14 +17,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bridge import api_key
 from bridge.client import BridgeClient
-from bridge.protocol import ADAPTER, COMPLETIONS, VERSION_HEADER
+from bridge.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_HEADER
 from bridge.rollouts.distribution import WHOLE
 from bridge.types import Completion, Group
 from bridge.weights import fence
+from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny
-from tests.scenarios import LiveServer
+from tests.scenarios import LiveServer, bridge
 
 KEY = "the key"
 PROMPT = [5, 6, 7]
@@ -35,8 +38,7 @@ ASKED = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "tempe
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("llama")
     model = scenarios.with_defaults_of_its_own(tiny.write(tiny.llama(), folder / "model", std=0.06))
-    flags = ("--api-key", KEY, "--enable-lora", "--max-loras", "1")
-    with scenarios.served(model, folder / "server", *flags) as server:
+    with scenarios.served(model, folder / "server", "--api-key", KEY, max_lora_rank=scenarios.LORA_RANK) as server:
         yield server
 
 
@@ -156,11 +158,70 @@ def test_the_likeliest_tokens_come_with_the_sampled_one(http: httpx.Client) -> N
             assert max(entry.values()) <= 0.0
 
 
+ROUTES = ["/generate", COMPLETIONS, "/v1/completions", "/invocations", "/adapters", "/tokenize", "/metrics", "/version"]
+
+
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}])
-@pytest.mark.parametrize("route", ["/generate", COMPLETIONS, "/v1/completions"])
-def test_the_servers_key_is_wanted_as_by_its_own_routes(llama: LiveServer, route: str, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_wants_the_servers_key(llama: LiveServer, route: str, headers: dict[str, str]) -> None:
     answer = httpx.post(f"{llama.manifest.url}{route}", json=ASKED, headers=headers, trust_env=False)
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+
+
+def test_every_route_that_vllm_has_is_closed_but_for_health(llama: LiveServer, http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert len(paths) > 10
+    with httpx.Client(base_url=llama.manifest.url, trust_env=False) as stranger:
+        found = {path: {stranger.request(method, path).status_code for method in paths[path]} for path in paths}
+    assert {path for path, statuses in found.items() if statuses != {401}} == {"/health"}, found
+
+
+def test_a_web_page_whose_name_was_bound_anew_to_loopback_is_refused(http: httpx.Client) -> None:
+    answer = http.post("/generate", json=ASKED, headers={"host": "evil.example"})
+    assert (answer.status_code, "evil.example" in answer.json()["error"]) == (403, True)
+
+
+@pytest.mark.parametrize("handover", ["memory", "disk"])
+def test_an_adapter_is_trained_behind_a_key(
+    llama: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: str
+) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, KEY)
+    scenarios.trains_an_adapter(llama, tmp_path, handover)
+
+
+def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
+    llama: LiveServer, http: httpx.Client, tmp_path: Path
+) -> None:
+    save_adapter(llama, tmp_path)
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        client.take_lease("runs/a")
+        client.adapter(ADAPTER, tmp_path)
+        refused = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER})
+        assert (refused.status_code, "runs/a" in refused.json()["error"]["message"]) == (409, True), refused.text
+        refused = http.post("/v1/load_lora_adapter", json={"lora_name": f"{ADAPTER}-9", "lora_path": str(tmp_path)})
+        assert refused.status_code == 409
+        ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers={TOKEN_HEADER: client.token})
+        assert ours.status_code == 200
+        waiting = http.post("/generate", json=ASKED)
+        assert (waiting.status_code, "not served at this moment" in waiting.text) == (503, True)
+        client.release_adapter()
+    assert answered(http)
+
+
+def test_weights_that_are_no_numbers_are_named(llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+    attached = attach(llama.manifest)
+    weight = attached.model.get_parameter("model.norm.weight").detach()
+    before = weight.clone()
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        fence.update(client, lambda: weight[3].fill_(float("nan")), in_flight="keep")
+        refused = http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT})
+        found = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path, expect=3).stdout
+        fence.update(client, lambda: weight.copy_(before), in_flight="keep")
+    assert (refused.status_code, "tensors, the first: model.norm.weight" in refused.json()["error"]) == (409, True)
+    assert refused.json()["remedy"].startswith("bridge restore ")
+    (check,) = [check for check in map(json.loads, found.splitlines()) if check["name"] == "Server's numbers"]
+    assert (check["status"], "model.norm.weight" in check["found"]) == ("FAIL", True)
+    assert rolled_out(llama, http)
 
 
 @pytest.mark.parametrize(
