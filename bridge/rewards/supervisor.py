@@ -38,7 +38,8 @@ def main(control: int, channel: int, last_words: int, trainer: int) -> None:
 
     Foreign code never has `control`; this process never keeps `channel`, so that it closes with those who score.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all: the trainer decides
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     own = os.getpid()
     for descriptor in (control, channel, last_words):
