@@ -24,6 +24,7 @@ STEP_CURVES: Mapping[str, str] = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "updates": "train/updates",
+    "skipped_updates": "train/skipped_updates",
     "entropy": "train/entropy",
     "kl": "train/kl",
     "clipped_low_share": "train/clipped_low_share",

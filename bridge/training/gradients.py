@@ -5,6 +5,7 @@ Not covered: which micro-batches there are (`bridge/passes`), the loss (`bridge/
 Shape suffixes: N rows (positions that predict a sampled token).
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ class Learnt:
     """Sampled tokens that were trained on."""
     num_updates: int
     """Optimizer steps that were taken."""
+    num_skipped: int
+    """Updates that were left out because their gradient was not finite: the first of them ends its batch."""
 
 
 class Sums:
@@ -56,23 +59,27 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self.norms: list[float] = []
-        """Of the gradients of each update, and of one that was refused."""
+        """Of the gradients of each update, and of one that was skipped."""
         self.num_updates = 0
         """Updates that were taken."""
-        self.loss, self.entropy = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sums over the updates, and over the tokens."""
+        self.losses: list[Tensor] = []
+        """Of the same updates as the norms."""
+        self.entropy = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum over the tokens."""
         self.tally, self.statistics = Tally.zero(device), LossStatistics.zero(device)
 
     def read(self, num_tokens: int) -> Learnt:
         """Return what `num_tokens` sampled tokens came to."""
+        num_taken = self.num_updates or len(self.norms)  # of a step that was skipped: what made it so
         return Learnt(
-            loss=self.loss.item() / max(self.num_updates, 1),
-            grad_norm=sum(self.norms[: self.num_updates]) / max(self.num_updates, 1),
+            loss=sum(loss.item() for loss in self.losses[:num_taken]) / max(num_taken, 1),
+            grad_norm=sum(self.norms[:num_taken]) / max(num_taken, 1),
             entropy=share(self.entropy.item(), num_tokens),
             mismatch=self.tally.read(),
             shares=self.statistics.read(),
             num_tokens=num_tokens,
             num_updates=self.num_updates,
+            num_skipped=sum(not math.isfinite(norm) for norm in self.norms),
         )
 
 
@@ -99,11 +106,14 @@ class Gradients:
             logprobs_N, entropies_N = model_logprobs(self.model, part.batch, self.temperature)
         self._remember(part, logprobs_N.detach(), entropies_N, sums)
 
-    def backward(self, parts: Iterable[Part], sums: Sums) -> None:
+    def backward(self, parts: Iterable[Part], sums: Sums, *, checks_loss: bool = False) -> bool:
         """Add the gradients of one update to those that the model's parameters have.
 
         A part that was not looked back at takes its own log-probabilities for those from before the first update.
+        With `checks_loss`, return False before the backward pass of a loss that is not finite (waits for the device).
         """
+        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        sums.losses.append(total)
         for part in parts:
             logprobs_N, entropies_N = model_logprobs(self.model, part.batch, self.temperature)
             if part.old_logprobs_N is None:
@@ -114,9 +124,12 @@ class Gradients:
             loss, statistics = policy_loss(
                 logprobs_N, part.old_logprobs_N, part.batch, self.spec, part.reference_logprobs_N
             )
-            loss.backward()
-            sums.loss += loss.detach()
+            total += loss.detach()
             sums.statistics += statistics
+            if checks_loss and not math.isfinite(loss.item()):
+                return False
+            loss.backward()
+        return True
 
     def _remember(self, part: Part, logprobs_N: Tensor, entropies_N: Tensor, sums: Sums) -> None:
         part.old_logprobs_N = logprobs_N

@@ -70,7 +70,7 @@ class Learner:
         """Compute what comes before the first change of a weight, once; what is interrupted leaves nothing.
 
         Raises:
-            UsageError: it does not fit in memory, or the gradient is no number.
+            UsageError: it does not fit in memory.
         """
         while not self._prepared:
             try:
@@ -85,8 +85,8 @@ class Learner:
     def write(self) -> None:
         """Take every update of the batch.
 
-        After the first one, what is no number or does not fit in memory ends the batch early: the weights are those of
-        the update before, and the next batch tells.
+        A gradient that is not finite is skipped and ends the batch, as does what does not fit in memory after the first
+        update: the weights and the optimizer's state are those of the update before.
 
         Raises:
             UsageError: gradients are released, and memory ran out in the middle of an update.
@@ -117,10 +117,8 @@ class Learner:
         self._parts = [self._pack(each) for each in self._shares if each]
         for part in (part for parts in self._parts[1:] for part in parts):
             self._gradients.look_back(part, self._sums)  # the first update needs none: its ratios are 1
-        if not self._steps_in_backward and self._parts and not self._differentiate(self._parts[0]):
-            raise UsageError(
-                f"the gradient's norm is {self._sums.norms[-1]}; the weights were not touched", remedy="lower --lr"
-            )
+        if self._parts and not self._steps_in_backward:
+            self._differentiate(self._parts[0])
         self._prepared = True
 
     def _pack(self, share: Sequence[Sample]) -> list[Part]:
@@ -148,14 +146,13 @@ class Learner:
     def _steps_in_backward(self) -> bool:
         return self._config.gradient_release and not self._config.offload_optimizer
 
-    def _differentiate(self, parts: Sequence[Part]) -> bool:
-        """Compute the gradients of one update, and tell whether they are numbers."""
+    def _differentiate(self, parts: Sequence[Part]) -> None:
+        """Compute the gradients of one update, and their norm."""
         self._model.zero_grad(set_to_none=True)
-        max_norm = self._config.max_grad_norm
+        max_norm, steps = self._config.max_grad_norm, self._steps_in_backward
         with self.optimizer.releasing(max_norm=max_norm) if self._config.gradient_release else nullcontext():
-            self._gradients.backward(parts, self._sums)
-        self._sums.norms.append(self.optimizer.global_norm())
-        return math.isfinite(self._sums.norms[-1])
+            is_whole = self._gradients.backward(parts, self._sums, checks_loss=steps)
+        self._sums.norms.append(self.optimizer.global_norm() if is_whole else math.nan)
 
     def _update(self, parts: Sequence[Part], *, first: bool) -> bool:
         """Take one update, and tell whether it was taken."""
@@ -163,16 +160,19 @@ class Learner:
             self._step_in_backward(parts)
         elif not first and not self._can_differentiate(parts):
             return False
+        if not math.isfinite(self._sums.norms[-1]):
+            return False
         self.optimizer.step(grad_norm=self._sums.norms[-1], max_norm=self._config.max_grad_norm)
         self._sums.num_updates += 1
         return True
 
     def _can_differentiate(self, parts: Sequence[Part]) -> bool:
         try:
-            return self._differentiate(parts)
+            self._differentiate(parts)
         except torch.OutOfMemoryError as error:
             self._budget.shrink(error)
             return False
+        return True
 
     def _step_in_backward(self, parts: Sequence[Part]) -> None:
         try:

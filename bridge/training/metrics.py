@@ -37,7 +37,9 @@ class StepMetrics:
     grad_norm: float
     """Global norm of the gradient before it is scaled down, mean over the step's updates."""
     updates: int
-    """Optimizer steps; fewer than asked for where nothing was to learn, or a gradient was no number."""
+    """Optimizer steps; fewer than asked for where nothing was to learn, or a gradient was not finite."""
+    skipped_updates: int = 0
+    """Updates that were left out because their gradient was not finite."""
     entropy: float
     """Mean entropy of the policy where a token was sampled, before the update, in nats."""
     clipped_low_share: float

@@ -31,6 +31,8 @@ from bridge.types import Group
 Result = TypeVar("Result")
 RESTARTS_PER_STEP = 3
 """A server that dies more often than this in one step is given up: starting it again does not help."""
+SKIPS_IN_A_ROW = 3
+"""Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
 
 
 class Trainer:
@@ -57,6 +59,8 @@ class Trainer:
         self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
         self._sleeps = self._sleeps_always()
         """Whether the server's KV cache sleeps while training; None: to be seen with the first batch."""
+        self._skipped = 0
+        """Steps in a row without an update because the first gradient was not finite."""
         self._alarmed: dict[str, str | None] = {}
         """What was alarming in the last step, by its kind."""
         self._steps: list[StepMetrics] = []
@@ -122,7 +126,32 @@ class Trainer:
             self._learner.prepare()
         seconds = sampled - start, time.perf_counter() - sampled
         self._reporter.phase("fence")
-        self._reporter.step(self._surviving(lambda: self._publish(step, groups, seconds)), groups)
+        metrics = self._surviving(lambda: self._publish(step, groups, seconds))
+        self._reporter.step(metrics, groups)
+        self._count_skipped(metrics)
+
+    def _count_skipped(self, metrics: StepMetrics) -> None:
+        """Log an update that was skipped; the step was published, with the weights of the update before.
+
+        Raises:
+            UsageError: there were too many in a row.
+        """
+        if metrics.updates:
+            self._skipped = 0
+        if not metrics.skipped_updates:
+            return
+        if metrics.updates:
+            left = f"{metrics.updates} updates of the batch were taken before it, and none after it"
+        else:
+            self._skipped += 1
+            left = f"no weight was changed ({self._skipped} in a row; the run ends after {SKIPS_IN_A_ROW})"
+        self._run.note(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
+        if self._skipped == SKIPS_IN_A_ROW:
+            raise UsageError(
+                f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
+                remedy="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
+                " check the model with bridge verify",
+            )
 
     def _sleeps_always(self) -> bool | None:
         wanted = self._config.kv_sleep

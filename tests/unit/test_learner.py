@@ -487,25 +487,51 @@ def test_completions_that_were_cut_off_leave_no_trace_where_they_are_masked(grou
     assert distance(gradient(model), one) > FAR
 
 
+def state(learner: Learner, model: PreTrainedModel) -> list[Any]:
+    """Return the optimizer's whole state."""
+    optimizer = learner.optimizer
+    parts = [optimizer.parts(parameter) for parameter in model.parameters()]
+    kept = [{name: tensor.clone() for name, tensor in each.items()} for each in parts]
+    return [kept, [optimizer.num_updates(parameter) for parameter in model.parameters()]]
+
+
 @pytest.mark.parametrize(
-    "choices", [{}, {"updates_per_batch": 2}, {"offload_optimizer": True, "gradient_release": True}]
+    "choices",
+    [
+        {},
+        {"updates_per_batch": 2, "passes_per_batch": 2},
+        {"offload_optimizer": True},
+        {"offload_optimizer": True, "gradient_release": True},
+        {"gradient_release": True},
+        {"gradient_release": True, "updates_per_batch": 2},
+    ],
 )
-def test_a_gradient_that_is_no_number_is_refused_before_a_weight_changes(
+def test_a_first_gradient_that_is_not_finite_skips_the_batch_and_changes_nothing(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
-    model = base()
-    before = weights(model)
+    model, straight = base(), base()
+    learner, other = learner_of(model, **choices), learner_of(straight, **choices)
+
+    def taken(by: Learner) -> Learnt:
+        by.take(groups)
+        by.prepare()
+        by.write()
+        return by.learnt()
+
+    for each in (learner, other):
+        taken(each)
+    before, kept = weights(model), state(learner, model)
     poisoned(monkeypatch, no_number)
-    learner = learner_of(model, **choices)
-    learner.take(groups)
-    with pytest.raises(UsageError, match="norm is nan; the weights were not touched"):
-        learner.prepare()
+    found = taken(learner)
+    assert (found.num_updates, found.num_skipped) == (0, 1)
+    assert math.isnan(found.grad_norm)
     assert same(weights(model), before)
+    after = state(learner, model)
+    assert after[1] == kept[1]
+    assert all(same(one, another) for one, another in zip(after[0], kept[0], strict=True))
     assert gradient(model) == {}
-    learner.take(groups)  # and the next batch is none the worse
-    learner.prepare()
-    learner.write()
-    assert all(tensor.isfinite().all() for tensor in weights(model).values())
+    assert taken(learner) == taken(other)  # and the next batch is none the worse
+    assert same(weights(model), weights(straight))
 
 
 def test_a_gradient_that_is_no_number_ends_the_batch_with_the_updates_before_it(
@@ -516,9 +542,10 @@ def test_a_gradient_that_is_no_number_ends_the_batch_with_the_updates_before_it(
     learnt = updated(model, groups, updates_per_batch=2, passes_per_batch=2)
     assert calls == [2]
     monkeypatch.undo()
-    updated(straight, [*groups[:2], *map(flat, groups[2:])], updates_per_batch=2)
+    alone = updated(straight, [*groups[:2], *map(flat, groups[2:])], updates_per_batch=2)
     assert same(weights(model), weights(straight))
-    assert learnt.num_updates == 1
+    assert (learnt.num_updates, learnt.num_skipped) == (1, 1)
+    assert (learnt.loss, learnt.grad_norm) == pytest.approx((alone.loss, alone.grad_norm))
     assert gradient(model) == {}
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +114,57 @@ def test_equal_rewards_teach_nothing_and_the_run_goes_on(running: Running) -> No
         assert summary.steps == STEPS
 
 
-def test_a_gradient_that_is_no_number_stops_before_it_is_written(
+def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the gradient of these steps not finite; each has one micro-batch."""
+    original, calls = policy_loss.policy_loss, 0
+
+    def bent(*arguments: Any) -> tuple[Tensor, LossStatistics]:
+        nonlocal calls
+        calls += 1
+        loss, statistics = original(*arguments)
+        return loss * (math.nan if calls in steps else 1), statistics
+
+    monkeypatch.setattr(gradients, "policy_loss", bent)
+
+
+@pytest.mark.parametrize("choices", [{}, {"gradient_release": True}, {"offload_optimizer": True}])
+def test_a_gradient_that_is_not_finite_skips_its_step_and_the_run_goes_on(
+    running: Running, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
+) -> None:
+    poisoned(monkeypatch, 2, 3, 5, 6)
+    with running() as run:
+        published = list[dict[str, Tensor]]()
+        run.report = lambda _: published.append(run.weights())
+        summary = run.train(training_steps=7, save_interval=3, **choices)
+        assert (summary.steps, summary.weight_version) == (7, 10)
+        assert [row["weight_version"] for row in run.metrics] == list(range(4, 11))
+        assert [row["updates"] for row in run.metrics] == [1, 0, 0, 1, 0, 0, 1]
+        assert [row["skipped_updates"] for row in run.metrics] == [0, 1, 1, 0, 1, 1, 0]
+        assert [row["grad_norm"] is None for row in run.metrics] == [False, True, True, False, True, True, False]
+        assert [row["changed_weight_share"] > 0 for row in run.metrics] == [row["updates"] > 0 for row in run.metrics]
+        pairs = pairwise(published)
+        changed = [any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairs]
+        assert changed == [False, False, True, False, False, True]
+        assert [line.split(":")[0] for line in run.told] == ["step 2", "step 3", "step 5", "step 6"]
+        assert "its update was skipped: no weight was changed (2 in a row; the run ends after 3)" in run.told[1]
+        assert [each["step"] for each in run.saved().values()] == [3, 6, 7]
+        run.check_saved("step_7")
+
+
+def test_a_run_ends_after_a_few_skipped_steps_in_a_row_with_a_good_checkpoint(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    poisoned(monkeypatch, 3, 4, 5)
     with running() as run:
-        original, calls = policy_loss.policy_loss, 0
-
-        def poisoned(*arguments: Any) -> tuple[Tensor, LossStatistics]:
-            nonlocal calls
-            calls += 1
-            loss, statistics = original(*arguments)
-            return loss * (math.nan if calls == 3 else 1), statistics
-
-        monkeypatch.setattr(gradients, "policy_loss", poisoned)
-        error = run.stopped(UsageError)
-        assert "norm is nan" in str(error)
-        assert run.mode.version == 5
-        assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
-        run.check_saved("step_2")
+        error = run.stopped(UsageError, training_steps=9)
+        assert "the gradients of 3 steps in a row were not finite; no weight was changed" in str(error)
+        assert run.mode.version == 8
+        assert run.saved() == {"step_5": {"step": 5, "weight_version": 8}}
+        run.check_saved("step_5")
         assert all(tensor.isfinite().all() for tensor in run.weights().values())
+    with running() as again:
+        assert again.go_on(training_steps=6).steps == 6
+        assert again.metrics[-1]["updates"] == 1
 
 
 def test_an_interrupt_while_sampling_saves_the_last_published_step(running: Running) -> None:
