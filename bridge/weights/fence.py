@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from bridge.client import BridgeClient
-from bridge.errors import BridgeError, FenceBusyError, ServerUnreachableError
+from bridge.errors import AttachError, BridgeError, FenceBusyError
 from bridge.interrupt import acting_interrupt, deferred_interrupt
 from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight, Status, Written
@@ -181,7 +181,9 @@ def when_free(call: Callable[[], Status]) -> Status:
 def _paused(client: BridgeClient, pause: Callable[[], Status]) -> None:
     try:
         when_free(pause)
-    except ServerUnreachableError:  # its answer may be lost, and the server stand still
+    except AttachError:  # it was refused
+        raise
+    except Exception:  # the server may stand still all the same, and nothing is written yet
         with suppress(BridgeError):
             client.resume()
         raise

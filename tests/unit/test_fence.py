@@ -119,6 +119,14 @@ def test_nothing_is_written_when_the_fence_is_refused() -> None:
     assert fake.calls == ["pause keep"]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), ServerUnreachableError("lost", remedy="look")])
+def test_an_error_on_the_way_back_from_a_pause_lets_the_server_go_on(error: Exception) -> None:
+    fake = FakeClient({"pause keep": error})
+    with pytest.raises(type(error)):
+        update(fake, lambda: fake.calls.append("write"))
+    assert fake.calls == ["pause keep", "resume"]
+
+
 def test_what_is_prepared_comes_inside_of_the_pause_and_before_the_first_write() -> None:
     fake = FakeClient()
     update(fake, lambda: fake.calls.append("write"), prepare=lambda: fake.calls.append("prepare"))
