@@ -121,7 +121,7 @@ _DEFAULTS: tuple[Pin, ...] = (
         module="vllm.config.model",
         name="ModelConfig.get_diff_sampling_param",
         variable="available_params",
-        known=frozenset({*WHOLE, "temperature", "max_new_tokens"}),
+        known=frozenset({*WHOLE, "temperature", "max_new_tokens", "skip_special_tokens"}),
         why="what a request takes from the model's generation_config.json: ours name all of it",
     ),
     Function(
