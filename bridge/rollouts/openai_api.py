@@ -30,7 +30,7 @@ Dialect = Literal["openai", "vllm", "bridge"]
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 VLLM = "vllm"
 TOKEN_ID = re.compile(r"token_id:(\d+)")
-BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True}
+BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
 """What vLLM is told beside the protocol's fields."""
 TAKE_ANOTHER = (
     "take vLLM, which knows `return_token_ids` (bridge serve-vllm, or any of the supported range), or a server that "
