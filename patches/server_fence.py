@@ -126,10 +126,11 @@ class ServerFence:
                     await self._resume()
                 raise
             self._mending = self._mending or self.state == "torn"
-            self.holder, self._reads = holder, writes == "nothing"
+            self._reads = writes == "nothing" and (self._reads or self.holder is None)  # or it paused to write before
+            self.holder = holder
             if self._reads:
                 self._look_after = asyncio.create_task(self._resume_after(holder))
-            else:
+            if writes != "nothing":
                 kept = self.last_checkpoint if writes == self.writes else None
                 self.writes, self.last_checkpoint = writes, last_checkpoint or kept
 
@@ -143,15 +144,15 @@ class ServerFence:
                 cache finds no memory; it is held still then.
         """
         async with self._lock:
-            if after is not None and self._published == (holder, after):
-                return
-            self.refuse_unless_writing(holder)
-            self._refuse_other_version(after)
-            await self._wake()
-            self._published = holder, self.version
-            self.version = max(self.version + 1, version or 0)
-            self._mending = False
-            await self._resume()
+            if after is None or self._published != (holder, after):
+                self.refuse_unless_writing(holder)
+                self._refuse_other_version(after)
+                await self._wake()
+                self._published = holder, self.version
+                self.version = max(self.version + 1, version or 0)
+                self._mending = False
+            if self.holder == holder:
+                await self._resume()
 
     async def release(self, holder: ProcessIdentity) -> None:
         """Resume without a new version, because nothing was written; nothing if the server is not paused.

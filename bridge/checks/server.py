@@ -89,15 +89,18 @@ def _state(status: Status, expected: str) -> Check:
         return failed(FENCE, status.torn(), expected, status.mending())
     if status.state == "paused":
         holder = f"pid {status.holder.pid}" if status.holder else "an unknown process"
-        found = f"paused by {holder}, which writes version {status.version + 1}"
-        end_it = f"; if it stays so, end that trainer: kill {status.holder.pid}" if status.holder else ""
+        does = "reads" if status.writes == "nothing" else f"writes version {status.version + 1}"
+        found = f"paused by {holder}, which {does}"
+        end_it = f"; if it stays so, end that process: kill {status.holder.pid}" if status.holder else ""
         return warned(
             FENCE,
             found,
             f"{expected}; a pause lasts milliseconds, or a step where training has the KV cache's memory",
             f"bridge doctor again{end_it}",
         )
-    return passed(FENCE, f"serving version {status.version} of {status.model}", expected)
+    lease = status.lease
+    updated = f", updated by pid {lease.holder.pid} (run {lease.run})" if lease else ""
+    return passed(FENCE, f"serving version {status.version} of {status.model}{updated}", expected)
 
 
 def weights_open(manifest: Manifest) -> Check:

@@ -38,7 +38,7 @@ class DiskHandover:
         self._run, self._manifest = run, manifest
         self._client = None if manifest is None else BridgeClient(manifest, timeout_s=CONTROL_LIMIT_S, url=url)
         if self._client is not None:
-            fence.when_free(partial(self._client.take_lease, str(run.path)))
+            fence.when_free(partial(self._client.take_lease, str(run.path.absolute())))
         self._http = opened(url, config.request_timeout_s, manifest.token if manifest else None)
         self._url = url
         self.version = -1

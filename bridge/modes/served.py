@@ -104,7 +104,7 @@ class PatchedServer:
         url = self._config.server_url(manifest.url)
         self.client = BridgeClient(manifest, timeout_s=self._config.request_timeout_s, url=url)
         try:
-            status = fence.when_free(lambda: self.client.take_lease(str(self._run.path)))
+            status = fence.when_free(lambda: self.client.take_lease(str(self._run.path.absolute())))
             if not (self._config.resume and status.writes == self._writes):
                 status.refuse_torn()
         except BaseException:

@@ -5,16 +5,19 @@ Not covered: what is refused before a run begins, and Ctrl-C on `bridge run` (`t
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -52,6 +55,39 @@ class Accident:
             return {accident}
         return sum(character in "aeiou" for character in completion) / max(1, len(completion))
 """
+
+
+BRIDGE = "from cli.main import main; main()"
+HUNG_UP_WHILE_IT_WRITES = f"""
+import os, signal
+from bridge.training.learner import Learner
+
+write, written = Learner.write, 0
+
+def write_half_and_hang_up(self):
+    global written
+    written += 1
+    if written == 3:
+        os.kill(os.getpid(), signal.SIGHUP)
+    write(self)
+
+Learner.write = write_half_and_hang_up
+{BRIDGE}
+"""
+PAUSES = """
+import sys
+from pathlib import Path
+from bridge.client import BridgeClient
+from bridge.weights import manifest
+
+with BridgeClient(manifest.load(Path(sys.argv[1])), timeout_s=600) as client:
+    print("ready", flush=True)
+    input()
+    client.pause("wait")
+    print("paused", flush=True)
+"""
+LONG = {"prompt": [5, 9, 2], "max_tokens": 1900, "n": 8, "ignore_eos": True}
+"""A request that takes far longer than it takes to pause, and to kill a process."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +139,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @contextmanager
-def training(server: LiveServer, folder: Path, *flags: str, accident: str = "0.0", steps: int = 5) -> Iterator[Trainer]:
+def training(
+    server: LiveServer, folder: Path, *flags: str, accident: str = "0.0", steps: int = 5, program: str = BRIDGE
+) -> Iterator[Trainer]:
     """Run `bridge train` in `folder`; its first score of step 3 is what `accident` evaluates to."""
     environment = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(environment)
     process = subprocess.Popen(
         [
-            *(
-                sys.executable,
-                "-c",
-                "from cli.main import main; main()",
-                "train",
-                "--model-name",
-                server.manifest.model,
-            ),
+            *(sys.executable, "-c", program, "train", "--model-name", server.manifest.model),
             *("--vllm-config-path", str(server.path), "--environment", "accident.py:Accident"),
             *("--training-steps", str(steps), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--lr", "1e-3"),
             *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first fault ends it
@@ -179,6 +210,77 @@ def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> No
     assert trainer.steps() == list(range(1, last + 1))
     assert 2 <= last < 500
     check_served(llama, trainer.saved(last), before + last)
+
+
+def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its_turn(
+    llama: LiveServer, tmp_path: Path
+) -> None:
+    before, second = status(llama).version, tmp_path / "second"
+    second.mkdir()
+    with training(llama, tmp_path, steps=500) as trainer:
+        trainer.wait_for("step   2/500")
+        first = f"another trainer (pid {trainer.process.pid}, run {tmp_path / 'run'}) is updating this server"
+        with training(llama, second) as late:
+            assert late.fault(expect=4) == f"error: {first}"
+        here = ("--vllm-config-path", llama.path)
+        restored = scenarios.bridge("restore", llama.manifest.model, *here, folder=tmp_path, expect=4)
+        assert first in restored.stderr
+        verified = scenarios.bridge("verify", *here, "--json", folder=tmp_path)
+        found = {row["name"]: row["status"] for row in map(json.loads, verified.stdout.splitlines())}
+        assert (found["values"], found["checksums"], found["marks"]) == ("PASS", "PASS", "SKIP")
+        last = trainer.steps()[-1]
+        trainer.wait_for(f"step {last + 2:3}/500")
+        trainer.process.send_signal(signal.SIGTERM)
+        trainer.ended(expect=130)
+    assert [path.name for path in second.iterdir()] == ["accident.py"]
+    assert trainer.steps() == list(range(1, trainer.steps()[-1] + 1))
+    check_served(llama, trainer.saved(trainer.steps()[-1]), before + trainer.steps()[-1])
+    assert status(llama).lease is None
+
+
+def test_a_terminal_that_closes_while_weights_are_written_costs_no_version(llama: LiveServer, tmp_path: Path) -> None:
+    before = status(llama).version
+    with training(llama, tmp_path, program=HUNG_UP_WHILE_IT_WRITES) as trainer:
+        assert trainer.ended(expect=130)[-1] == "interrupted"
+    assert trainer.steps() == [1, 2, 3]
+    check_served(llama, trainer.saved(3), before + 3)
+
+
+def test_a_trainer_killed_while_its_pause_is_pending_leaves_a_server_that_serves(llama: LiveServer) -> None:
+    before, request = status(llama), {**LONG, "model": llama.manifest.model}
+    url = f"{llama.manifest.url}/v1/completions"
+    child = subprocess.Popen(
+        [sys.executable, "-c", PAUSES, llama.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(lambda: httpx.post(url, json=request, timeout=TRAINER_LIMIT_S, trust_env=False))
+        until(lambda: running(llama) > 0)
+        assert child.stdin is not None
+        child.stdin.write("pause\n")
+        child.stdin.flush()
+        until(lambda: "setting pause state to PAUSED_NEW" in llama.child.log.read_text())
+        child.kill()
+        assert child.communicate()[0] == "", "its pause was granted before it was killed"
+        assert not long.done(), "its pause was not pending"
+        assert status(llama) == before
+        assert llama.sample()
+        assert long.result().is_success
+    assert status(llama) == before
+
+
+def running(server: LiveServer) -> int:
+    """Return how many requests the server is answering."""
+    metrics = httpx.get(f"{server.manifest.url}/metrics", trust_env=False).text
+    return int(sum(map(float, re.findall(r"^vllm:num_requests_running{.*} (.*)$", metrics, re.MULTILINE))))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TRAINER_LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_vllm_that_cannot_free_its_kv_cache_says_so_and_never_pauses(llama: LiveServer) -> None:

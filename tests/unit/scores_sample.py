@@ -70,7 +70,8 @@ class Sample:
         return 1.0
 
     def interrupts_itself(self) -> float:
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
         return 1.0
 
     def process(self) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from bridge.checks import server
 from bridge.checks.result import Check
-from bridge.protocol import Finiteness, Status
+from bridge.protocol import Finiteness, Lease, Status
 from bridge.weights.manifest import Manifest
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest, shared_memory_handle
 
@@ -170,6 +170,22 @@ def test_a_paused_fence_is_warned_of(holder: Any, played: PlayedServer) -> None:
     assert isinstance(played.status, Status)
     played.status = played.status.model_copy(update={"state": "paused", "holder": holder})
     assert statuses(played.manifest()) == ["PASS", "WARN"]
+
+
+def test_a_fence_that_is_held_to_read_writes_no_version(played: PlayedServer) -> None:
+    assert isinstance(played.status, Status)
+    held = {"state": "paused", "holder": played.status.server, "writes": "nothing"}
+    played.status = played.status.model_copy(update=held)
+    assert server.answers(played.manifest())[1].found.endswith("which reads")
+
+
+def test_the_trainer_that_updates_the_server_is_named(played: PlayedServer) -> None:
+    assert isinstance(played.status, Status)
+    lease = Lease(holder=played.status.server, run="runs/first", since=0.0)
+    played.status = played.status.model_copy(update={"lease": lease})
+    fence = server.answers(played.manifest())[1]
+    assert fence.status == "PASS"
+    assert fence.found.endswith(f", updated by pid {os.getpid()} (run runs/first)")
 
 
 def test_shared_files_that_open_whole_pass() -> None:

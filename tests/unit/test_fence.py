@@ -381,7 +381,7 @@ def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
     fake, me = FakeClient(), ProcessIdentity.current()
     found = {}
     for name, holder in {"free": None, "ours": me, "another's": ProcessIdentity.of(os.getppid())}.items():
-        fake.lease = holder and Lease(holder=holder, run="runs/first", since=0.0)
+        fake.lease = Lease(holder=holder, run="runs/first", since=0.0) if holder else None
         with fence.frozen(cast(Any, fake)) as may_write:
             found[name] = may_write, fake.writes
     assert found == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}

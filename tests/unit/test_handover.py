@@ -24,7 +24,7 @@ from bridge.weights.adapter import Adapter
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, HttpServer, as_json, serving
-from tests.unit.lora_server import SLOT, LoraServer
+from tests.unit.lora_server import SLOT, LoraServer, refusal
 from tests.unit.toy_server import FILLER, ToyServer
 
 RANK = 4
@@ -136,6 +136,28 @@ def test_in_memory_earlier_adapters_go_first_then_the_slot_is_filled_and_moved_i
     assert all(m.lora_b is old for m, old in zip(running.adapter.modules.values(), parameters, strict=True))
     assert lies_in_the_slot(running)
     assert running.handover.beside_bytes(running.adapter) == 0
+
+
+@pytest.mark.parametrize("handover", ["memory", "disk"])
+def test_beside_another_trainer_nothing_of_the_server_changes(start: Callable[..., Running], handover: str) -> None:
+    servers: list[LoraServer] = []
+
+    def trained(server: LoraServer) -> None:
+        server.refuses["POST lease"] = refusal("another trainer is updating this server", "wait")
+        servers.append(server)
+
+    with pytest.raises(AttachError, match="another trainer is updating this server"):
+        start(handover, trained)
+    assert servers[0].calls == ["POST lease"]
+
+
+def test_the_lease_is_given_back_at_the_end(start: Callable[..., Running]) -> None:
+    for handover in ("memory", "disk"):
+        running = start(handover)
+        assert running.server.bodies["POST lease"]["run"] == str(running.run.path.absolute())
+        running.handover.close()
+        assert running.server.calls == ["POST lease", "DELETE lease"]
+        running.server.calls.clear()
 
 
 def test_in_memory_the_other_slots_are_left_alone(start: Callable[..., Running]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.errors import ManifestError, UnsupportedModelError, UsageError
+from bridge.errors import AttachError, ManifestError, UnsupportedModelError, UsageError
 from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
 from bridge.modes.mode import OpenedModel
@@ -24,7 +24,7 @@ from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import dead_server
 from tests.unit.http_server import HttpServer, as_json, serving
-from tests.unit.lora_server import SLOT, LoraServer
+from tests.unit.lora_server import SLOT, LoraServer, refusal
 from tests.unit.toy_server import ToyServer
 
 RANK = 4
@@ -202,6 +202,19 @@ def test_a_base_that_cannot_be_attached_is_loaded_and_the_note_says_why(world: W
     assert running.opened.weight_bytes > weight_bytes(world.server.toy)
     assert "second copy" in running.run.events.read_text()
     assert "tensor-parallel size 2" in running.run.events.read_text()
+
+
+@pytest.mark.parametrize("handover", ["memory", "disk"])
+def test_beside_another_trainer_no_base_is_even_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch, handover: str
+) -> None:
+    world.export()
+    world.server.refuses["POST lease"] = refusal("another trainer is updating this server", "wait")
+    for way in ("attach", "loaded.load"):
+        monkeypatch.setattr(f"bridge.modes.lora_only.{way}", lambda *_, **__: pytest.fail("the base is there"))
+    with pytest.raises(AttachError, match="another trainer is updating this server"):
+        world.opened(lora_handover=handover)
+    assert world.server.calls == ["POST lease"]
 
 
 def test_by_memory_a_base_that_cannot_be_attached_is_refused(world: World) -> None:

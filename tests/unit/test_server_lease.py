@@ -1,6 +1,7 @@
 """One process updates a server at a time: who gets the lease, who may pause, and what a death leaves behind."""
 
 import asyncio
+import signal
 import subprocess
 from collections.abc import Iterator
 
@@ -171,7 +172,8 @@ def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
         fence.give_lease_back(other)
         assert fence.lease.held
         end(child)
-        assert (fence.state, fence.lease.held) == ("torn", None)
+        assert fence.state == "torn"
+        assert fence.status().lease is None
         fence.take_lease(ME, "bridge restore")
         await fence.pause(ME, "keep", takeover=True)
         await fence.publish(ME)
@@ -204,6 +206,54 @@ def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, en
         assert engine.calls == [*PAUSED, "resume"]
         with pytest.raises(AttachError, match="does not hold the fence"):
             await fence.publish(ME, after=1)
+
+    run(passage())
+
+
+def test_a_publication_that_could_not_resume_is_finished_when_it_is_sent_again(
+    fence: ServerFence, engine: FakeEngine
+) -> None:
+    async def passage() -> None:
+        await fence.pause(ME, "keep")
+        engine.failing = "resume"
+        with pytest.raises(RuntimeError):
+            await fence.publish(ME, after=0)
+        assert (fence.state, fence.version) == ("paused", 1)
+        engine.failing = ""
+        await fence.publish(ME, after=0)
+        assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
+
+    run(passage())
+
+
+def test_who_paused_to_write_does_not_become_a_reader(
+    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        await fence.pause(other, "keep", writes="adapter")
+        await fence.pause(other, "keep", writes="nothing")
+        assert fence.status().writes == "adapter"
+        end(child)
+        assert fence.state == "torn"
+
+    run(passage())
+
+
+def test_a_writer_that_is_stopped_is_waited_for_and_never_robbed(
+    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    async def passage() -> None:
+        fence.take_lease(other, "runs/first")
+        await fence.pause(other, "keep")
+        child.send_signal(signal.SIGSTOP)
+        assert fence.state == "paused"
+        with pytest.raises(FenceBusyError):
+            await fence.pause(ME, "keep", writes="nothing")
+        with pytest.raises(AttachError, match="run runs/first"):
+            await fence.pause(ME, "keep", takeover=True)
+        child.send_signal(signal.SIGCONT)
+        await fence.publish(other)
+        assert (fence.state, fence.version) == ("serving", 1)
 
     run(passage())
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
 from bridge.files.run_directory import RunDirectory
+from bridge.modes.mode import Mode
+from bridge.modes.none import NoneMode
 from bridge.modes.shared_vllm import SharedVllm
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
@@ -176,6 +179,27 @@ def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
         mode = SharedVllm(config(server, tmp_path, vllm_host="localhost"), RUN)
         assert mode.endpoint.url == server.url.replace("127.0.0.1", "localhost")
         mode.close()
+
+
+@pytest.mark.parametrize("mode", [SharedVllm, NoneMode])
+def test_beside_another_trainer_it_does_not_start(tmp_path: Path, mode: Callable[..., Mode]) -> None:
+    words = "another trainer (pid 4711, run runs/first) is updating this server"
+    with serving(lambda _: as_json({"error": words, "remedy": "wait"}, 409)) as server:
+        choices = config(server, tmp_path, mode="none", reload="in-place") if mode is NoneMode else None
+        with pytest.raises(AttachError) as refused:
+            mode(choices or config(server, tmp_path), RUN)
+    assert (refused.value.message, paths(server)) == (words, ["lease"])
+
+
+def test_each_update_names_the_version_that_this_run_has_written(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        for _ in range(2):
+            mode.publish(lambda: None, last_checkpoint=None)
+        mode.close()
+    pauses, publications = ([a.body for a in server.asked if a.path.endswith(way)] for way in ("pause", "publish"))
+    assert [body["version"] for body in pauses] == [7, 8]
+    assert [body["after"] for body in publications] == [7, 8]
 
 
 def test_a_server_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:

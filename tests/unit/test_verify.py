@@ -118,6 +118,32 @@ def test_marks_are_put_back_when_the_server_fails_in_between(server: ToyServer, 
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
+def test_beside_a_trainer_values_are_compared_and_nothing_is_written(
+    server: ToyServer, attached: AttachedModel
+) -> None:
+    before, total = copied(server), len(server.manifest.param_mappings)
+
+    class ReadOnly(FakeClient):
+        def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+            pytest.fail("it wrote")
+
+    skipped, same = verify.values(attached, cast(BridgeClient, ReadOnly(server.tensors)))
+    assert (skipped.status, same.status, same.found) == ("SKIP", "PASS", f"{total} of {total} values are equal")
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+    stale = copied(server)
+    stale["model.norm.weight"].add_(1)
+    *_, other = verify.values(attached, cast(BridgeClient, ReadOnly(stale)))
+    assert (other.status, other.found) == ("FAIL", f"{total - 1} of {total} values are equal")
+
+
+@pytest.mark.parametrize(("status", "after", "told"), [("PASS", 4, "PASS"), ("FAIL", 3, "FAIL"), ("FAIL", 4, "SKIP")])
+def test_what_a_trainer_published_meanwhile_is_no_failure(status: Any, after: int, told: str) -> None:
+    check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", remedy="attach again")
+    found = verify.unless_updated(check, 3, after)
+    assert found.status == told
+    assert "0.2" in found.found
+
+
 def test_checksums_agree_with_one_copy_and_name_the_first_that_does_not(
     server: ToyServer, attached: AttachedModel
 ) -> None:
