@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import _results
 from benchmarks._results import say
+from bridge import api_key
 from bridge.config import ServeConfig
 from bridge.types import Problem
 from cli import children
@@ -123,7 +124,7 @@ def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> di
 async def one_round(url: str, options: argparse.Namespace, model: str | None = None) -> float:
     """Generate `requests` x `tokens` tokens at once by `model`, else the first that is served; return tokens/s."""
     limits = httpx.Limits(max_connections=options.requests)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, headers=api_key.headers(), timeout=600, limits=limits) as http:
         name = model or (await http.get("/v1/models")).json()["data"][0]["id"]
         body = {"model": name, "max_tokens": options.tokens, "ignore_eos": True, "temperature": 1.0}
         start = time.perf_counter()

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks._models import SIZES, make_model, scatter
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
-from bridge import protocol
+from bridge import api_key, protocol
 from bridge.client import BridgeClient
 from bridge.config import TrainConfig
 from bridge.files.run_directory import RunDirectory
@@ -160,13 +160,13 @@ def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirect
 def first_token(endpoint: Endpoint) -> None:
     """Generate one token."""
     body = {"model": endpoint.model, "prompt": [5] * 32, "max_tokens": 1}
-    httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{endpoint.url}/v1/completions", json=body, headers=api_key.headers(), timeout=60).raise_for_status()
 
 
 def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: Path) -> dict[str, Any]:
     """Let both servers generate in turns: stock vLLM by the saved adapter, ours by the slot that it was trained in."""
     body = {"lora_name": ADAPTER, "lora_path": str(adapter)}
-    httpx.post(f"{urls[0]}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{urls[0]}/v1/load_lora_adapter", json=body, headers=api_key.headers(), timeout=60).raise_for_status()
     stock_rates, patched_rates = rates(urls, options, (ADAPTER, protocol.ADAPTER))
     figures = compared(stock_rates, patched_rates)
     if options.base:
@@ -194,7 +194,7 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
 
 def newest_adapter(sampled: Sampled) -> str:
     """Return the name of the adapter that is served beside the base model."""
-    names = [model["id"] for model in httpx.get(f"{sampled._url}/v1/models").json()["data"]]
+    names = [model["id"] for model in httpx.get(f"{sampled._url}/v1/models", headers=api_key.headers()).json()["data"]]
     return next(str(name) for name in names if name.startswith(protocol.ADAPTER))
 
 

@@ -96,7 +96,7 @@ class HeadSweeper:
         for one, cycle in idle.items():
             last, since = before.get(one, (cycle, now))
             self._waiting[one] = (cycle, since if last is cycle else now)
-            if now - self._waiting[one][1] > self._limit_s:
+            if now - self._waiting[one][1] > max(self._limit_s, one.timeout_keep_alive):
                 one.transport.close()
 
 

@@ -129,7 +129,7 @@ class Transport:
 
 class Connection:
     def __init__(self, cycle: Any = None) -> None:
-        self.cycle, self.transport = cycle, Transport()
+        self.cycle, self.transport, self.timeout_keep_alive = cycle, Transport(), 5
 
 
 def test_only_a_connection_that_has_waited_all_the_time_is_closed() -> None:
