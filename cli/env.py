@@ -13,6 +13,7 @@ import typer
 from bridge.config import FeedConfig
 from cli import console
 from cli.options import Json, from_config
+from cli.train import rehearse
 
 if TYPE_CHECKING:
     from bridge.atropos.tally import FeedProgress
@@ -37,6 +38,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
     if name is not None:
         config = config.model_copy(update={"environment": name})
     environment = registry.load(config)
+    rehearse(config, environment)
     recipe = functools.partial(registry.scorer, config)
 
     def report(progress: "FeedProgress") -> None:

@@ -18,7 +18,7 @@ from cli.engine import START_LIMIT_S, ServedEngine, reachable
 from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
 from cli.server_command import ServerCommand
-from cli.train import load_environment, open_run, train_in
+from cli.train import load_environment, open_run, rehearse, train_in
 from cli.vllm_flags import value
 
 StartLimit = Annotated[
@@ -52,10 +52,11 @@ def run(
     serve = for_adapters(serve, train)
     directory, found = open_run(train)
     try:
-        train = limits.fit_completions(train, serve.max_model_len, directory.note)
+        train = limits.fit_completions(train, serve.max_model_len, console.note)
         command = prepare(serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=train)
         train = attached_to(train, command)
         send_key(vllm_flags or [])
+        rehearse(train, environment)
         write_json(directory.server_config, serve.model_dump(mode="json"))
         console.note(f"mode {train.mode}, vLLM at {train.server_url()}, checkpoints in {train.save_path}")
         with ServedEngine(command, directory.server_log, limit_s=start_limit_s).running() as engine:

@@ -13,6 +13,7 @@ from typing import Annotated
 import psutil
 import typer
 
+from bridge.checks import hub
 from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
@@ -68,12 +69,12 @@ def prepare(
 
 
 def check_model(model: str, *, shares_weights: bool = True) -> None:
-    """Check that `model` is there, if it is a folder, and that its configuration stands against no server of ours.
+    """Check that `model` is there, a folder or on the hub, and that its configuration stands against no server of ours.
 
     vLLM would take a folder that is not there for a hub name.
 
     Raises:
-        UsageError: there is no such folder, or no model in it.
+        UsageError: there is no such folder or name, no model in it, or the hub is needed and cannot be reached.
         UnsupportedModelError: it is quantised, no causal language model, or cannot be shared.
     """
     folder = Path(model).expanduser()
@@ -83,6 +84,9 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
             f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub"
         )
     config = model_checks.read(model)
+    if config is None and not folder.is_dir():
+        hub.check(model)
+        config = model_checks.read(model)
     if config is None and folder.is_dir():
         raise UsageError(
             f"--model {model}: its config.json is no JSON object of a model", remedy="download or copy the model again"

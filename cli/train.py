@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.config import TrainConfig
+from bridge.config.rollouts import RolloutConfig
 from bridge.errors import UsageError
 from bridge.files import claim
 from bridge.files.run_directory import RunDirectory, labelled_json
@@ -34,6 +35,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     command = StartCommand.of(config) if config.start_command else None
     run, found = open_run(config)
     try:
+        rehearse(config, environment)
         with started(command, run.server_log) as engine:
             train_in(run, config, environment, as_json=as_json, engine=engine, resume=found)
     finally:
@@ -49,6 +51,20 @@ def load_environment(config: TrainConfig) -> Environment | None:
     from environments import registry
 
     return registry.load(config) if config.rollouts == "environment" else None
+
+
+def rehearse(config: RolloutConfig, environment: Environment | None) -> None:
+    """Try the first problems of `environment`, if there is one, before anything is started.
+
+    Raises:
+        UsageError: a prompt cannot be encoded, or nothing scores.
+    """
+    from environments import registry
+
+    if environment is not None:
+        from bridge.training import rehearsal
+
+        rehearsal.check(config, environment, partial(registry.scorer, config), console.note)
 
 
 def recipe_of(config: TrainConfig) -> "Callable[[], Scores] | None":

@@ -241,6 +241,55 @@ def test_a_choice_that_nothing_would_come_of_is_refused(bridge: Bridge, flags: t
     assert told in bridge.refused(2, "train", "--model-name", "m", *flags)
 
 
+CHAT = """
+class Chat:
+    def __iter__(self):
+        while True:
+            yield {"prompt": [{"role": "user", "content": "3+4?"}], "answer": "7"}
+
+    def score(self, problem, completion):
+        return 1.0
+
+class Raises(Chat):
+    def __iter__(self):
+        while True:
+            yield {"prompt": "3+4=", "answer": "7"}
+
+    def score(self, problem, completion):
+        return problem["difficulty"]
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ("Chat", "the environment's prompts are chat messages, and the model's tokenizer has no chat template"),
+        ("Raises", "none has a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
+    ],
+)
+def test_what_would_fail_at_the_first_step_is_refused_before_anything_is_started(
+    bridge: Bridge, exported: Manifest, command: str, environment: str, told: str
+) -> None:
+    (bridge.folder / "mine.py").write_text(CHAT)
+    port = ["--port", str(free_port("127.0.0.1"))] if command == "run" else []
+    error = bridge.refused(2, command, "--model", exported.model, "--environment", f"mine.py:{environment}", *port)
+    assert told in error
+
+
+@pytest.mark.parametrize("command", ["serve-vllm", "run"])
+def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused_before_vllm_starts(
+    bridge: Bridge, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bridge.folder / "hub"))
+    (bridge.folder / "hub" / "models--Qwen--Qwen2.5-0.5B-Instruct").mkdir(parents=True)
+    error = bridge.refused(2, command, "--model", "Qwen/Qwen2.5-0.5B-Instrct")
+    assert error == "error: --model Qwen/Qwen2.5-0.5B-Instrct: not downloaded yet, and HF_HUB_OFFLINE is set"
+
+
 def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:
     silent = exported.model_copy(update={"url": f"http://127.0.0.1:{free_port('127.0.0.1')}"})
     manifests.write(silent, bridge.folder / manifests.MANIFEST_NAME)

@@ -84,9 +84,10 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
             for name, value in {**answer.headers, "content-length": str(len(data))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(data)
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
-        do_POST = do_DELETE = do_GET  # noqa: N815  http.server's names
+        do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815  http.server's names
 
         def log_message(self, *args: Any) -> None:
             """Say nothing."""

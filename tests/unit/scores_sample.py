@@ -190,6 +190,13 @@ class Sample:
         return 1.0
 
 
+class Hanging(Sample):
+    """Scores nothing, and takes for ever."""
+
+    def score(self, problem: Any, completion: str) -> Any:
+        self.spins()
+
+
 class _Touches:
     """Touches a file when it is unpickled."""
 
