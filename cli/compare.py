@@ -181,8 +181,7 @@ def _folder_name(variant: str) -> str:
 
 
 def _run(run: RunDirectory, model: Path, flags: Sequence[str]) -> None:
-    places = ["--run-dir", str(run.path), "--save-path", str(run.path / "checkpoints")]
-    places += ["--vllm-config-path", str(run.manifest), "--port", str(free_port(HOST))]
+    places = ["--run-dir", str(run.path), "--vllm-config-path", str(run.manifest), "--port", str(free_port(HOST))]
     command = [sys.executable, "-c", "from cli.main import main; main()", "run", "--model", str(model)]
     share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
     code = subprocess.run([*command, *TASK, *places, *flags, *share], check=False, stdout=subprocess.DEVNULL).returncode

@@ -123,7 +123,6 @@ def _train_and_verify(
         batch_size=128,
         max_new_tokens=4,
         eval_samples=16,
-        save_path=run.path / "checkpoints",
         run_dir=run.path,
     )
     environment = load_environment(train)

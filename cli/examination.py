@@ -24,6 +24,7 @@ from bridge.checks import (
     model,
     port,
     server,
+    servers,
     software,
 )
 from bridge.checks.result import Check, failed, passed
@@ -139,7 +140,8 @@ def server_checks(
         checks += manifest.others(examined.path)
     own = port_of(live) if live else None
     wanted = asked_port or own or DEFAULT_PORT
-    listener = port.check(wanted, live.server.pid if live and wanted == own else None)
+    named = {exported.server.pid: servers.in_words(path, exported) for path, exported in servers.living().items()}
+    listener = port.check(wanted, live.server.pid if live and wanted == own else None, named)
     return [*checks, listener, leftovers.engines_have_servers(leftovers.running())]
 
 

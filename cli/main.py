@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 
 from bridge import __version__
 from bridge.errors import BridgeError
-from cli import console, signals
+from cli import console, ending, signals
 from cli.compare import compare
 from cli.demo import demo
 from cli.doctor import doctor
@@ -93,6 +93,7 @@ def main() -> None:
 
 def answer(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a mistake of the user's is told in one line and a hint."""
+    ending.GIVEN.set(tuple(arguments))
     try:
         code = typer.main.get_command(app).main(list(arguments), prog_name="bridge", standalone_mode=False)
     except BridgeError as error:

@@ -13,7 +13,7 @@ from bridge import api_key
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.files.run_directory import write_json
-from cli import console
+from cli import console, ending
 from cli.engine import START_LIMIT_S, ServedEngine, reachable
 from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
@@ -50,7 +50,7 @@ def run(
         raise UsageError("bridge run starts vLLM itself: --start-command is of no use to it", remedy="bridge train")
     environment = load_environment(train)
     serve = for_adapters(serve, train)
-    directory, found = open_run(train)
+    train, directory, found = open_run(train)
     try:
         train = limits.fit_completions(train, serve.max_model_len, console.note)
         command = prepare(serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=train)
@@ -60,7 +60,8 @@ def run(
         write_json(directory.server_config, serve.model_dump(mode="json"))
         console.note(f"mode {train.mode}, vLLM at {train.server_url()}, checkpoints in {train.save_path}")
         with ServedEngine(command, directory.server_log, limit_s=start_limit_s).running() as engine:
-            train_in(directory, train, environment, as_json=as_json, engine=engine, resume=found)
+            with ending.told(directory, train):
+                train_in(directory, train, environment, as_json=as_json, engine=engine, resume=found)
     finally:
         directory.remove_if_unused()
 

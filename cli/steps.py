@@ -116,5 +116,5 @@ def summary_line(summary: "Summary") -> str:
         rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
     return (
         f"done: {summary.steps} steps{rewards}  |dlogprob| max {or_dash(summary.logprob_diff_max, 3)}"
-        f"  fence p50 {duration(summary.fence_p50_ms / 1e3)}  checkpoint {summary.checkpoint}"
+        f"  fence p50 {duration(summary.fence_p50_ms / 1e3)}"
     )

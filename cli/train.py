@@ -13,9 +13,9 @@ from bridge.config import TrainConfig
 from bridge.config.rollouts import RolloutConfig
 from bridge.errors import UsageError
 from bridge.files import claim
-from bridge.files.run_directory import RunDirectory, labelled_json
+from bridge.files.run_directory import RUNS, RunDirectory, labelled_json
 from bridge.types import Environment
-from cli import console, live
+from cli import console, ending, live, resumable
 from cli.options import Json, from_config
 from cli.steps import summary_line
 
@@ -33,10 +33,10 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
 
     environment = load_environment(config)
     command = StartCommand.of(config) if config.start_command else None
-    run, found = open_run(config)
+    config, run, found = open_run(config)
     try:
         rehearse(config, environment)
-        with started(command, run.server_log) as engine:
+        with started(command, run.server_log) as engine, ending.told(run, config):
             train_in(run, config, environment, as_json=as_json, engine=engine, resume=found)
     finally:
         run.remove_if_unused()
@@ -74,46 +74,49 @@ def recipe_of(config: TrainConfig) -> "Callable[[], Scores] | None":
     return partial(registry.scorer, config) if config.rollouts == "environment" else None
 
 
-def open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
-    """Return the directory of the run, and the checkpoint that it goes on from, if it does; call it before all else.
+def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | None]":
+    """Return the choices with their places, the run directory, and the checkpoint to resume from; call it first of all.
 
     Raises:
         UsageError: checkpoints of another run are in the way, the run directory cannot be used, or the reference.
     """
-    made = claim.make(config.save_path, what="folder of the checkpoints", flag="--save-path")
-    try:
-        run, found = _open_run(config)
-    except BaseException:
-        claim.remove_unused(made)
-        raise
-    return dataclasses.replace(run, made=(*run.made, *made)), found
-
-
-def _open_run(config: TrainConfig) -> "tuple[RunDirectory, Found | None]":
     from bridge.loss import reference
-    from bridge.modes import MODES
-    from bridge.training import checkpoint, trackers
+    from bridge.training import trackers
 
     reference.check(config)
     trackers.check(config)
-    prefix = MODES[config.mode].checkpoint_prefix
-    found, passed_over = checkpoint.newest(config.save_path, prefix) if config.resume else (None, ())
-    _refuse_overwriting(config, checkpoint.numbered(config.save_path, prefix), found)
+    resumed = resumable.find(config) if config.resume else resumable.Resumed(config)
+    config = resumed.config
+    folder = config.save_path
+    made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
+    try:
+        run = _open_run(resumed)
+    except BaseException:
+        claim.remove_unused(made)
+        raise
+    config = config.model_copy(update={"save_path": folder or run.checkpoints})
+    return config, dataclasses.replace(run, made=(*run.made, *made)), resumed.found
+
+
+def _open_run(resumed: resumable.Resumed) -> RunDirectory:
+    config, found = resumed.config, resumed.found
+    _refuse_overwriting(config, found)
     run = _directory(config, found)
-    for line in passed_over:
+    for line in resumed.passed_over:
         console.note(f"passed over: {line}")
     if found is not None:
         console.note(f"going on after step {found.progress.step}, from {found.folder}")
     elif config.resume:
-        console.note(f"no checkpoint to go on from in {config.save_path}: beginning at step 1")
-    return run, found
+        console.note(f"no checkpoint to go on from in {config.save_path or RUNS}: beginning at step 1")
+    return run
 
 
 def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
     """Return the directory of the run that goes on, or a new one."""
     step, own = (found.progress.step, found.progress.run_dir) if found else (0, None)
     path = config.run_dir or own
-    if config.resume and path is not None and (_is_same(path, own) or _saves_to(path, config.save_path)):
+    saved = config.save_path
+    if config.resume and path and saved and (_is_same(path, own) or _saves_to(path, saved)):
         return RunDirectory.reopen(path, step, tell=console.note)
     task = config.environment if config.rollouts == "environment" else config.rollouts
     run = RunDirectory.create(config.run_dir, environment=task, tell=console.note)
@@ -132,10 +135,15 @@ def _is_same(path: Path, other: Path | None) -> bool:
     return other is not None and other.is_dir() and path.is_dir() and path.samefile(other)
 
 
-def _refuse_overwriting(config: TrainConfig, steps: dict[int, Path], found: "Found | None") -> None:
+def _refuse_overwriting(config: TrainConfig, found: "Found | None") -> None:
     """Refuse to start where a checkpoint of this run would meet a folder that it may not replace."""
+    from bridge.modes import MODES
     from bridge.training import checkpoint
 
+    save_path = config.save_path or (RunDirectory(config.run_dir).checkpoints if config.run_dir else None)
+    if save_path is None:
+        return
+    steps = checkpoint.numbered(save_path, MODES[config.mode].checkpoint_prefix)
     begin = found.progress.step if found else 0
     ahead = [folder for step, folder in sorted(steps.items()) if begin < step <= config.training_steps]
     foreign = [folder for folder in ahead if not checkpoint.is_checkpoint(folder) and not _is_empty(folder)]
@@ -147,7 +155,7 @@ def _refuse_overwriting(config: TrainConfig, steps: dict[int, Path], found: "Fou
     ours = [folder for _, folder in sorted(steps.items()) if checkpoint.is_checkpoint(folder)]
     if ours and not config.resume:
         raise UsageError(
-            f"{config.save_path} holds checkpoints of another run: {', '.join(folder.name for folder in ours[-3:])}",
+            f"{save_path} holds checkpoints of another run: {', '.join(folder.name for folder in ours[-3:])}",
             remedy="go on from the newest with --resume, or name another folder with --save-path",
         )
 

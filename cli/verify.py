@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from bridge.checks import servers
 from bridge.checks.result import Check, any_failed
 from bridge.weights import manifest
 from cli import console
@@ -32,9 +33,11 @@ ManifestPath = Annotated[
 def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:
     """Prove on a live server that server and trainer share one copy of the weights.
 
-    Exit code 3 when a check fails.
+    If there is no manifest in these places, it takes the only server that runs. Exit code 3 when a check fails.
     """
-    path = manifest.find(vllm_config_path)
+    path = servers.find(vllm_config_path)
+    if vllm_config_path is None and path not in manifest.search_path():
+        console.note(f"the only server that runs was started elsewhere: {path}")
     if any_failed(proof(path, as_json=as_json)):
         raise typer.Exit(FAILED_EXIT_CODE)
 

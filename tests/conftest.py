@@ -10,12 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checks import servers
+
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
 REAL_VLLM_TIMEOUT_S = 900
 
 # What is started in the background of a script ignores SIGINT, and so does all that it starts: Ctrl-C is tested here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the servers of Bridge that run on this machine while the tests do."""
+    monkeypatch.setattr(servers, "living", dict)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ from bridge.atropos.client import AtroposApi
 from bridge.atropos.protocol import Info, TrainerRegistration
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.files.run_directory import CHECKPOINTS
 from bridge.rollouts.limits import max_model_len
 
 NOBODY = -1
@@ -32,12 +33,14 @@ def register(api: AtroposApi, config: TrainConfig, *, longest: int, step: int) -
     Raises:
         UsageError: another trainer's settings are there.
     """
+    assert config.save_path is not None, "the loop derives it from the run directory"
+    folder = config.save_path.absolute()
     trainer = TrainerRegistration(
-        wandb_group=config.save_path.absolute().name or "bridge",
+        wandb_group=(folder.parent if folder.name == CHECKPOINTS else folder).name or "bridge",
         wandb_project="bridge",
         batch_size=config.batch_size,
         max_token_len=longest + 1,  # environments leave out what is as long as this
-        checkpoint_dir=str(config.save_path.absolute()),
+        checkpoint_dir=str(folder),
         save_checkpoint_interval=config.save_interval,
         starting_step=step - 1,
         num_steps=config.training_steps,

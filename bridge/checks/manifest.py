@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge.checks import servers
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.errors import ManifestError
 from bridge.weights import manifest as manifests
@@ -34,7 +35,7 @@ def examine(given: Path | None) -> Examined:
     expected = f"{manifests.MANIFEST_NAME} of a running server"
     path = None
     try:
-        path = manifests.find(given)
+        path = servers.find(given)
         manifest = manifests.read(path)
     except ManifestError as error:
         if path is None and given is None:

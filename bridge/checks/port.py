@@ -3,13 +3,14 @@
 Not covered: whether that server is well (`server.py`). Nothing is ever stopped here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
-from bridge.checks.result import Check, failed, passed
+from bridge.checks.result import Check, failed, passed, warned
 
 SHOWN_COMMAND = 60
 """Characters of a command line that tell one program from another."""
@@ -52,9 +53,16 @@ def describe(pid: int | None) -> Listener:
 
 
 def port_free_or_ours(
-    port: int, listener: Listener | None, server_pid: int | None, taken: Collection[int] = ()
+    port: int,
+    listener: Listener | None,
+    server_pid: int | None,
+    taken: Collection[int] = (),
+    others: Mapping[int, str] = MappingProxyType({}),
 ) -> Check:
-    """Check that nobody but the manifest's server listens on `port`."""
+    """Check that nobody but the manifest's server listens on `port`.
+
+    `others`: pid of each other living server of Bridge -> how to name it.
+    """
     name = f"Port {port}"
     expected = "free, or taken by the manifest's server"
     if listener is None:
@@ -68,14 +76,18 @@ def port_free_or_ours(
     remedy = f"bridge serve-vllm --port {other} ..."
     if listener.pid is None:
         return failed(name, "taken by another user's process, or another container's", expected, remedy)
+    known = [others[pid] for pid in (listener.pid, *listener.ancestors) if pid in others]
+    if known:
+        found = f"taken by a server of Bridge that was started elsewhere, pid {listener.pid}"
+        return warned(name, found, expected, f"to use that one: {known[0]}; for another one: {remedy}")
     who = f"pid {listener.pid}" + (f": {listener.command}" if listener.command else "")
     return failed(
         name, f"taken by {who}", expected, f"{remedy}, or end that process if it is yours: kill {listener.pid}"
     )
 
 
-def check(port: int, server_pid: int | None) -> Check:
+def check(port: int, server_pid: int | None, others: Mapping[int, str] = MappingProxyType({})) -> Check:
     """Look who listens on `port`, and judge it."""
     taken = listening_ports()
     listener = describe(taken[port]) if port in taken else None
-    return port_free_or_ours(port, listener, server_pid, taken)
+    return port_free_or_ours(port, listener, server_pid, taken, others)

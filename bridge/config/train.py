@@ -104,8 +104,8 @@ class TrainConfig(RolloutConfig):
     """The server's port; absent: the manifest's."""
     vllm_config_path: Path | None = None
     """The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge."""
-    save_path: Path = Path("saved_models")
-    """Folder of the checkpoints, `step_N/` or `adapter_step_N/`."""
+    save_path: Path | None = None
+    """Folder of the checkpoints, `step_N/` or `adapter_step_N/`; absent: `checkpoints/` in the run directory."""
     save_interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; the last step is always saved; 0: the last one only."""
     eval_samples: int = Field(default=0, ge=0)
@@ -123,7 +123,8 @@ class TrainConfig(RolloutConfig):
     save_optimizer: bool = True
     """Keep in each checkpoint what a run needs to go on from it: with `adamw`, 10 bytes per trained parameter."""
     resume: bool = False
-    """Go on from the newest whole checkpoint below the save path, or begin where there is none."""
+    """Resume from the newest whole checkpoint of --save-path or --run-dir, else of the newest run in runs/ with the same
+    model and task; without one, begin."""
     run_dir: Path | None = None
     """The run directory; absent: runs/ and the time."""
     trainer_device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")

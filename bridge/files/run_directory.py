@@ -1,6 +1,6 @@
 """The run directory: everything that one training run leaves behind, and the names of its files.
 
-Not covered: checkpoints, whose folder the user chooses (`--save-path`).
+Not covered: checkpoints (`bridge/training/checkpoint.py`), whose folder the user may choose (`--save-path`).
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from bridge.types import Group
 from bridge.weights.manifest import MANIFEST_NAME
 
 RUNS = Path("runs")
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Return the folder of the checkpoints, unless `--save-path` names another."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def report(self) -> Path:
@@ -171,6 +172,7 @@ class RunDirectory:
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, where nothing was put into them."""
+        claim.remove_unused(self.made)
         mark.remove_if_alone(self.path)
         claim.remove_unused(self.made)
 

@@ -47,6 +47,7 @@ def train(
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
     """
     reference.check(config)
+    config = config.model_copy(update={"save_path": config.save_path or run.checkpoints})
     mode = MODES[config.mode](config.model_copy(update={"resume": resume is not None}), run, engine)
     try:
         config = limits.fit_completions(config, mode.max_model_len, run.note)
@@ -54,8 +55,11 @@ def train(
             trainer = Trainer(config, source, run, mode, engine, reporter, make_optimizer)
             if resume is not None:
                 trainer.resume(resume)
-            elif config.resume and mode.version:
-                run.note(f"the server was trained before: step 1 begins with its weights of version {mode.version}")
+            elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
+                run.note(
+                    f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
+                    f" those of {config.model_name} (bridge restore {config.model_name} loads these)"
+                )
             run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
             first = 1 if resume is None else resume.progress.step + 1
             steps = f"steps {first} to {config.training_steps}"

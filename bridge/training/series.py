@@ -28,6 +28,7 @@ class Series:
         optimizer: InPlaceOptimizer,
     ) -> None:
         self._config, self._run, self._mode, self._trained, self._optimizer = config, run, mode, trained, optimizer
+        self._folder = config.save_path or run.checkpoints
         self._saved: dict[int, Path] = {}
         self._pinned: set[Path] = set()
 
@@ -44,7 +45,7 @@ class Series:
         """
         trainer_state.read(found.folder, self._trained, self._optimizer)
         self._mode.restore(found.folder, version=found.progress.weight_version)
-        older = checkpoint.numbered(self._config.save_path, self._mode.checkpoint_prefix)
+        older = checkpoint.numbered(self._folder, self._mode.checkpoint_prefix)
         self._saved = {step: path for step, path in sorted(older.items()) if step < found.progress.step}
         self._saved[found.progress.step] = found.folder
 
@@ -66,7 +67,7 @@ class Series:
                 problems_drawn=problems_drawn,
                 run_dir=self._run.path.absolute(),
             )
-            folder = self._config.save_path / f"{self._mode.checkpoint_prefix}{step}"
+            folder = self._folder / f"{self._mode.checkpoint_prefix}{step}"
             self._run.settle()
             self._saved[step] = checkpoint.save(folder, self._fill, progress)
             free = [path for path in self._saved.values() if path not in self._pinned]

@@ -83,7 +83,7 @@ class Trainer:
         if step >= wanted:
             raise UsageError(
                 f"{found.folder} is of step {step}, and --training-steps is {wanted}: no step is left to take",
-                remedy=f"--training-steps {step + wanted}, or begin another run with --save-path",
+                remedy=f"--training-steps {step + wanted}, or begin another run without --resume",
             )
         self._checkpoints.load(found)
         for _ in range(found.progress.problems_drawn):

@@ -45,7 +45,12 @@ def read(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Column
         time = _time(stamp)
         named = re.search(r"\bstep (\d{1,15})\b", line)
         step = int(named[1]) if named else _step_at(time, ends, steps)
-        yield Event(time=time, text=text if time else private.shown_line(line), step=step, is_estimate=step is not None and not named)
+        yield Event(
+            time=time,
+            text=text if time else private.shown_line(line),
+            step=step,
+            is_estimate=step is not None and not named,
+        )
 
 
 def _time(stamp: str) -> datetime | None:

@@ -1,5 +1,6 @@
 """`--resume`: which checkpoint and directory a run goes on with, what it is told, and what it never overwrites."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.files import mark
 from bridge.files.run_directory import RunDirectory
 from bridge.training import checkpoint
 from bridge.training.checkpoint import Found, Progress
@@ -24,6 +26,7 @@ class Opened:
     run: RunDirectory
     found: Found | None
     told: list[str]
+    save_path: Path
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Place:
 
     def open(self, **choices: Any) -> Opened:
         config = TrainConfig.model_validate({"model_name": "m", "save_path": self.saved, **choices})
-        run, found = train.open_run(config)
+        config, run, found = train.open_run(config)
         out, err = self.capsys.readouterr()
         assert out == ""
-        return Opened(run, found, err.splitlines())
+        assert config.save_path is not None
+        return Opened(run, found, err.splitlines(), config.save_path)
 
     def content(self) -> dict[str, bytes | None]:
         paths = sorted(self.folder.rglob("*"))
@@ -240,6 +244,108 @@ def test_a_folder_for_checkpoints_that_stays_empty_is_removed_and_no_other(place
     (place.folder / "empty").mkdir()
     place.open(save_path=Path("empty"), run_dir=Path("a/run")).run.remove_if_unused()
     assert set(place.content()) - set(before) == {"empty"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs in `runs/`, each with its checkpoints in its own directory."""
+
+    place: Place
+
+    def made(self, name: str, *, saved: int = 0, started: int = 0, **choices: Any) -> RunDirectory:
+        """Make a run that was `started` at some time, with a checkpoint of step `saved`."""
+        run = RunDirectory(self.place.folder / "runs" / name)
+        run.path.mkdir(parents=True, exist_ok=True)
+        mark.put(run.path, "run")
+        run.write_config(TrainConfig.model_validate({"model_name": "m", "save_path": run.checkpoints, **choices}))
+        os.utime(run.config, (started, started))
+        for step in range(1, saved + 2):
+            run.append(metrics(step))
+        if saved:
+            progress = Progress(step=saved, weight_version=saved, problems_drawn=saved, run_dir=run.path)
+            folder = run.checkpoints / f"step_{saved}"
+            checkpoint.save(folder, lambda scratch: self.place.write(scratch, saved), progress)
+        return run
+
+    def resumed(self, **choices: Any) -> Opened:
+        return self.place.open(resume=True, save_path=None, **choices)
+
+
+@pytest.fixture
+def runs(place: Place) -> Runs:
+    return Runs(place)
+
+
+def test_by_default_a_run_keeps_its_checkpoints_itself_so_that_the_next_one_is_in_nobodys_way(runs: Runs) -> None:
+    for number in range(2):
+        run = runs.made(f"{number}", saved=3)
+        opened = runs.place.open(save_path=None)
+        assert opened.save_path == opened.run.path / "checkpoints"
+        assert opened.run.path != run.path
+        opened.run.remove_if_unused()
+        assert not opened.run.path.exists()
+
+
+def test_resume_goes_on_with_the_newest_run_of_the_same_model_and_task(runs: Runs) -> None:
+    runs.made("old", saved=9, started=1)
+    newest = runs.made("newer", saved=2, started=2)
+    runs.made("another_model", saved=3, started=3, model_name="n")
+    runs.made("another_task", saved=3, started=4, environment="gsm8k")
+    runs.made("another_mode", saved=3, started=5, mode="lora_only")
+    mark.put(runs.made("a_demo", saved=3, started=6).path, "demo")
+    (runs.place.folder / "runs" / "file").touch()
+    opened = runs.resumed()
+    assert opened.found is not None
+    assert opened.found.progress.step == 2
+    assert opened.run.path.samefile(newest.path)
+    assert opened.save_path.samefile(newest.checkpoints)
+    assert opened.told == [f"going on after step 2, from {newest.checkpoints / 'step_2'}"]
+    assert (steps(newest.metrics), steps(newest.lost_metrics)) == ([1, 2], [3])
+
+
+def test_a_newer_run_that_cannot_be_resumed_is_passed_over_and_told(runs: Runs) -> None:
+    older = runs.made("older", saved=2, started=1)
+    runs.made("begun", started=2)
+    cut(runs.made("damaged", saved=4, started=3).checkpoints / "step_4")
+    live = runs.made("live", saved=5, started=4)
+    with held(live.path) as (first, _):
+        opened = runs.resumed()
+    assert opened.run.path.samefile(older.path)
+    assert opened.told[0] == f"passed over: runs/live is in use by process {first.pid}"
+    assert "damaged/checkpoints/step_4 is not whole" in opened.told[1]
+    assert opened.told[2:4] == [f"passed over: runs/{name} has no whole checkpoint" for name in ("damaged", "begun")]
+
+
+def test_a_run_of_before_whose_checkpoints_lie_elsewhere_is_resumed_too(runs: Runs) -> None:
+    RunDirectory(runs.place.mine).write_config(TrainConfig(model_name="m", save_path=Path("saved")))
+    newest = runs.place.save(4)
+    opened = runs.resumed()
+    assert opened.found is not None
+    assert opened.found.folder.samefile(newest)
+    assert opened.run.path.samefile(runs.place.mine)
+
+
+def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None:
+    runs.made("newest", saved=5, started=9)
+    mine = runs.made("chosen", saved=2, started=1)
+    assert runs.resumed(run_dir=mine.path).found.progress.step == 2  # type: ignore[union-attr]
+    fresh = runs.resumed(run_dir=Path("elsewhere/new"))
+    assert fresh.found is None
+    assert fresh.told == ["no checkpoint to go on from in elsewhere/new/checkpoints: beginning at step 1"]
+    fresh.run.remove_if_unused()
+    assert not Path("elsewhere").exists()
+
+
+def test_without_any_run_resume_begins_one(runs: Runs) -> None:
+    runs.made("another", saved=3, model_name="n")
+    opened = runs.resumed()
+    assert (opened.found, opened.told) == (None, ["no checkpoint to go on from in runs: beginning at step 1"])
+
+
+def test_checkpoints_in_a_named_directory_are_never_written_over(runs: Runs) -> None:
+    run = runs.made("mine_too", saved=3)
+    run.metrics.unlink()
+    runs.place.refused("checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path)
 
 
 def test_an_event_in_the_run_is_told_to_people(place: Place) -> None:

@@ -164,10 +164,16 @@ class Run:
     asked: list[Asked]
     reported: list[StepMetrics] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    """What a person was told, but for the line below."""
+    told_before: list[str] = field(default_factory=list)
+    """That the fake server was trained before: it begins with version 3."""
     report: Callable[[StepMetrics], None] = lambda _: None
 
     def train(self, environment: Letters | None = None, engine: Engine | None = None, **choices: Any) -> Summary:
-        run = RunDirectory.create(self.folder / "run", environment="letters", tell=self.told.append)
+        def tell(line: str) -> None:
+            (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
+
+        run = RunDirectory.create(self.folder / "run", environment="letters", tell=tell)
         return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), engine=engine)
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:

@@ -22,7 +22,7 @@ from bridge.loss.policy_loss import LossStatistics
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
-from bridge.training import gradients
+from bridge.training import checkpoint, gradients
 from bridge.training.learner import Learner
 from bridge.training.metrics import StepMetrics
 from tests.unit.http_server import Asked, as_json
@@ -481,3 +481,28 @@ def test_completions_of_unknown_version_have_no_staleness(running: Running, vers
 def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="--eval-interval 2 evaluates nothing without --eval-samples"):
         TrainConfig(model_name="m", eval_interval=2)
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_new_run_on_a_server_that_was_trained_before_says_so(running: Running, version: int) -> None:
+    with running() as run:
+        run.mode.version = version
+        run.train(training_steps=1)
+        model = run.mode.server.manifest.model
+        assert run.told_before == (
+            [
+                f"the server was trained before: step 1 starts from its weights, version 3, not from those of {model}"
+                f" (bridge restore {model} loads these)"
+            ]
+            if version
+            else []
+        )
+
+
+def test_checkpoints_go_to_the_runs_own_directory_unless_another_is_named(running: Running) -> None:
+    with running() as run:
+        summary = run.train(training_steps=1, save_path=None)
+        own = run.folder / "run" / "checkpoints"
+        assert summary.checkpoint == own / "step_1"
+        assert checkpoint.read(summary.checkpoint).progress.step == 1
+        assert json.loads((run.folder / "run" / "config.json").read_text())["save_path"] == str(own)

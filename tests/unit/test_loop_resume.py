@@ -177,9 +177,9 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
             f"the server was started again with the weights of step {step - 1}",
         ]
         events = (run.folder / "run" / "events.log").read_text().splitlines()
-        began, *between, done = [event.partition(" ")[2] for event in events]
+        *before, began, first, second, done = [event.partition(" ")[2] for event in events]
+        assert (before, [first, second]) == (run.told_before, run.told)
         assert began == f"training {run.mode.server.manifest.model} by --mode shared_vllm: steps 1 to 3"
-        assert between == run.told
         assert done == f"all steps done; checkpoint {run.folder / 'saved' / 'step_3'}"
 
 

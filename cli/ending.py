@@ -1,0 +1,77 @@
+"""What a run leaves a person with, however it ends: its checkpoint, and the commands that resume it and show it.
+
+Not covered: what the run came to (`steps.py`).
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from bridge import private
+from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
+from cli import console
+
+GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
+"""The arguments of this process's command."""
+SWITCHES = {"resume", "no_resume"}
+
+
+@contextmanager
+def told(run: RunDirectory, config: TrainConfig) -> Iterator[None]:
+    """Say at the end of the block where the run's checkpoint is, and what to do with it; nothing if no step was taken."""
+    try:
+        yield
+    finally:
+        for line in _lines(run, config):
+            console.note(line)
+
+
+def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
+    """Return the command that resumes the run in `run_dir`, up to another number of steps if one is given."""
+    own, dashes, theirs = _parted(arguments)
+    drop = {"run_dir"} | ({"training_steps"} if training_steps else set())
+    more = ["--resume", "--run-dir", str(run_dir)]
+    more += ["--training-steps", str(training_steps)] if training_steps else []
+    command = [*_without(own, drop), *more, *dashes, *theirs]
+    return shlex.join(["bridge", *private.shown_arguments(command)])
+
+
+def _lines(run: RunDirectory, config: TrainConfig) -> Iterator[str]:
+    from bridge.modes import MODES
+    from bridge.training import checkpoint
+
+    if not run.metrics.exists():
+        return
+    saved = checkpoint.numbered(config.save_path or run.checkpoints, MODES[config.mode].checkpoint_prefix)
+    whole = {step: folder for step, folder in saved.items() if checkpoint.is_checkpoint(folder)}
+    if whole:
+        last = max(whole)
+        yield f"checkpoint: {whole[last]}"
+        if config.save_optimizer:
+            further = last + config.training_steps if last >= config.training_steps else None
+            yield f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}"
+    yield f"report:     {shlex.join(['bridge', 'report', str(run.path)])}"
+
+
+def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the arguments before `--`, the `--`, and those behind it, which are vLLM's."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:place]], [*arguments[place : place + 1]], [*arguments[place + 1 :]]
+
+
+def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
+    """Yield `arguments` without the switches of --resume, and without the flags of `fields` and their values."""
+    skips_next = False
+    for argument in arguments:
+        if skips_next:
+            skips_next = False
+            continue
+        name, equals, _ = argument.partition("=")
+        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+        if key in SWITCHES or TrainConfig.field_of(key) in fields:
+            skips_next = key not in SWITCHES and not equals
+        else:
+            yield argument

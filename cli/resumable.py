@@ -1,0 +1,80 @@
+"""Which run `--resume` goes on with: the one that is named, else the newest of the same model and task.
+
+Not covered: opening its directory (`train.py`), and reading the checkpoint (`bridge/training/checkpoint.py`).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bridge.config import TrainConfig
+from bridge.files import claim, mark
+from bridge.files.run_directory import RUNS, RunDirectory
+
+if TYPE_CHECKING:
+    from bridge.training.checkpoint import Found
+
+SAME = ("model_name", "mode", "rollouts", "environment", "data")
+"""Choices in which a run has to be the same for another to go on with it unasked."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run's choices, and what it resumes from."""
+
+    config: TrainConfig
+    """The choices, with the places of the run that is resumed."""
+    found: "Found | None" = None
+    """The checkpoint; None: the run begins."""
+    passed_over: tuple[str, ...] = ()
+    """A line about each run and checkpoint that would have been newer and cannot be resumed."""
+
+
+def find(config: TrainConfig) -> Resumed:
+    """Return what `config` resumes from: its --save-path, its --run-dir, or else the newest run that fits."""
+    if config.save_path is None and config.run_dir is None:
+        return _newest(config)
+    if config.save_path is None and config.run_dir is not None:
+        run = RunDirectory(config.run_dir)
+        config = config.model_copy(update={"save_path": run.save_path or run.checkpoints})
+    return _from(config)
+
+
+def _newest(config: TrainConfig) -> Resumed:
+    passed_over: list[str] = []
+    for run in _runs_of(config):
+        pid = claim.holder(run.path.stat().st_ino)
+        if pid is not None:
+            passed_over.append(f"{run.path} is in use by process {pid}")
+            continue
+        places = {"run_dir": run.path, "save_path": run.save_path or run.checkpoints}
+        resumed = _from(config.model_copy(update=places))
+        passed_over += resumed.passed_over
+        if resumed.found is not None:
+            return Resumed(resumed.config, resumed.found, tuple(passed_over))
+        passed_over.append(f"{run.path} has no whole checkpoint")
+    return Resumed(config, None, tuple(passed_over))
+
+
+def _from(config: TrainConfig) -> Resumed:
+    from bridge.modes import MODES
+    from bridge.training import checkpoint
+
+    assert config.save_path is not None
+    found, passed_over = checkpoint.newest(config.save_path, MODES[config.mode].checkpoint_prefix)
+    return Resumed(config, found, passed_over)
+
+
+def _runs_of(config: TrainConfig) -> Iterator[RunDirectory]:
+    """Yield the runs of the same model and task, that which was started last first."""
+    wanted = config.model_dump(mode="json", include=set(SAME))
+    runs = [RunDirectory(path) for path in RUNS.iterdir()] if RUNS.is_dir() else []
+    known = [run for run in runs if run.config.is_file() and mark.kind_of(run.path) in ("run", None)]
+    for run in sorted(known, key=lambda run: run.config.stat().st_mtime, reverse=True):
+        try:
+            chosen = json.loads(run.config.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(chosen, dict) and all(chosen.get(name) == value for name, value in wanted.items()):
+            yield run

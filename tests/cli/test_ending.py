@@ -1,0 +1,72 @@
+"""The last lines of a run: where its checkpoint is, and commands that can be pasted."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.files.run_directory import RunDirectory
+from bridge.training import checkpoint
+from bridge.training.checkpoint import Progress
+from cli import ending
+from tests.cli.test_run_directory import metrics
+
+COMMAND = ("run", "--model", "my model", "--training_steps=9", "--resume", "--run-dir", "old", "--lr", "1e-5")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.chdir(tmp_path)
+    ending.GIVEN.set((*COMMAND, "--", "--max-num-seqs", "4"))
+    return RunDirectory.create(Path("runs/a b"), environment="arithmetic")
+
+
+def save(run: RunDirectory, step: int) -> None:
+    run.append(metrics(step))
+    progress = Progress(step=step, weight_version=step, problems_drawn=step, run_dir=run.path)
+    checkpoint.save(run.checkpoints / f"step_{step}", lambda folder: (folder / "w").touch(), progress)
+
+
+def told(run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> list[str]:
+    config = TrainConfig(model_name="m", training_steps=9)
+    try:
+        with ending.told(run, config):
+            if error:
+                raise error
+    except BaseException as caught:  # noqa: BLE001 - whichever it is
+        assert caught is error
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken"), None])
+def test_every_run_ends_with_its_checkpoint_and_two_commands(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None
+) -> None:
+    for step in (3, 4):
+        save(run, step)
+    assert told(run, capsys, error) == [
+        "checkpoint: runs/a b/checkpoints/step_4",
+        "resume:     bridge run --model 'my model' --training_steps=9 --lr 1e-5 --resume --run-dir 'runs/a b'"
+        " -- --max-num-seqs 4",
+        "report:     bridge report 'runs/a b'",
+    ]
+
+
+def test_a_run_that_took_every_step_is_resumed_with_more(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run, 9)
+    command = shlex.split(told(run, capsys)[1])
+    assert not [word for word in command if word.startswith("--training_steps")]
+    assert command[command.index("--training-steps") + 1] == "18"
+
+
+def test_a_run_without_a_checkpoint_has_a_report_alone(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(run, capsys) == []
+    run.append(metrics(1))
+    (run.checkpoints / "step_1").mkdir(parents=True)
+    assert told(run, capsys) == ["report:     bridge report 'runs/a b'"]
+
+
+def test_the_command_shows_no_secret() -> None:
+    given = ["train", "--start-command", "KEY=hidden vllm serve {model}", "--", "--api-key", "hidden"]
+    assert "hidden" not in ending.resuming(given, Path("r"))
