@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-.PHONY: help setup lint type test test-unit test-cpu test-slow test-gpu families contract demo compare bench clean
+.PHONY: help setup lint type test test-unit test-cpu test-slow test-gpu families contract soak demo compare bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ families: $(INSTALLED) ## Prove every family on the CPU, and write docs/families
 
 contract: $(INSTALLED) ## Check the pinned symbols in the source of every supported vLLM
 	@$(BIN)/python -m pytest tests/contract --every-vllm
+
+soak: $(INSTALLED) ## Random faults on a real server, each followed by a proof (MINUTES=10, SEED=0)
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
 demo: $(INSTALLED) ## Two processes, one copy of the weights: serve, train in place, prove it
 	@$(BIN)/bridge demo

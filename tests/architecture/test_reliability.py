@@ -1,0 +1,54 @@
+"""`docs/reliability.md`: no cell is empty, each is shown by a test or says why there is none, and every test exists."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reliability.md").read_text()
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+MARK = re.compile(r"\[(\d+)\]")
+REASON = "—"
+"""How a cell begins that no test shows; the reason follows."""
+
+
+def table() -> list[list[str]]:
+    """Return the cells of the page's table, the row of phases first."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def notes() -> dict[str, str]:
+    """Return the notes below the table by their numbers."""
+    return dict(re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", PAGE, re.MULTILINE))
+
+
+def _tests_in(file: Path) -> set[str]:
+    if not file.is_file():
+        return set()
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    found = NAMED.findall(PAGE)
+    assert found
+    assert [f"{file}::{name}" for file, name in found if name not in _tests_in(ROOT / file)] == []
+
+
+def test_every_cell_says_what_happens_and_what_shows_it() -> None:
+    phases, *faults = table()
+    assert len(phases) == 6
+    assert len(faults) >= 15
+    known = notes().keys()
+    for fault, *cells in faults:
+        assert len(cells) == len(phases) - 1, fault
+        for phase, cell in zip(phases[1:], cells, strict=True):
+            marks = MARK.findall(cell)
+            assert MARK.sub("", cell).strip(f"{REASON} "), (fault, phase)
+            assert marks or cell.startswith(REASON), (fault, phase)
+            assert set(marks) <= known, (fault, phase)
+
+
+def test_every_note_names_a_test_and_is_used() -> None:
+    assert set(MARK.findall(PAGE)) == notes().keys()
+    assert [number for number, note in notes().items() if not NAMED.search(note)] == []

@@ -1,0 +1,105 @@
+"""Every fault in every phase of a step, by the real command line on a real fence: nothing half-written is ever served.
+
+The second of three steps is disturbed, and every step is saved. Afterwards the server's weights have to be, tensor by
+tensor, a version that was published; a server that is torn has to generate nothing until a checkpoint is restored; and
+every checkpoint has to be whole.
+
+Not covered: the real vLLM and its engine (`tests/soak.py`, `tests/cpu`), which no fault of this file needs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.weights.attach import attach
+from tests import disturbed
+from tests.disturbed import FAULTS, Disturbance
+from tests.ground import Ground, NotWholeError
+from tests.unit import patched_server
+
+DISTURBED_STEP = 2
+DONE, BUG, FULL_DISK, FAILED_CHECK, REFUSED, UNREACHABLE, INTERRUPTED, KILLED = 0, 1, 2, 3, 4, 5, 130, -9
+BEFORE, AFTER, ALL = [1], [1, 2], [1, 2, 3]
+"""The steps of the checkpoints: the disturbed one is lost, saved, or followed by the last."""
+Ending = tuple[int, str, list[int]]
+"""The trainer's exit code, how the server is found (whole, torn or gone), and the steps of the checkpoints."""
+INTERRUPTS: tuple[Ending, ...] = ((INTERRUPTED, "whole", BEFORE), *[(INTERRUPTED, "whole", AFTER)] * 4)
+ERRORS: tuple[Ending, ...] = (
+    (BUG, "whole", BEFORE), (BUG, "whole", BEFORE), (BUG, "torn", BEFORE), (BUG, "whole", AFTER), (BUG, "whole", AFTER),
+)  # fmt: skip
+UNHARMED: Ending = (DONE, "whole", ALL)
+ENDINGS: dict[str, tuple[Ending, ...]] = {
+    "SIGKILL": (
+        (KILLED, "whole", BEFORE), (KILLED, "whole", BEFORE), (KILLED, "torn", BEFORE), (KILLED, "whole", BEFORE),
+        (KILLED, "whole", BEFORE),
+    ),
+    "SIGINT": INTERRUPTS,
+    "SIGTERM": INTERRUPTS,
+    "SIGHUP": INTERRUPTS,
+    "an exception": ERRORS,
+    "MemoryError": ERRORS,
+    "SIGKILL of the server": (
+        (UNREACHABLE, "gone", BEFORE), (UNREACHABLE, "gone", BEFORE), (UNREACHABLE, "gone", AFTER),
+        (UNREACHABLE, "gone", AFTER), (UNREACHABLE, "gone", AFTER),
+    ),
+    "SIGSTOP of the server": (UNHARMED,) * 5,
+    disturbed.LOST: (UNHARMED,) * 2,
+    "a second trainer": (UNHARMED,) * 3,
+    "verify": (UNHARMED,) * 3,
+    "a full disk": ((FULL_DISK, "whole", BEFORE),) * 5,
+    "a restarted server": (
+        (UNREACHABLE, "whole", BEFORE), (UNREACHABLE, "whole", BEFORE), (UNREACHABLE, "whole", AFTER),
+        (UNREACHABLE, "whole", AFTER), (UNREACHABLE, "whole", AFTER),
+    ),
+    "foreign requests": (UNHARMED,) * 5,
+}  # fmt: skip
+"""Fault -> what it comes to in each of its phases."""
+BESIDE = {"a second trainer": REFUSED, "verify": FAILED_CHECK}
+"""Exit codes of commands that run beside the trainer; made-up log-probabilities do not pass `bridge verify`."""
+STARTS_A_SERVER = ("SIGKILL of the server", "a restarted server")
+"""Faults after which another server is started, which takes longer."""
+
+
+def cases() -> Iterator[Any]:
+    for fault, endings in ENDINGS.items():
+        marks = [pytest.mark.slow] if fault in STARTS_A_SERVER else []
+        for phase, ending in zip(FAULTS[fault], endings, strict=True):
+            yield pytest.param(fault, phase, ending, id=f"{fault}, {phase}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    folder = tmp_path_factory.mktemp("ground")
+    with Ground(folder, folder / "model", patched_server.served) as ground:
+        yield ground
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("fault", "phase", "ending"), cases())
+def test_what_is_served_after_a_fault_was_published_whole(
+    ground: Ground, fault: str, phase: str, ending: Ending
+) -> None:
+    found = ground.disturb(Disturbance(fault=fault, phase=phase, step=DISTURBED_STEP))
+    proof = ground.prove()
+    assert (found.exit_code, proof.outcome, found.check_checkpoints()) == ending, f"{proof.text}\n{found.said()}"
+    assert found.exit_code_beside == BESIDE.get(fault)
+
+
+def test_a_second_trainer_names_the_first_and_bridge_verify_fails_by_the_made_up_numbers_alone(ground: Ground) -> None:
+    refused = ground.disturb(Disturbance(fault="a second trainer", phase="rollouts", step=DISTURBED_STEP))
+    assert "another trainer (pid " in refused.said_beside()
+    read = ground.disturb(Disturbance(fault="verify", phase="saving", step=DISTURBED_STEP))
+    assert [line for line in read.said_beside().splitlines() if "FAIL" in line and "log-prob" not in line] == []
+
+
+def test_a_weight_that_nobody_published_is_found_out(ground: Ground) -> None:
+    weight = attach(ground.server.manifest).model.get_parameter("model.norm.weight")
+    before = weight[0].item()
+    with torch.no_grad():
+        weight[0] = before + 1
+        with pytest.raises(NotWholeError, match="was never published: 1 of "):
+            ground.prove()
+        weight[0] = before
+    assert ground.prove().outcome == "whole"

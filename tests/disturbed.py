@@ -1,0 +1,289 @@
+"""The `bridge` command with one fault in one phase of one training step, and a record of what it publishes.
+
+The record gets one line per publication, before it is requested: the version that it will be, and the digest of every
+tensor. What the server serves as that version later has to be exactly this.
+
+Not covered: what follows from a fault (`ground.py`).
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from bridge.client import BridgeClient
+from bridge.optimizers import slabs
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.protocol import Status
+from bridge.rollouts.sampler import Sampler
+from bridge.training import trainer_state
+from cli import main
+
+ENGINE = "VLLM::EngineCor"
+"""The name of the engine's process, as far as the kernel keeps it."""
+STOPPED_S = 2
+"""Seconds for which a process is stopped, or a trainer waits inside the fence for what comes to wait for it."""
+ROOM_BYTES = 100_000
+"""What a full disk still takes: less than a checkpoint of the smallest model."""
+SAID, PUBLISHED = "said", "published"
+"""Files of a disturbed trainer: its output, and the record of its publications."""
+RESTART, TRAIN, VERIFY = REQUESTS = "restart_the_server", "train_beside", "verify_beside"
+"""Files by which a trainer asks for something to happen meanwhile, and which are removed once it is done."""
+PHASES = "rollouts", "pause pending", "writing", "publishing", "saving"
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
+ERRORS: dict[str, type[Exception]] = {"an exception": ZeroDivisionError, "MemoryError": MemoryError}
+LOST = "a lost answer"
+FAULTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys([*SIGNALS, *ERRORS], PHASES),
+    **dict.fromkeys(["SIGKILL of the server", "SIGKILL of the engine"], PHASES),
+    **dict.fromkeys(["SIGSTOP of the server", "SIGSTOP of the engine"], PHASES),
+    LOST: ("pause pending", "publishing"),
+    **dict.fromkeys(["a second trainer", "verify"], ("rollouts", "writing", "saving")),
+    **dict.fromkeys(["a full disk", "a restarted server", "foreign requests"], PHASES),
+}
+"""What may happen, and in which phases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """One fault."""
+
+    fault: str
+    """A key of `FAULTS`."""
+    phase: str
+    """One of `PHASES`."""
+    step: int
+    """The training step, from 1."""
+    delay_s: float = 0.01
+    """Seconds after a request to the server is sent until the fault strikes."""
+    num_pieces: int = 5
+    """Parameters that are written when a fault strikes in the middle of a write."""
+
+
+UNDISTURBED = Disturbance(fault="", phase="", step=0)
+
+
+class Trainer:
+    """How far the run is, whom it talks to, and the fault that it waits for."""
+
+    def __init__(self, disturbance: Disturbance) -> None:
+        self.disturbance = disturbance
+        self.client: BridgeClient | None = None
+        self.num_streams = self.num_pauses = self.num_pieces = 0
+        self.has_struck = False
+
+    def strike(self) -> None:
+        """Let the fault happen, once."""
+        if not self.has_struck:
+            self.has_struck = True
+            strikes(self)[self.disturbance.fault]()
+
+    def is_at_its_fence(self) -> bool:
+        """Tell whether the fence that it is in, or was in last, is that of the step to disturb."""
+        return self.num_pauses == self.disturbance.step
+
+
+def strikes(trainer: Trainer) -> dict[str, Callable[[], None]]:
+    """Return what each fault does; `a lost answer` is done where the answer comes."""
+
+    def signalling(number: int) -> Callable[[], None]:
+        return lambda: os.kill(os.getpid(), number)
+
+    def raising(kind: type[Exception]) -> Callable[[], None]:
+        def strike() -> None:
+            raise kind("disturbed")
+
+        return strike
+
+    return {
+        **{name: signalling(number) for name, number in SIGNALS.items()},
+        **{name: raising(kind) for name, kind in ERRORS.items()},
+        "SIGKILL of the server": lambda: server_of(trainer).kill(),
+        "SIGKILL of the engine": lambda: engine_of(trainer).kill(),
+        "SIGSTOP of the server": lambda: stop(server_of(trainer)),
+        "SIGSTOP of the engine": lambda: stop(engine_of(trainer)),
+        "a full disk": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, resource.RLIM_INFINITY)),
+        "a second trainer": lambda: ask(TRAIN),
+        "verify": lambda: ask(VERIFY, limit_s=STOPPED_S if trainer.disturbance.phase == "writing" else None),
+        "a restarted server": lambda: ask(RESTART),
+        "foreign requests": lambda: foreign(trainer),
+    }
+
+
+def server_of(trainer: Trainer) -> psutil.Process:
+    """Return the API server's process."""
+    assert trainer.client is not None
+    return psutil.Process(trainer.client.server_pid)  # type: ignore[attr-defined]
+
+
+def engine_of(trainer: Trainer) -> psutil.Process:
+    """Return the process of the engine; a server that has none is its own."""
+    server = server_of(trainer)
+    engines = [child for child in server.children(recursive=True) if child.name().startswith(ENGINE)]
+    return engines[0] if engines else server
+
+
+def stop(process: psutil.Process) -> None:
+    """Stop a process for a while, however soon this one ends."""
+    process.suspend()
+    subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {process.pid}"], start_new_session=True)
+
+
+def ask(request: str, *, limit_s: float | None = None) -> None:
+    """Have the ground do something while this trainer is where it is, and wait until it is done, or so long."""
+    Path(request).touch()
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    while Path(request).exists() and (deadline is None or time.monotonic() < deadline):
+        time.sleep(0.02)
+
+
+def foreign(trainer: Trainer) -> None:
+    """Send what a stranger would who knows the routes and not the token."""
+    assert trainer.client is not None
+    for route in ("lease", "pause", "publish", "resume", "tensors/write", "adapter"):
+        request = urllib.request.Request(f"{trainer.client.url}/bridge/{route}", data=b"{}", method="POST")
+        with suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(request, timeout=30)
+            raise AssertionError(f"a stranger may {route}")
+
+
+def while_it_samples(trainer: Trainer) -> None:
+    """Strike when the first completions of the step have come, and others have not."""
+    stream = Sampler.stream
+
+    async def disturbed(self: Sampler, *given: Any, **choices: Any) -> AsyncIterator[Any]:
+        trainer.num_streams += 1
+        async for group in stream(self, *given, **choices):
+            if trainer.num_streams == trainer.disturbance.step:
+                trainer.strike()
+            yield group
+
+    Sampler.stream = disturbed  # type: ignore[method-assign]
+
+
+def while_pending(trainer: Trainer, name: str) -> None:
+    """Strike while the server works on `pause` or `publish`; an error comes once it is done."""
+    call, fault = getattr(BridgeClient, name), trainer.disturbance.fault
+
+    def disturbed(self: BridgeClient, *given: Any, **choices: Any) -> Status:
+        if not trainer.is_at_its_fence() or trainer.has_struck:
+            answer: Status = call(self, *given, **choices)
+            return answer
+        if fault == LOST:
+            trainer.has_struck = True
+            _lose(self._http)
+        elif fault not in ERRORS:
+            threading.Timer(trainer.disturbance.delay_s, trainer.strike).start()
+        answer = call(self, *given, **choices)
+        if fault in ERRORS:
+            trainer.strike()
+        return answer
+
+    setattr(BridgeClient, name, disturbed)
+
+
+def _lose(http: httpx.Client) -> None:
+    """Lose the next answer."""
+    request, lost = http.request, list[httpx.Response]()
+
+    def losing(*given: Any, **choices: Any) -> httpx.Response:
+        answer = request(*given, **choices)
+        if lost:
+            return answer
+        lost.append(answer)
+        raise httpx.ReadError("disturbed")
+
+    http.request = losing  # type: ignore[method-assign]
+
+
+def while_it_writes(trainer: Trainer) -> None:
+    """Strike when some of the parameters of the step are written."""
+    slabs.SMALL_ELEMENTS["cpu"] = 0  # or all parameters of a small model are written at once
+    write = SplitMasterAdamW._step_piece
+
+    def disturbed(self: SplitMasterAdamW, *given: Any) -> None:
+        write(self, *given)
+        trainer.num_pieces += trainer.is_at_its_fence()
+        if trainer.num_pieces == trainer.disturbance.num_pieces:
+            trainer.strike()
+
+    SplitMasterAdamW._step_piece = disturbed  # type: ignore[method-assign]
+
+
+def while_it_saves(trainer: Trainer) -> None:
+    """Strike when half of the optimizer's state is in its file; what the trainer outlives, it goes on to save."""
+    save_file = trainer_state.save_file
+
+    def disturbed(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if f".step_{trainer.disturbance.step}." in str(path) and not trainer.has_struck:
+            save_file(tensors, path)
+            os.truncate(path, path.stat().st_size // 2)
+            trainer.strike()
+        save_file(tensors, path)
+
+    trainer_state.save_file = disturbed
+
+
+HOOKS: Mapping[str, Callable[[Trainer], None]] = {
+    "rollouts": while_it_samples,
+    "pause pending": lambda trainer: while_pending(trainer, "pause"),
+    "writing": while_it_writes,
+    "publishing": lambda trainer: while_pending(trainer, "publish"),
+    "saving": while_it_saves,
+}
+
+
+def watch(trainer: Trainer, record: Path) -> None:
+    """Count the fences, and record every version before it is published."""
+    connect, pause, publish = BridgeClient.__init__, BridgeClient.pause, BridgeClient.publish
+
+    def connected(self: BridgeClient, *given: Any, **choices: Any) -> None:
+        connect(self, *given, **choices)
+        self.server_pid = given[0].server.pid  # type: ignore[attr-defined]
+        trainer.client = self
+
+    def counted(self: BridgeClient, *given: Any, **choices: Any) -> Status:
+        trainer.num_pauses += 1
+        return pause(self, *given, **choices)
+
+    def recorded(self: BridgeClient, version: int | None = None) -> Status:
+        status = self.status()
+        following = max(status.version + 1, version or 0)
+        line = {"server": status.server.pid, "version": following, "digests": self.digests()}
+        with record.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+        return publish(self, version)
+
+    BridgeClient.__init__ = connected  # type: ignore[method-assign]
+    BridgeClient.pause = counted  # type: ignore[method-assign]
+    BridgeClient.publish = recorded  # type: ignore[method-assign]
+
+
+def run(disturbance: Disturbance, folder: Path, command: Sequence[str]) -> None:
+    """Run the command in `folder`, as a process that does nothing else."""
+    os.chdir(folder)
+    with Path(SAID).open("w") as said:
+        os.dup2(said.fileno(), sys.stderr.fileno())
+        os.dup2(said.fileno(), sys.stdout.fileno())
+    os.environ["NO_COLOR"] = "1"
+    sys.argv = ["bridge", *command]
+    trainer = Trainer(disturbance)
+    if disturbance != UNDISTURBED:
+        HOOKS[disturbance.phase](trainer)
+    watch(trainer, Path(PUBLISHED))  # around the hook: a step is counted before it is disturbed
+    main.main()

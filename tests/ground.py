@@ -1,0 +1,269 @@
+"""A server on which trainers are disturbed, and the proof after each fault that what it serves was published whole.
+
+A server passes if its weights are, tensor by tensor, those that were recorded as its version before they were
+published; or if it generates nothing, and `bridge restore` brings back a whole checkpoint.
+
+Not covered: which faults there are (`disturbed.py`).
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM
+
+from bridge.client import BridgeClient
+from bridge.protocol import COMPLETIONS, Status
+from bridge.training import checkpoint
+from bridge.weights.attach import attach
+from cli.serve import free_port
+from tests import disturbed
+from tests.disturbed import UNDISTURBED, Disturbance
+from tests.scenarios import LiveServer
+
+START = multiprocessing.get_context("forkserver")
+"""Trainers are forked from a process that has loaded all they need, and has no threads: they start in no time."""
+START.set_forkserver_preload(["tests.disturbed", "transformers.models.llama.modeling_llama", "bridge.training.loop"])
+LIMIT_S = 240.0
+"""Longest life of a trainer: one that hangs is killed, and its fault has failed."""
+STEPS = 3
+BESIDE = "beside"
+STILL_S = 2.0
+"""Far longer than the server takes for the request that is sent meanwhile."""
+ENVIRONMENT = """
+class Uneven:
+    def __iter__(self):
+        yield from ({"prompt": f"say {number}:"} for number in range(40))
+
+    def score(self, problem, completion):
+        return sum(map(ord, completion)) % 10 / 10
+"""
+"""Its groups always have a gradient: without one there is nothing to write."""
+
+
+class NotWholeError(AssertionError):
+    """The server serves what was never published, or cannot be restored."""
+
+
+Serve = Callable[..., AbstractContextManager[LiveServer]]
+"""`served(model, folder, port=...)`."""
+
+
+@dataclass
+class Ground:
+    """One address, the servers that lived there, and what each version of each of them is."""
+
+    folder: Path
+    model: Path
+    serve: Serve
+    port: int = field(default_factory=lambda: free_port("127.0.0.1"))
+    versions: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
+    """Server's pid and version -> digest of every tensor."""
+    num_rounds: int = 0
+    _beside: list[BaseProcess] = field(default_factory=list)
+    """What runs beside a trainer."""
+
+    def __enter__(self) -> "Ground":
+        """Start the first server."""
+        self._stack = ExitStack()
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the last one."""
+        self._stack.close()
+
+    def disturb(self, disturbance: Disturbance, *flags: str) -> "Round":
+        """Train for `STEPS` steps with one fault, and return how that ended."""
+        self.num_rounds += 1
+        folder = self.folder / f"round_{self.num_rounds}"
+        trainer = self._begin(folder, (*self._train(), *flags), disturbance)
+        try:
+            self._until_it_ends(trainer, folder)
+        finally:
+            trainer.kill()
+            trainer.join()
+        assert trainer.exitcode is not None
+        return Round(folder, trainer.exitcode, self._beside.pop().exitcode if self._beside else None)
+
+    def prove(self) -> "Proof":
+        """Return what became of the server, which serves a whole version now.
+
+        Raises:
+            NotWholeError: it does not.
+        """
+        if not self.server.child.is_alive() or not self._answers():
+            self.start_again()
+            return Proof("gone", f"gone; started again with {self._check_whole(self._status())}")
+        status = self._status()
+        if status.state != "torn":
+            return Proof("whole", self._check_whole(status))
+        self._check_still()
+        return Proof("torn", f"torn; {self._restored(status)}")
+
+    def start_again(self) -> None:
+        """Replace the server by a new one at the same address."""
+        self._stack.close()
+        self._start()
+
+    def _train(self) -> list[str]:
+        return [
+            *("train", "--model-name", str(self.model), "--vllm-config-path", str(self.server.path)),
+            *("--environment", "uneven.py:Uneven", "--batch-size", "8", "--group-size", "4", "--lr", "3e-3"),
+            *("--max-new-tokens", "16", "--training-steps", str(STEPS), "--save-interval", "1", "--run-dir", "run"),
+            *("--save-path", "saved", "--reward-processes", "0", "--mismatch-alarm", "99"),
+            *("--request-timeout-s", "60", "--max-retries", "2"),
+        ]
+
+    def _begin(self, folder: Path, command: Sequence[str], disturbance: Disturbance = UNDISTURBED) -> BaseProcess:
+        folder.mkdir()
+        (folder / "uneven.py").write_text(ENVIRONMENT)
+        started = START.Process(target=disturbed.run, args=(disturbance, folder, command))
+        started.start()
+        return started
+
+    def _until_it_ends(self, trainer: BaseProcess, folder: Path) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while trainer.is_alive() or self._is_busy():
+            if time.monotonic() > deadline:
+                raise NotWholeError(f"the trainer, or what runs beside it, has not ended after {LIMIT_S:g} s")
+            for request in disturbed.REQUESTS:
+                if (folder / request).exists():
+                    self._do(request, folder)
+            time.sleep(0.02)
+        for record in folder.rglob(disturbed.PUBLISHED):
+            self._take_over(record)
+
+    def _is_busy(self) -> bool:
+        return any(process.is_alive() for process in self._beside)
+
+    def _do(self, request: str, folder: Path) -> None:
+        """Do what a trainer asks for; its request is removed once that is done."""
+        if request == disturbed.RESTART:
+            self.start_again()
+        elif not self._beside:
+            verify = ("verify", "--vllm-config-path", str(self.server.path))
+            command = verify if request == disturbed.VERIFY else self._train()
+            self._beside.append(self._begin(folder / BESIDE, command))
+        if not self._is_busy():
+            (folder / request).unlink()
+
+    def _take_over(self, record: Path) -> None:
+        for line in record.read_text().splitlines():
+            entry = json.loads(line)
+            self.versions[entry["server"], entry["version"]] = entry["digests"]
+
+    def _start(self) -> None:
+        self.server = self._stack.enter_context(self.serve(self.model, self.folder / "server", port=self.port))
+        self._check_equals(self.model)
+        self._note()
+
+    def _note(self) -> None:
+        """Record what is served now, which was just compared with a checkpoint."""
+        with self._client() as client:
+            status = client.status()
+            self.versions[status.server.pid, status.version] = client.digests()
+
+    def _check_whole(self, status: Status) -> str:
+        if status.state != "serving":
+            raise NotWholeError(f"the server is {status.state}, and no trainer runs")
+        with self._client() as client:
+            found = client.digests()
+        expected = self.versions.get((status.server.pid, status.version))
+        if found != expected:
+            names = [name for name in found if found[name] != (expected or {}).get(name)]
+            raise NotWholeError(
+                f"version {status.version} was never published: {len(names)} of {len(found)} tensors differ"
+            )
+        self._generate()
+        return f"version {status.version}, whole"
+
+    def _check_equals(self, folder: Path) -> None:
+        served = attach(self.server.manifest).model
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        names = [name for name, held in whole.named_parameters() if not torch.equal(held, served.get_parameter(name))]
+        if names:
+            raise NotWholeError(f"{folder} differs from what is served: {', '.join(names)}")
+
+    def _check_still(self) -> None:
+        """Check that a torn server generates nothing."""
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self._generate, STILL_S)
+            try:
+                answer.result()
+            except (StillWaiting, httpx.TimeoutException):
+                return
+        raise NotWholeError("the weights are torn, and the server generates")
+
+    def _restored(self, status: Status) -> str:
+        whole = Path(status.last_checkpoint or self.model)
+        folder = self.folder / f"restore_{self.num_rounds}"
+        restore = self._begin(folder, ("restore", str(whole), "--vllm-config-path", str(self.server.path)))
+        restore.join(LIMIT_S)
+        if restore.exitcode != 0:
+            raise NotWholeError(f"bridge restore {whole} failed: {(folder / disturbed.SAID).read_text()}")
+        self._check_equals(whole)
+        self._note()
+        return f"{whole.name} restored as {self._check_whole(self._status())}"
+
+    def _status(self) -> Status:
+        with self._client() as client:
+            return client.status()
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.server.manifest.url}/health", timeout=60, trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    def _generate(self, timeout_s: float = 60) -> None:
+        body = {"model": str(self.model), "prompt": [5, 6, 7], "n": 2, "max_tokens": 4, "temperature": 1.0}
+        url = f"{self.server.manifest.url}{COMPLETIONS}"
+        httpx.post(url, json=body, timeout=timeout_s, trust_env=False).raise_for_status()
+
+    def _client(self) -> BridgeClient:
+        return BridgeClient(self.server.manifest, timeout_s=60)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found on a server that passes."""
+
+    outcome: Literal["whole", "torn", "gone"]
+    """How the fault left it; `whole`: it serves."""
+    text: str
+    """The same, and what was done about it."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """How a disturbed trainer ended."""
+
+    folder: Path
+    exit_code: int
+    """Negative for a signal."""
+    exit_code_beside: int | None
+    """Of the command that ran beside it; None: none did."""
+
+    def check_checkpoints(self) -> list[int]:
+        """Return the steps of its checkpoints, each of which has to be whole."""
+        found = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
+        return [checkpoint.read(path).progress.step for _, path in found]
+
+    def said(self) -> str:
+        """Return what it said to people."""
+        return (self.folder / disturbed.SAID).read_text()
+
+    def said_beside(self) -> str:
+        """Return what was said by the command that ran beside it."""
+        return (self.folder / BESIDE / disturbed.SAID).read_text()

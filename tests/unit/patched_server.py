@@ -1,0 +1,121 @@
+"""A patched server without vLLM, in its own process: real routes, fence and shared memory, and made-up completions.
+
+    python -m tests.unit.patched_server MODEL MANIFEST PORT
+
+Trainers of the real command line train on it. Its engine takes PENDING_S for a pause and for a resume, so that there is
+time to disturb both.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from bridge.process import ProcessIdentity
+from bridge.protocol import COMPLETIONS, CompletionsRequest, InFlight
+from bridge.weights import manifest as manifests
+from bridge.weights.digest import digest
+from cli import children
+from patches import routes
+from patches.server_fence import ServerFence
+from tests.models import tiny
+from tests.scenarios import LiveServer
+from tests.unit import toy_server
+from tests.unit.openai_server import choice
+from tests.unit.toy_server import ToyServer
+
+PENDING_S = 0.1
+START_LIMIT_S = 120
+
+
+class Engine:
+    """What stands still and goes on in the place of vLLM's engine."""
+
+    def __init__(self, toy: ToyServer) -> None:
+        self.engine_core = self
+        self._toy = toy
+        self._running = asyncio.Event()
+        self._running.set()
+
+    async def pause_scheduler_async(self, *, mode: InFlight, clear_cache: bool) -> None:
+        assert not clear_cache, mode
+        self._running.clear()
+        await asyncio.sleep(PENDING_S)
+
+    async def resume_generation(self) -> None:
+        await asyncio.sleep(PENDING_S)
+        self._running.set()
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        return reset_running_requests and reset_connector
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "bridge_settle":
+            return [[]]
+        if method == "bridge_digests":
+            return [{name: digest(tensor) for name, tensor in self._toy.tensors.items()}]
+        elements = [self._toy.tensors[each["parameter"]].view(-1)[each["index"]] for each in args[0]]
+        if method == "bridge_write":
+            for element, value in zip(elements, args[1], strict=True):
+                element.fill_(value)
+        return [[element.item() for element in elements]]
+
+    async def complete(self, body: CompletionsRequest) -> dict[str, Any]:
+        """Answer like vLLM, a moment later, and only while it runs."""
+        await asyncio.sleep(0.01 * (1 + body.prompt[-1] % 3))
+        await self._running.wait()
+        choices = [choice(index, 40 + index, 50 + len(body.prompt), 2) for index in range(body.n)]
+        return {"choices": choices}
+
+
+@contextmanager
+def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
+    """Run one for the model in `model`, as `scenarios.served` runs vLLM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / manifests.MANIFEST_NAME
+    path.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "tests.unit.patched_server", str(model), str(path), str(port)]
+    child = children.start(argv, os.environ, folder / "serve.log")
+    try:
+        ready = children.wait_until(child, path.exists, limit_s=START_LIMIT_S, tell=lambda _: None)
+        assert ready, child.log.read_text()[-4000:]
+        yield LiveServer(manifests.load(path), path, child)
+    finally:
+        children.stop(child, grace_s=1.0)
+
+
+def app_of(toy: ToyServer) -> FastAPI:
+    """Return the patched server's application over `toy`."""
+    app, engine = FastAPI(), Engine(toy)
+    app.post(COMPLETIONS)(engine.complete)  # ahead of the route that asks vLLM
+    app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": toy.manifest.model, "owned_by": "vllm"}]})
+    app.get("/health")(lambda: None)
+    routes.BridgeRoutes().attach_router(app)
+    app.state.bridge_manifest, app.state.bridge_engine = toy.manifest, engine
+    app.state.bridge_fence = ServerFence(engine, toy.manifest)
+    return app
+
+
+def main(model: str, path: str, port: str) -> None:
+    """Serve until the end of the process."""
+    torch.set_num_threads(1)
+    toy = toy_server.serve(tiny.llama(), Path(model))
+    url, identity = f"http://127.0.0.1:{port}", ProcessIdentity.current()
+    toy = ToyServer(toy.edited(url=url, server=identity, token=secrets.token_hex()), toy.tensors, toy.reference)
+    app = app_of(toy)
+    with socket.create_server(("127.0.0.1", int(port))) as listening:
+        manifests.write(toy.manifest, Path(path))  # requests wait from now on
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,57 @@
+"""Which faults a soak chooses, and how it counts and reports; no server, and no trainer.
+
+Not covered: the faults themselves (`tests/cli/test_fault_matrix.py`).
+"""
+
+from itertools import islice
+from typing import Any, cast
+
+from tests import soak
+from tests.disturbed import FAULTS
+from tests.ground import Ground, NotWholeError, Proof
+
+
+class FakeGround:
+    """Proves what it is told to."""
+
+    def __init__(self, proofs: list[Proof | NotWholeError]) -> None:
+        self.calls: list[str] = []
+        self._proofs = iter(proofs)
+
+    def disturb(self, *_: Any) -> "FakeGround":
+        self.calls.append("disturb")
+        return self
+
+    exit_code = -9
+
+    def check_checkpoints(self) -> None:
+        self.calls.append("check")
+
+    def prove(self) -> Proof:
+        self.calls.append("prove")
+        proof = next(self._proofs)
+        if isinstance(proof, NotWholeError):
+            raise proof
+        return proof
+
+    def start_again(self) -> None:
+        self.calls.append("start again")
+
+
+def test_a_seed_decides_every_fault_and_all_of_them_come() -> None:
+    first, again, other = (list(islice(soak.disturbances(seed), 1000)) for seed in (3, 3, 4))
+    assert first == again != other
+    chosen = {(each.fault, each.phase) for each, _ in first}
+    assert chosen == {(fault, phase) for fault, phases in FAULTS.items() for phase in phases}
+
+
+def test_each_fault_is_one_line_and_a_violation_is_counted_and_outlived() -> None:
+    fake, told = (
+        FakeGround([Proof("whole", "version 3"), NotWholeError("3 of 14 differ"), Proof("torn", "r")]),
+        list[str](),
+    )
+    outcomes = soak.soak(cast(Ground, fake), 0, lambda number: number == 3, told.append)
+    assert outcomes == {"whole": 1, soak.VIOLATION: 1, "torn": 1}
+    assert len(told) == 3
+    assert told[1].endswith("VIOLATION: 3 of 14 differ")
+    assert fake.calls == ["disturb", "check", "prove"] * 2 + ["start again"] + ["disturb", "check", "prove"]
