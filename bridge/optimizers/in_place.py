@@ -88,6 +88,9 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     def allocate(self) -> None:
         """Take all memory that the state needs, unless that was done."""
 
+    def expect(self, gradients: torch.dtype) -> None:
+        """Compile for gradients of this type, unless that was done or nothing is compiled."""
+
     @abstractmethod
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of `parameter`, allocated and as it is held, to be read or written."""

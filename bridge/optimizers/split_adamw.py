@@ -59,6 +59,11 @@ class SplitMasterAdamW(InPlaceOptimizer):
             weight = slab.members[0].parameter
             self._update(weight.dtype, weight.grad_dtype or weight.dtype)
 
+    def expect(self, gradients: torch.dtype) -> None:
+        """Compile for gradients of this type, unless that was done or nothing is compiled."""
+        for slab in self._slabs:
+            self._update(slab.members[0].parameter.dtype, gradients)
+
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
         """Step each parameter as soon as its gradient is there, and drop the gradient: one backward pass is one update.

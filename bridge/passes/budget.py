@@ -1,7 +1,8 @@
 """The token budget of a micro-batch: as many as fit into the memory that is free, measured and not modelled.
 
 What a token takes and what memory is free tell how many tokens fit. Where too few do, activations are recomputed. What
-does not fit after all halves the budget.
+does not fit after all halves the budget. Gradients of several micro-batches are added up in float32 where that leaves
+enough memory for the passes.
 
 Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit
 (`bridge/training/learner.py`).
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.optimizers.state_bytes import FLOAT32_BYTES
 from bridge.passes import attention
 from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
 from bridge.passes.expected import Note
@@ -32,6 +34,12 @@ SHARE = 0.85
 """Of the memory that is free: the rest is for fragments, and for what a pass takes beside its tokens."""
 HOST_SHARE = 0.5
 """The same of a host's memory: others take of it at any time, and the system kills instead of refusing."""
+BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 512 of it"
+"""What adding gradients up in bf16 costs: each addition is off by up to 1/512 of its result. Roundings add up like
+noise where gradients are noisy; where each is the same as the one before, all are to one side."""
+WORTH_IT = 0.9
+"""Share of a budget's tokens that is enough beside float32 gradients, few as the tokens may be: the gradients of an
+adapter take next to nothing."""
 
 
 Measure = Callable[[PreTrainedModel, float], Cost | None]
@@ -56,8 +64,11 @@ class Budget:
         """Whether a prompt is in a micro-batch once, whatever the number of its completions there."""
         self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
         self._on_gpu = measure is not None or model.device.type == "cuda"
+        self._share = SHARE if self._on_gpu else HOST_SHARE
         self._tokens = config.micro_batch_tokens
         self._recomputes = bool(config.gradient_checkpointing)
+        self.sums_in_float32: bool | None = None
+        """Whether gradients of several micro-batches are added up in float32; None: no update has had several."""
         self._longest = self._total = 0
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
@@ -73,6 +84,8 @@ class Budget:
         self._see(samples)
         if self._tokens is None:
             self._tokens = self._find()
+        if self._total > self._tokens and self.sums_in_float32 is None:
+            self.sums_in_float32 = self._widen()
         return self._tokens
 
     def shrink(self, error: torch.OutOfMemoryError) -> None:
@@ -84,7 +97,11 @@ class Budget:
         assert self._tokens is not None, "nothing was asked for yet"
         let_go(error, self._model.device)
         halved = min(self._tokens, self._total) // 2
-        if self._may_recompute and halved < max(self._longest, ENOUGH_TOKENS):
+        is_small = halved < max(self._longest, ENOUGH_TOKENS)
+        if self.sums_in_float32 and is_small:
+            self.sums_in_float32 = False
+            self._note(f"out of memory: gradients are added up in bf16 from now on, and {BF16_SUMS}")
+        elif self._may_recompute and is_small:
             self._recompute()
             self._note("out of memory: activations are recomputed from now on, which takes longer")
         elif self._longest < self._tokens:
@@ -136,9 +153,25 @@ class Budget:
             self._note(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
+    def _widen(self) -> bool:
+        """Set memory aside for gradients in float32, if that leaves enough for the passes; return whether it does."""
+        more = _widening_bytes(self._model)
+        if not more or self._config.gradient_release:  # which adds up in host memory, or has one pass
+            return False
+        assert self._tokens is not None
+        asked = self._config.micro_batch_tokens
+        fitting = self._fitting(self._free() - self._share * more)
+        fits = fitting >= min(max(self._longest, asked or ENOUGH_TOKENS), WORTH_IT * self._tokens)
+        if not fits:
+            self._note(f"gradients are added up in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
+        elif fitting < self._tokens and asked is None:
+            self._tokens = fitting
+            self._note(f"micro-batches of up to {fitting:,} tokens, beside gradients in float32")
+        return fits
+
     def _free(self) -> float:
         pending = _gradient_bytes(self._model, released=self._config.gradient_release)
-        return (SHARE if self._on_gpu else HOST_SHARE) * (self._free_bytes(self._model) - pending)
+        return self._share * (self._free_bytes(self._model) - pending)
 
     def _fitting(self, free: float) -> int:
         cost = self._measure(self._model, self._config.temperature)
@@ -150,6 +183,11 @@ class Budget:
         return (
             "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with less state"
         )
+
+
+def _widening_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes that float32 gradients take beyond those of the parameters' own type."""
+    return sum(FLOAT32_BYTES * p.numel() - p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _gradient_bytes(model: PreTrainedModel, *, released: bool) -> int:

@@ -13,7 +13,7 @@ optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/bu
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,7 @@ from bridge.loss.advantages import samples, with_advantages
 from bridge.loss.policy_loss import LossSpec
 from bridge.loss.reference import Reference
 from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.release import added_in_float32
 from bridge.passes.budget import Budget
 from bridge.passes.packing import packs
 from bridge.passes.samples import Sample
@@ -115,6 +116,8 @@ class Learner:
 
     def _prepare(self) -> None:
         self._parts = [self._pack(each) for each in self._shares if each]
+        if self._budget.sums_in_float32:
+            self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
         for part in (part for parts in self._parts[1:] for part in parts):
             self._gradients.look_back(part, self._sums)  # the first update needs none: its ratios are 1
         if self._parts and not self._steps_in_backward:
@@ -150,7 +153,11 @@ class Learner:
         """Compute the gradients of one update, and their norm."""
         self._model.zero_grad(set_to_none=True)
         max_norm, steps = self._config.max_grad_norm, self._steps_in_backward
-        with self.optimizer.releasing(max_norm=max_norm) if self._config.gradient_release else nullcontext():
+        with ExitStack() as gradients:
+            if self._config.gradient_release:
+                gradients.enter_context(self.optimizer.releasing(max_norm=max_norm))
+            elif len(parts) > 1 and self._budget.sums_in_float32:
+                gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
             is_whole = self._gradients.backward(parts, self._sums, checks_loss=steps)
         self._sums.norms.append(self.optimizer.global_norm() if is_whole else math.nan)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
@@ -76,6 +77,98 @@ def test_as_many_tokens_fit_as_the_free_memory_holds_and_it_is_measured_once() -
     assert found.max_tokens(samples(5)) == 10_000
     assert memory.measured == 1
     assert notes == ["micro-batches of up to 10,000 tokens, in 9.9 GiB of free memory"]
+
+
+@pytest.fixture
+def _wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let float32 gradients take 500 MiB more."""
+    monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 500 * MIB / SHARE)
+
+
+LARGE_BATCH = (1_000,) * 20
+
+
+def sums_in_float32(found: Budget) -> bool | None:
+    return found.sums_in_float32  # which changes between two looks
+
+
+@pytest.mark.usefixtures("_wider")
+def test_gradients_add_up_in_float32_where_enough_is_left_for_the_passes() -> None:
+    notes = list[str]()
+    found = budget(Memory(5_600, plain=1), notes)
+    assert found.max_tokens(samples(300, 40)) == 5_500
+    assert sums_in_float32(found) is None  # one pass adds nothing up
+    assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
+    assert sums_in_float32(found)
+    assert notes[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
+    assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
+
+
+@pytest.mark.usefixtures("_wider")
+@pytest.mark.parametrize(("asked", "free"), [(None, 2_048 + 600), (2_000, 1_800 + 600)])
+def test_gradients_add_up_in_bf16_where_the_passes_need_the_memory_and_the_error_is_told(
+    asked: int | None, free: int
+) -> None:
+    notes, least = list[str](), asked or 2_048  # nine tenths of it are enough
+    found = budget(Memory(free - 1, plain=1), notes, micro_batch_tokens=asked)
+    assert found.max_tokens(samples(*LARGE_BATCH)) == (asked or least + 499)
+    assert sums_in_float32(found) is False
+    told = "gradients are added up in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is abo"
+    assert notes[-1].startswith(told)
+    enough = budget(Memory(free, plain=1), [], micro_batch_tokens=asked)
+    assert enough.max_tokens(samples(*LARGE_BATCH)) == least
+    assert sums_in_float32(enough)
+
+
+def test_an_adapter_s_gradients_add_up_in_float32_however_few_tokens_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 10 * MIB)
+    found = budget(Memory(600, plain=1, recomputed=1), [])
+    assert found.max_tokens(samples(*(100,) * 40)) == 491
+    assert sums_in_float32(found)
+
+
+@pytest.mark.usefixtures("_wider")
+def test_float32_sums_are_given_up_before_activations_are_recomputed() -> None:
+    trained, notes = model(), list[str]()
+    found = budget(Memory(3_100, plain=1, recomputed=0.01), notes, trained)
+    found.max_tokens(samples(*LARGE_BATCH))
+    assert sums_in_float32(found)
+    found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
+    assert sums_in_float32(found) is False
+    assert notes[-1].startswith("out of memory: gradients are added up in bf16 from now on, and over N micro-batches")
+    assert not trained.is_gradient_checkpointing
+    found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
+    assert trained.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("choices", [{"gradient_release": True, "offload_optimizer": True}, {}])
+def test_nothing_is_widened_where_sums_are_float32_anyway(choices: dict[str, Any]) -> None:
+    trained, notes = (model().bfloat16() if choices else model()), list[str]()
+    found = budget(Memory(10_100, plain=1), notes, trained, **choices)
+    found.max_tokens(samples(*LARGE_BATCH))
+    assert sums_in_float32(found) is False
+    assert len(notes) == 1
+
+
+def bf16_error(gradients: Tensor) -> float:
+    """Return the error of adding up in bf16, as a share of the largest partial sum: rows one after the other."""
+    found, exact, largest = gradients[0].clone(), gradients[0].double(), 0.0
+    for gradient in gradients[1:]:
+        found += gradient
+        exact += gradient.double()
+        largest = max(largest, float(exact.norm()))
+    return float((found - exact).norm()) / largest
+
+
+@pytest.mark.parametrize("count", [2, 16, 128, 512])
+def test_the_error_of_sums_in_bf16_is_within_what_is_told(count: int) -> None:
+    torch.manual_seed(0)
+    noise, turn = torch.randn(count, 4_000), torch.linspace(-1, 1, count).sign()[:, None]
+    for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: good ones, then bad ones
+        assert 0 < bf16_error(gradients.bfloat16()) <= count**0.5 / 512
+    alike = bf16_error(torch.full((count, 10), 1.0).bfloat16())
+    assert alike <= count / 512
+    assert (alike > 0.4) == (count == 512), "then it is far from what noise has"
 
 
 @pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])

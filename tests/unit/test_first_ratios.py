@@ -104,7 +104,7 @@ def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest
 
 def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ratios are 1 whatever the kernels do: the same numbers stand on both sides."""
-    original, calls = gradients.model_logprobs, [0]
+    original, calls = logprobs.model_logprobs, [0]
 
     def noisy(*given: Any) -> tuple[Tensor, Tensor]:
         calls[0] += 1

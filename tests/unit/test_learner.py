@@ -20,6 +20,7 @@ from bridge.loss.policy_loss import LossStatistics
 from bridge.modes.mode import OpenedModel
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer, StateBytes
+from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.training import gradients, opening
 from bridge.training.gradients import Learnt
 from bridge.training.learner import Learner
@@ -679,17 +680,49 @@ def test_released_gradients_are_of_one_pass_and_whoever_does_what_a_refusal_says
     assert len(updates) > 1
 
 
+def test_the_gradient_of_512_micro_batches_is_as_exact_as_that_of_one(groups: list[Group]) -> None:
+    """In bf16 the additions alone made 2.5 % where one pass has 0.7 %."""
+    whole = [group for group in groups for _ in range(512 // NUM_GROUPS // GROUP_SIZE)]
+    exact = base().bfloat16().double()
+    expected = naive_gradient(copy.deepcopy(exact), groups, exact)
+    errors = []
+    for tokens in (None, 1):
+        model = base().bfloat16()
+        prepared(model, whole, batch_size=512, micro_batch_tokens=tokens)
+        errors.append(distance(gradient(model), expected))
+    one, many = errors
+    assert many < 1.1 * one < 0.02, errors
+
+
+@pytest.mark.parametrize("choices", [{}, {"optimizer": "adamw-8bit"}, {"updates_per_batch": 2}])
+def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
+    groups: list[Group], choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = list[torch.dtype]()
+    monkeypatch.setattr(SplitMasterAdamW, "expect", lambda _, dtype: expected.append(dtype))
+    straight, model, untrained = (base(dtype=torch.bfloat16) for _ in range(3))
+    learner = prepared(model, groups, micro_batch_tokens=20, max_grad_norm=1e-2, **choices)
+    assert expected == [torch.float32]  # compiled for before a weight changes
+    assert {each.dtype for each in gradient(model).values()} == {torch.float32}
+    learner.write()
+    assert gradient(model) == {}
+    updated(straight, groups, max_grad_norm=1e-2, **choices)
+    ours, theirs = (moved(weights(each), weights(untrained)) for each in (model, straight))
+    assert distance(ours, theirs) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [1e6, 1e-2])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_gradients_that_add_up_in_host_memory_may_be_of_several_passes(
-    groups: list[Group], updates: int, max_norm: float
+    groups: list[Group], updates: int, max_norm: float, dtype: torch.dtype
 ) -> None:
-    straight, model = base(), base()
+    straight, model = base(dtype=dtype), base(dtype=dtype)
     choices: dict[str, Any] = {"offload_optimizer": True, "micro_batch_tokens": 20, "updates_per_batch": updates}
     choices["max_grad_norm"] = max_norm
     expected = updated(straight, groups, **choices)
     learner = prepared(model, groups, gradient_release=True, **choices)
-    assert same(weights(model), weights(base()))
+    assert same(weights(model), weights(base(dtype=dtype)))
     assert gradient(model) == {}
     learner.write()
     assert same(weights(model), weights(straight))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.optimizers import split_adamw
 from bridge.optimizers.factory import make, scaled_group
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
@@ -290,3 +291,15 @@ def test_the_factory_makes_what_the_configuration_names() -> None:
     offloaded = make_from(offload_optimizer=True, lr=3e-4)
     assert isinstance(offloaded, OffloadedAdamW)
     assert offloaded.param_groups[0]["lr"] == 3e-4
+
+
+def test_an_update_is_compiled_for_the_gradients_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[torch.dtype, torch.dtype]]()
+    monkeypatch.setattr(split_adamw, "compiled", lambda _, weight, gradient, device: asked.append((weight, gradient)))
+    weights = [torch.nn.Parameter(torch.ones(3).bfloat16())]
+    optimizer = split_adamw.SplitMasterAdamW(weights, compiles=True)
+    optimizer.allocate()
+    optimizer.expect(torch.float32)
+    assert asked == [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    split_adamw.SplitMasterAdamW(weights, compiles=False).expect(torch.float32)
+    assert len(asked) == 2

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bridge.errors import UsageError
 from bridge.optimizers.factory import scaled_group
+from bridge.optimizers.release import added_in_float32
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 
@@ -120,6 +121,34 @@ def test_a_gradient_that_is_not_finite_is_not_written_and_ends_the_run(name: str
     after = {**optimizer.parts(bad), "weight": bad}
     assert all(torch.equal(after[part], tensor) for part, tensor in before.items())
     assert not torch.equal(good, weight)
+
+
+def test_gradients_of_several_passes_add_up_in_float32() -> None:
+    model = Tied()
+    model.loss().backward()
+    alone = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    unused = nn.Parameter(torch.ones(3).bfloat16())
+    wide = list[int]()
+
+    def count(_: Tensor) -> None:
+        wide.append(sum(each.grad is not None and each.grad.dtype == torch.bfloat16 for each in model.parameters()))
+
+    with added_in_float32([*model.parameters(), unused]):
+        for parameter in model.parameters():  # called after ours
+            parameter.register_post_accumulate_grad_hook(count)
+        for _ in range(64):
+            model.loss().backward()
+    assert set(wide) == {0}, "no gradient stays bf16 beside those that are float32"
+    assert unused.grad is None
+    for parameter, one in zip(model.parameters(), alone, strict=True):
+        assert parameter.grad is not None
+        assert one is not None
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, 64 * one.float(), rtol=1e-5, atol=0)
+    model.zero_grad(set_to_none=True)
+    model.loss().backward()
+    assert {each.grad.dtype for each in model.parameters() if each.grad is not None} == {torch.bfloat16}
 
 
 def test_a_second_backward_pass_is_refused_before_it_steps_twice() -> None:

@@ -1,0 +1,28 @@
+"""Gradients of many micro-batches on a GPU: added up in float32, and taken so by the compiled update."""
+
+import copy
+
+import torch
+
+from tests.unit.test_learner import base, distance, gradient, made_by, naive_gradient, prepared, weights
+
+
+def test_many_micro_batches_are_as_exact_as_one_and_their_gradient_is_stepped() -> None:
+    groups = made_by(base(seed=8))
+    exact = base().bfloat16().double()
+    expected = naive_gradient(copy.deepcopy(exact), groups, exact)
+    errors = []
+    for tokens in (None, 1):
+        model = base().bfloat16().cuda()
+        learner = prepared(model, groups * 16, batch_size=256, micro_batch_tokens=tokens)
+        found = gradient(model)
+        assert {each.dtype for each in found.values()} == {torch.float32 if tokens else torch.bfloat16}
+        errors.append(distance({name: each.cpu() for name, each in found.items()}, expected))
+        before = weights(model)
+        learner.write()
+        assert learner.learnt().num_updates == 1
+        assert gradient(model) == {}
+        assert all(each.isfinite().all() for each in weights(model).values())
+        assert any(not torch.equal(each, before[name]) for name, each in weights(model).items())
+    one, many = errors
+    assert many < 1.2 * one < 0.03, errors
