@@ -93,6 +93,8 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         )
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
     against = [obstacle for obstacle in model_checks.obstacles(config or {}) if mode in obstacle.modes]
+    if config is not None and not against:
+        against = [*model_checks.unbuildable(model, config)]
     if against:
         raise UnsupportedModelError(f"--model {model}: {against[0].reason}", remedy=against[0].remedy)
 

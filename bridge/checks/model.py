@@ -1,5 +1,8 @@
 """Tell from a model's configuration alone by which modes it can be trained; no weight is read, and torch is not needed.
 
+What a configuration does not show, a child process finds by building the model's class without its weights, unless
+families are proved that are built so.
+
 Not covered: what only vLLM's own loader shows (`patches/layers.py`, `patches/loading.py`), and whether the model fits
 the memory (`bridge plan`).
 """
@@ -11,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.checks.child import Ended, run_module
 from bridge.checks.result import Check, failed, passed, skipped, warned
+from bridge.errors import UnsupportedModelError
 
 Config = Mapping[str, Any]
 NAME = "Model"
@@ -24,6 +29,12 @@ WHOLE_ATTENTION = "full_attention"
 """How `layer_types` calls a layer without a window."""
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types` that say so."""
+PROVED = frozenset({
+    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "starcoder2",
+})  # fmt: skip
+"""Types of models that are built in a way that is known to work: those of docs/families.md."""
+TRIAL_LIMIT_S = 120.0
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What families call the number of a layer's experts."""
 
@@ -83,14 +94,31 @@ def obstacles(config: Config) -> list[Obstacle]:
     return [obstacle for rule in RULES for obstacle in rule(config)]
 
 
-def modes(model: str, config: Config | None) -> Iterator[Check]:
+def build_by_trial(model: str) -> Ended:
+    """Let a child process build the class of `model`, without its weights."""
+    return run_module("bridge.checks.model_trial", model, timeout_s=TRIAL_LIMIT_S)
+
+
+def unbuildable(model: str, config: Config, trial: Callable[[str], Ended] = build_by_trial) -> Iterator[Obstacle]:
+    """Yield why the class that transformers has for `model` cannot be trained, if it cannot.
+
+    A trial that fails for any other reason proves nothing about the model.
+    """
+    if config.get("model_type") in {*PROVED, None}:
+        return
+    ended = trial(model)
+    if ended.returncode == UnsupportedModelError.exit_code:
+        yield Obstacle(modes=MODES, reason=ended.last_error_line.removeprefix(f"{model} "), remedy=ANOTHER)
+
+
+def modes(model: str, config: Config | None, trial: Callable[[str], Ended] = build_by_trial) -> Iterator[Check]:
     """Yield a check per mode: whether `model` can be trained by it, and what stands against it."""
     if config is None:
         yield skipped(
             NAME, f"no configuration of {model} here", "a folder with config.json, or a name in the hub's cache"
         )
         return
-    found = obstacles(config)
+    found = obstacles(config) or [*unbuildable(model, config, trial)]
     usable = [mode for mode in MODES if not any(mode in obstacle.modes for obstacle in found)]
     for mode in MODES:
         name, expected = f"{NAME}, {mode}", f"{model} can be trained by --mode {mode}"

@@ -231,6 +231,6 @@ def _head(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | 
     transform = LogitTransform(
         temperature=temperature,
         final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
-        logits_scaling=getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0),
+        logits_scaling=(getattr(config, "logits_scaling", None) or 1.0) / (getattr(config, "logit_scale", None) or 1.0),
     )
     return head.weight, getattr(head, "bias", None), transform

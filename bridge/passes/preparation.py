@@ -6,7 +6,8 @@ or masks in a way of its own is refused here, and not trained wrongly.
 Not covered: the check (`expected.py`), the head (`logprobs.py`), how many tokens fit (`budget.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
-from bridge.errors import UnsupportedModelError
+from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.passes import attention, layers, wide_linear
 from bridge.passes.expected import LENGTHS, Expected, Note, example_tokens, packed, packed_sharing
 from bridge.passes.logprobs import check_head
 
+MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
+"""What a family raises that is called in another way than the rest."""
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a mistake and is raised."""
 
@@ -34,8 +37,9 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note, *, max_mode
         UnsupportedModelError: what the model computes of packed sequences is not what it computes of each alone.
         UsageError: liger-kernel was asked for, and cannot be used.
     """
-    check_head(model)
-    expected = Expected(model, max_model_len)
+    with _refusing_misfits(model):
+        check_head(model)
+        expected = Expected(model, max_model_len)
     compiles = model.device.type == "cuda" if config.compile_layers is None else config.compile_layers
     if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
         wide_linear.widen(model)  # not both: torch would compile every layer for itself
@@ -49,6 +53,21 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note, *, max_mode
     if recomputes:
         _recompute(model, note)
     return shares_prompts
+
+
+@contextmanager
+def _refusing_misfits(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a family whose code cannot be called as that of the others."""
+    try:
+        yield
+    except MISFITS as error:
+        if isinstance(error, BridgeError):
+            raise
+        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be run as other language models are: {words}",
+            remedy="train another model, of those in docs/families.md, or report this one",
+        ) from error
 
 
 def recompute_activations(model: PreTrainedModel, note: Note) -> None:

@@ -6,14 +6,23 @@ are made by the model itself: RoPE scaling of every kind stays as its author wro
 Not covered: giving the parameters memory (`attach.py`).
 """
 
+import inspect
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.layout import OTHER_MODES, Shape
+
+ANOTHER = "take another model, of those in docs/families.md"
+MISBUILT = (
+    ValueError, ImportError, TypeError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
+    StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises of a configuration that its classes cannot be built from."""
 
 
 def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -21,11 +30,12 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
 
     Raises:
         UsageError: there is no such model.
-        UnsupportedModelError: it is quantised, or no causal language model of transformers.
+        UnsupportedModelError: it is quantised, no causal language model of transformers, or built in a way that cannot
+            be trained here.
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, *MISBUILT) as error:
         raise UsageError(
             f"no usable model at {model!r}: {_first_line(error)}",
             remedy="name a folder with a config.json, or a model of the hub",
@@ -40,12 +50,29 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
             skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config.get_text_config(), dtype=dtype, trust_remote_code=trust_remote_code
             )
-    except (ValueError, ImportError) as error:
+    except MISBUILT as error:
         raise UnsupportedModelError(
             f"{model} is no causal language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
         ) from error
+    if reason := _untrainable(skeleton):
+        raise UnsupportedModelError(
+            f"{model} cannot be trained: its {type(skeleton).__name__} {reason}", remedy=ANOTHER
+        )
     skeleton.tie_weights()
     return skeleton
+
+
+def _untrainable(skeleton: PreTrainedModel) -> str | None:
+    """Return why what `bridge/passes` computes cannot be computed by this class, whatever its weights are."""
+    decoder, head = skeleton.get_decoder(), skeleton.get_output_embeddings()
+    taken = inspect.signature(decoder.forward).parameters
+    if decoder is skeleton or "input_ids" not in taken:
+        return "has no decoder that transformers finds: its get_decoder() returns something else"
+    if "position_ids" not in taken:
+        return "takes no position_ids: sequences that are packed would run into one another"
+    if not isinstance(getattr(head, "weight", None), torch.nn.Parameter):
+        return "has no output embeddings that make logits of hidden states"
+    return None
 
 
 def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:

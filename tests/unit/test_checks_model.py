@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MptConfig
 
 from bridge.checks import model
+from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
 from tests.models.families import FAMILIES
 
@@ -61,6 +63,40 @@ def test_what_cannot_be_shared_names_the_modes_that_are_left(config: dict[str, A
     assert LORA in (shared.remedy or "")
     assert NONE in (shared.remedy or "")
     assert [check.status for check in others] == ["PASS", "PASS"]
+
+
+def test_the_types_that_need_no_trial_are_those_of_the_table() -> None:
+    assert {FAMILIES[family]().model_type for family in FAMILIES} == model.PROVED
+
+
+def ended(returncode: int | None, line: str = "") -> Ended:
+    return Ended(returncode=returncode, stdout="", last_error_line=line)
+
+
+def test_a_class_that_cannot_be_trained_fails_by_name() -> None:
+    def trial(name: str) -> Ended:
+        return ended(4, f"{name} cannot be trained: its OddForCausalLM takes no position_ids")
+
+    checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}, trial))
+    assert [check.status for check in checks] == ["FAIL"] * 3
+    assert checks[0].found == "cannot be trained: its OddForCausalLM takes no position_ids"
+    proved = list(model.modes("m", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, trial))
+    assert [check.status for check in proved] == ["PASS"] * 3
+
+
+@pytest.mark.parametrize("end", [ended(0), ended(2, "no usable model"), ended(None), ended(-9), ended(1, "no torch")])
+def test_a_trial_that_says_nothing_of_the_model_is_no_obstacle(end: Ended) -> None:
+    config = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
+    assert [check.status for check in model.modes("m", config, lambda _: end)] == ["PASS"] * 3
+
+
+def test_a_model_is_built_by_a_process_of_its_own(tmp_path: Path) -> None:
+    MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1, architectures=["MptForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    (obstacle,) = model.unbuildable(str(tmp_path), {"model_type": "mpt"})
+    assert obstacle.modes == MODES
+    assert obstacle.reason.startswith("cannot be trained: its MptForCausalLM takes no position_ids")
 
 
 def test_notes_say_what_comes_with_a_mode() -> None:

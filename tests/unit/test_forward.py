@@ -116,6 +116,18 @@ def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
             prepared(model)
 
 
+def test_a_family_that_is_called_in_another_way_is_refused_by_name() -> None:
+    """What it raises is no bug of the run's, and no traceback."""
+
+    class Odd(LlamaForCausalLM):
+        def get_decoder(self) -> Any:
+            return lambda tokens: tokens
+
+    model = Odd(LlamaConfig(**SIZES)).eval()
+    with pytest.raises(UnsupportedModelError, match="Odd cannot be run as other language models are: TypeError: "):
+        prepared(model)
+
+
 def test_learned_positions_that_do_not_begin_anew_with_each_sequence_are_refused() -> None:
     class Counting(GPT2LMHeadModel):
         def get_decoder(self) -> Any:
