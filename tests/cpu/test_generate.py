@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge import api_key
 from bridge.client import BridgeClient
+from bridge.modes.handover import opened, unload_earlier
 from bridge.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_HEADER
 from bridge.rollouts.distribution import WHOLE
 from bridge.types import Completion, Group
@@ -187,6 +188,9 @@ def test_an_adapter_is_trained_behind_a_key(
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     scenarios.trains_an_adapter(llama, tmp_path, handover)
+    with BridgeClient(llama.manifest, timeout_s=60) as client, opened(client.url, 60, client.token) as ours:
+        unload_earlier(ours)
+        client.release_adapter()
 
 
 def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
