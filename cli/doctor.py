@@ -46,8 +46,8 @@ def doctor(
             metavar="PATH",
             envvar="BRIDGE_VLLM_CONFIG_PATH",
             show_envvar=False,
-            help="The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge, or that of the only"
-            " server that runs.",
+            help="The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge, or that of"
+            " the only server that runs.",
         ),
     ] = None,
     device: Annotated[

@@ -21,7 +21,7 @@ SWITCHES = {"resume", "no_resume"}
 
 @contextmanager
 def told(run: RunDirectory, config: TrainConfig) -> Iterator[None]:
-    """Say at the end of the block where the run's checkpoint is, and what to do with it; nothing if no step was taken."""
+    """Say at the end of the block where the run's checkpoint is and how to go on; nothing if no step was taken."""
     try:
         yield
     finally:

@@ -59,9 +59,9 @@ def run(
         rehearse(train, environment)
         write_json(directory.server_config, serve.model_dump(mode="json"))
         console.note(f"mode {train.mode}, vLLM at {train.server_url()}, checkpoints in {train.save_path}")
-        with ServedEngine(command, directory.server_log, limit_s=start_limit_s).running() as engine:
-            with ending.told(directory, train):
-                train_in(directory, train, environment, as_json=as_json, engine=engine, resume=found)
+        served = ServedEngine(command, directory.server_log, limit_s=start_limit_s)
+        with served.running() as engine, ending.told(directory, train):
+            train_in(directory, train, environment, as_json=as_json, engine=engine, resume=found)
     finally:
         directory.remove_if_unused()
 

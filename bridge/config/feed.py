@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from bridge.address import Urls
 from bridge.config.rollouts import RolloutConfig
 
 
@@ -16,9 +17,9 @@ class FeedConfig(RolloutConfig):
 
     synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name"}
 
-    atropos_url: str = "http://127.0.0.1:8000"
+    atropos_url: Urls = "http://127.0.0.1:8000"
     """Where the Atropos API answers."""
-    server_url: str = "http://127.0.0.1:9001"
+    server_url: Urls = "http://127.0.0.1:9001"
     """Where the servers answer that sample, separated by commas; the least loaded is asked."""
     max_queued_batches: float = Field(default=2.0, ge=1)
     """Batches that may wait in the Atropos API before no more is sampled."""

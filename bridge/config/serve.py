@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from bridge.address import Host
 from bridge.choices import Config
 
 DEFAULT_PORT = 9001
@@ -23,7 +24,7 @@ class ServeConfig(Config):
     """The model to serve: a folder or a hub name."""
     port: int = Field(default=DEFAULT_PORT, ge=1, le=65535)
     """TCP port of the server."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on; the default is reachable from this machine alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where vLLM runs; `auto` takes the GPU when there is one."""

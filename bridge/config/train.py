@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from bridge.address import Host, Urls
 from bridge.choices import flag
 from bridge.config.rollouts import RolloutConfig
 from bridge.config.serve import DEFAULT_PORT
@@ -35,7 +36,7 @@ class TrainConfig(RolloutConfig):
     rollouts: Literal["environment", "atropos"] = "environment"
     """What is learnt from: completions of the environment's problems, or batches of an Atropos API, which environments
     of its own feed."""
-    atropos_url: str = "http://127.0.0.1:8000"
+    atropos_url: Urls = "http://127.0.0.1:8000"
     """Where the Atropos API answers."""
     atropos_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without a batch of the Atropos API after which the run ends."""
@@ -98,7 +99,7 @@ class TrainConfig(RolloutConfig):
     """Free vLLM's KV cache while training: `auto` where training needs its memory and the server can."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What the fence does with other clients' requests that are under way."""
-    vllm_host: str = "127.0.0.1"
+    vllm_host: Host = "127.0.0.1"
     """Where the server answers, if it is not what the manifest says."""
     vllm_port: int | None = Field(default=None, ge=1, le=65535)
     """The server's port; absent: the manifest's."""
@@ -123,7 +124,7 @@ class TrainConfig(RolloutConfig):
     save_optimizer: bool = True
     """Keep in each checkpoint what a run needs to go on from it: with `adamw`, 10 bytes per trained parameter."""
     resume: bool = False
-    """Resume from the newest whole checkpoint of --save-path or --run-dir, else of the newest run in runs/ with the same
+    """Resume from the newest whole checkpoint of --save-path or --run-dir, else of the newest run in runs/ with this
     model and task; without one, begin."""
     run_dir: Path | None = None
     """The run directory; absent: runs/ and the time."""

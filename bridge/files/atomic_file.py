@@ -23,7 +23,7 @@ def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     with one_line_errors(path):
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with open(descriptor, "wb") as file:
+            with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
             temporary.replace(path)
         finally:

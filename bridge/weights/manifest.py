@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from bridge.address import Urls
 from bridge.errors import ManifestError
 from bridge.process import ProcessIdentity, boot_id
 from bridge.weights.shard import Dtype, Shard
@@ -25,7 +26,7 @@ SCHEMA_VERSION: Literal[1] = 1
 DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  the documented place, checked for ownership on reading
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 MARK = {"ipc_handles", "param_mappings", "single_copy_enabled"}
-"""Keys of every manifest, whichever version wrote it: a file with all of them is one, and may be replaced by another."""
+"""Keys of every manifest, whichever version wrote it: a file that has all of them may be replaced by another one."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -62,7 +63,7 @@ class Manifest(Shard):
     """Tells one boot of one host from all others."""
     server: ProcessIdentity
     """The API server's process."""
-    url: str = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
+    url: Urls = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
     """Where the server answers."""
     token: str = Field(pattern=r"^[!-~]+$", repr=False)
     """Bearer token for `/bridge/*`."""
@@ -146,7 +147,7 @@ def _content(path: Path) -> bytes:
     """
     with _one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # no waiting for a FIFO
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             _check_opened(path, os.fstat(descriptor))
             return file.read()
 

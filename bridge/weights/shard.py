@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-
 Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
 """torch's name of an element type that weights are trained in."""
 

@@ -40,14 +40,15 @@ def read(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Column
     if not files.events.is_file():
         return
     ends = _end_times(files.metrics.stat().st_mtime, columns, len(steps))
-    for line in files.events.read_text(errors="replace").splitlines():
-        stamp, _, text = private.shown_line(line).partition(" ")
+    shown = private.shown_line(files.events.read_text(errors="replace"))  # older versions wrote it whole
+    for line in shown.splitlines():
+        stamp, _, text = line.partition(" ")
         time = _time(stamp)
         named = re.search(r"\bstep (\d{1,15})\b", line)
         step = int(named[1]) if named else _step_at(time, ends, steps)
         yield Event(
             time=time,
-            text=text if time else private.shown_line(line),
+            text=text if time else line,
             step=step,
             is_estimate=step is not None and not named,
         )

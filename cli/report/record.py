@@ -86,9 +86,10 @@ def read(path: Path) -> Run:
     notes += _gaps(rows.values())
     held_out = {row["step"]: row for row in objects(files.evaluations, notes) if _is_evaluation(row)}
     config, summary = private.shown(_document(files.config, notes)), _document(files.summary, notes)
+    server = private.shown(_document(files.server_config, []))
     notes += _absences(files, config, len(held_out))
     return Run(
-        path=path, steps=steps, columns=columns, config=config, server=private.shown(_document(files.server_config, [])),
+        path=path, steps=steps, columns=columns, config=config, server=server,
         summary=summary if number(summary.get("steps")) == steps[-1] else {},
         evaluations=tuple(held_out[step] for step in sorted(held_out)),
         events=tuple(events.read(files, steps, columns)), device=str(rows[steps[-1]].get("device") or ""),

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bridge.config import FeedConfig, ServeConfig
 from bridge.process import ProcessIdentity
 from bridge.protocol import Status
 from bridge.weights import manifest as manifests
@@ -288,6 +289,37 @@ def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused_before_vllm_star
     (bridge.folder / "hub" / "models--Qwen--Qwen2.5-0.5B-Instruct").mkdir(parents=True)
     error = bridge.refused(2, command, "--model", "Qwen/Qwen2.5-0.5B-Instrct")
     assert error == "error: --model Qwen/Qwen2.5-0.5B-Instrct: not downloaded yet, and HF_HUB_OFFLINE is set"
+
+
+HOSTS = ["", "a..b", "x" * 70, "1.2.3.4:80", "http://a", "[::1]", "a b", "-a"]
+URLS = ["127.0.0.1:8000", "http://", "http://a..b:1", "http://a:99999", "ftp://a:1", "http://[::1", "http://a:1,b"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value", "named"),
+    [
+        *(("serve-vllm", "--host", host, "a host name or an address") for host in HOSTS),
+        *(("train", "--vllm-host", host, "a host name or an address") for host in HOSTS),
+        *(("env", "--server-url", url, "a URL such as") for url in URLS),
+        *(("env", "--atropos-url", url, "a URL such as") for url in URLS),
+    ],
+)
+def test_a_malformed_host_is_refused_by_its_flag(
+    bridge: Bridge, command: str, flag: str, value: str, named: str
+) -> None:
+    error = bridge.refused(2, command, "--model", "m", f"{flag}={value}")
+    assert error.startswith(f"error: {flag}: must be {named}")
+    assert error.endswith(f"found {value!r}")
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::1", "fe80::1%eth0", "node-3.cluster.local", "müller.example", "my_host"]
+)
+def test_a_host_that_is_one_passes(host: str) -> None:
+    assert ServeConfig(model="m", host=host).host == host
+    bracketed = f"[{host}]" if ":" in host else host
+    if "%" not in host:
+        assert FeedConfig(model_name="m", server_url=f"http://{bracketed}:1,http://b").server_url.endswith(",http://b")
 
 
 def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:

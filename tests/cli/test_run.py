@@ -177,7 +177,7 @@ def test_nothing_but_its_own_earlier_result_is_removed(
     (tmp_path / "link").symlink_to(folder)
     before = sorted(folder.rglob("*"))
     for out in (folder, tmp_path / "link"):
-        with pytest.raises(UsageError, match="is not empty and holds no|did not make: thesis") as refused:
+        with pytest.raises(UsageError, match=r"is not empty and holds no|did not make: thesis") as refused:
             command._fresh(out)
         assert "--out" in refused.value.remedy
     assert sorted(folder.rglob("*")) == before

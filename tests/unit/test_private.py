@@ -1,4 +1,4 @@
-"""What others may see of choices, lines and commands; and that the files which hold the whole are their owner's alone."""
+"""What others may see of choices, lines and commands; the files that hold all of it are their owner's alone."""
 
 import os
 from collections.abc import Iterator

@@ -1,0 +1,51 @@
+"""Hosts and URLs that can be used as such: a malformed one is refused where it is given.
+
+Not covered: whether anybody answers there.
+"""
+
+import ipaddress
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
+
+
+def _host(text: str) -> str:
+    if not _is_host(text):
+        raise ValueError("must be a host name or an address without a port, such as 127.0.0.1")
+    return text
+
+
+def _urls(text: str) -> str:
+    """Check one URL, or several that are separated by commas."""
+    if not all(_is_url(part.strip()) for part in text.split(",")):
+        raise ValueError("must be a URL such as http://127.0.0.1:8000")
+    return text
+
+
+Host = Annotated[str, AfterValidator(_host)]
+"""A name or an address of a machine."""
+Urls = Annotated[str, AfterValidator(_urls)]
+"""One or several URLs of servers."""
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        try:
+            return _NAME.fullmatch(text.encode("idna").decode()) is not None
+        except UnicodeError:
+            return False
+    return True
+
+
+def _is_url(text: str) -> bool:
+    try:
+        found = urlsplit(text)
+        return found.scheme in {"http", "https"} and _is_host(found.hostname or "") and found.port != 0
+    except ValueError:  # a port that is none, or brackets around what is no address
+        return False
