@@ -1,7 +1,7 @@
 """The token budget of a micro-batch: as many as fit into the memory that is free, measured and not modelled.
 
 What a token takes and what memory is free tell how many tokens fit. Where too few do, activations are recomputed. What
-does not fit after all halves the budget. Gradients of several micro-batches are added up in float32 where that leaves
+does not fit after all halves the budget. Gradients of many micro-batches are added up in float32 where that leaves
 enough memory for the passes.
 
 Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit
@@ -37,6 +37,9 @@ HOST_SHARE = 0.5
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 512 of it"
 """What adding gradients up in bf16 costs: each addition is off by up to 1/512 of its result. Roundings add up like
 noise where gradients are noisy; where each is the same as the one before, all are to one side."""
+FEW = 16
+"""Micro-batches of an update up to which gradients are added up in bf16: the passes themselves, in bf16, are off by
+about as much as so many sums. Float32 sums take memory, and time in every pass."""
 WORTH_IT = 0.9
 """Share of a budget's tokens that is enough beside float32 gradients, few as the tokens may be: the gradients of an
 adapter take next to nothing."""
@@ -68,7 +71,7 @@ class Budget:
         self._tokens = config.micro_batch_tokens
         self._recomputes = bool(config.gradient_checkpointing)
         self.sums_in_float32: bool | None = None
-        """Whether gradients of several micro-batches are added up in float32; None: no update has had several."""
+        """Whether gradients of many micro-batches are added up in float32; None: no update has had more than a few."""
         self._longest = self._total = 0
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
@@ -84,7 +87,7 @@ class Budget:
         self._see(samples)
         if self._tokens is None:
             self._tokens = self._find()
-        if self._total > self._tokens and self.sums_in_float32 is None:
+        if self._total > FEW * self._tokens and self.sums_in_float32 is None:
             self.sums_in_float32 = self._widen()
         return self._tokens
 

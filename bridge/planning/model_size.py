@@ -77,7 +77,7 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     try:
         cached = Path(snapshot_download(model, local_files_only=True))

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.passes import attention
-from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
+from bridge.passes.budget import FEW, HOST_SHARE, MASKED_TOKENS, SHARE, Budget
 from bridge.passes.cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, measure_cost
 from bridge.passes.preparation import recompute_activations
 from bridge.passes.samples import Sample
@@ -85,7 +85,7 @@ def _wider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 500 * MIB / SHARE)
 
 
-LARGE_BATCH = (1_000,) * 20
+LARGE_BATCH = (1_000,) * 200
 
 
 def sums_in_float32(found: Budget) -> bool | None:
@@ -98,6 +98,8 @@ def test_gradients_add_up_in_float32_where_enough_is_left_for_the_passes() -> No
     found = budget(Memory(5_600, plain=1), notes)
     assert found.max_tokens(samples(300, 40)) == 5_500
     assert sums_in_float32(found) is None  # one pass adds nothing up
+    assert found.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
+    assert sums_in_float32(found) is None  # and a few are as exact as one
     assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
     assert sums_in_float32(found)
     assert notes[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
@@ -123,7 +125,7 @@ def test_gradients_add_up_in_bf16_where_the_passes_need_the_memory_and_the_error
 def test_an_adapter_s_gradients_add_up_in_float32_however_few_tokens_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 10 * MIB)
     found = budget(Memory(600, plain=1, recomputed=1), [])
-    assert found.max_tokens(samples(*(100,) * 40)) == 491
+    assert found.max_tokens(samples(*(100,) * 400)) == 491
     assert sums_in_float32(found)
 
 

@@ -21,6 +21,7 @@ from bridge.modes.mode import OpenedModel
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer, StateBytes
 from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.passes import budget
 from bridge.training import gradients, opening
 from bridge.training.gradients import Learnt
 from bridge.training.learner import Learner
@@ -699,6 +700,7 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
     groups: list[Group], choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = list[torch.dtype]()
+    monkeypatch.setattr(budget, "FEW", 1)
     monkeypatch.setattr(SplitMasterAdamW, "expect", lambda _, dtype: expected.append(dtype))
     straight, model, untrained = (base(dtype=torch.bfloat16) for _ in range(3))
     learner = prepared(model, groups, micro_batch_tokens=20, max_grad_norm=1e-2, **choices)
@@ -715,8 +717,9 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
 @pytest.mark.parametrize("max_norm", [1e6, 1e-2])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_gradients_that_add_up_in_host_memory_may_be_of_several_passes(
-    groups: list[Group], updates: int, max_norm: float, dtype: torch.dtype
+    groups: list[Group], updates: int, max_norm: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(budget, "FEW", 1)  # host memory adds up in float32 always
     straight, model = base(dtype=dtype), base(dtype=dtype)
     choices: dict[str, Any] = {"offload_optimizer": True, "micro_batch_tokens": 20, "updates_per_batch": updates}
     choices["max_grad_norm"] = max_norm
