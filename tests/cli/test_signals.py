@@ -100,7 +100,9 @@ def test_a_full_disk_is_told() -> None:
 def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_nohup(
     tmp_path: Path, stays: bool
 ) -> None:
-    (tmp_path / "toy.py").write_text(TOY_VLLM)
+    toy = tmp_path / "toy.py"
+    toy.write_text(TOY_VLLM)
+    plain = {name: value for name, value in os.environ.items() if name not in {"CI", "NO_COLOR", "TTY_INTERACTIVE"}}
     model = tiny.write(tiny.llama(), tmp_path / "model")
     ours, theirs = pty.openpty()
     program = f"{TAKE_THE_TERMINAL}\n{NOHUP if stays else ''}\n{RUN_ON_A_TOY}"
@@ -112,7 +114,7 @@ def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_n
             *("--run-dir", "run", "--save-path", "saved"),
         ],
         cwd=tmp_path,
-        env={**os.environ, "TERM": "xterm", "TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(ROOT)},
+        env=plain | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "TOY": str(toy), "PYTHONPATH": str(ROOT)},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

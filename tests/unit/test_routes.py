@@ -5,16 +5,23 @@ import json
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from bridge.client import BridgeClient
+from bridge.errors import ServerUnreachableError
 from bridge.process import ProcessIdentity
 from bridge.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
+from bridge.weights import fence
 from bridge.weights import manifest as manifests
 from patches import exporter, routes
 from patches.server_fence import ServerFence
@@ -187,6 +194,42 @@ def test_a_publication_that_is_sent_twice_is_made_once(http: TestClient) -> None
     answers = [http.post("/bridge/publish", json=after(0)).json() for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0]["version"] == 1
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Serve `app` as vLLM does, so that a client can hang up."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_trainer_that_gives_up_a_pending_pause_leaves_a_server_that_serves(app: FastAPI) -> None:
+    class Busy(OneRank):
+        paused = False
+
+        async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+            self.paused = True
+            await asyncio.sleep(3600 if mode == "wait" else 0)
+
+        async def resume_generation(self) -> None:
+            self.paused = False
+
+    engine = Busy()
+    app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest)
+    with listening(app) as url, BridgeClient(manifest(url=url), timeout_s=1) as client:
+        with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
+            fence.update(client, lambda: pytest.fail("it wrote"), in_flight="wait")
+        assert fence.update(client, lambda: None, in_flight="keep", version=0).version == 1
+        assert client.status().state == "serving"
+    assert not engine.paused
 
 
 def test_a_resume_publishes_nothing(http: TestClient) -> None:

@@ -172,7 +172,7 @@ def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
         fence.give_lease_back(other)
         assert fence.lease.held
         end(child)
-        assert fence.state == "torn"
+        assert fence.status().state == "torn"
         assert fence.status().lease is None
         fence.take_lease(ME, "bridge restore")
         await fence.pause(ME, "keep", takeover=True)
