@@ -60,8 +60,8 @@ class BridgeClient:
         self._http = _open(self.url, manifest.token, timeout_s)
         self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)
         self._leased = False
-        self._paused_at = 0
-        """The version that was served when this process last paused the server."""
+        self._paused_at: int | None = None
+        """The version that was served when this connection last paused the server."""
 
     def __enter__(self) -> Self:
         """Use the connection in a `with` block."""

@@ -169,8 +169,8 @@ class PublishRequest(Body):
 
     holder: ProcessIdentity
     """The process that paused the server."""
-    after: Version
-    """The version that was served when the server paused."""
+    after: Version | None = None
+    """The version that was served when the server paused; None: any, and this is no repetition."""
     version: Version | None = None
     """The least version that the publication may have; None: the next one."""
 

@@ -180,6 +180,12 @@ def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
     assert lost[0] == lost[1]
 
 
+def test_a_publication_without_a_pause_is_no_repetition() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        client.publish()
+    assert server.asked[0].body["after"] is None
+
+
 def test_a_lease_is_given_back_with_the_connection_and_no_other_is() -> None:
     with serving(good) as server:
         for run in ("runs/first", None):

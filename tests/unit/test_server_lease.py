@@ -204,8 +204,9 @@ def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, en
             await fence.publish(ME, after=0)
         assert (fence.state, fence.version) == ("serving", 1)
         assert engine.calls == [*PAUSED, "resume"]
-        with pytest.raises(AttachError, match="does not hold the fence"):
-            await fence.publish(ME, after=1)
+        for after in (1, None):
+            with pytest.raises(AttachError, match="does not hold the fence"):
+                await fence.publish(ME, after=after)
 
     run(passage())
 
