@@ -13,11 +13,14 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bridge import borrowed
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
 DERIVED_LATER = "default_factory_not_called"
 """pydantic's word for a default that follows from other choices, and is not derived where one of them is at fault."""
+NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
+"""Variables of ours that one process sets for another: no person chooses by them."""
 
 
 class Config(BaseModel):
@@ -27,6 +30,8 @@ class Config(BaseModel):
 
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Another name under which a field may be given -> the field."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """The same for names that no help text shows."""
 
     @classmethod
     def resolve(
@@ -56,9 +61,14 @@ class Config(BaseModel):
 
     @classmethod
     def field_of(cls, key: str) -> str | None:
-        """Return the field that `key` names, by its own name or a synonym; None if there is none."""
-        field = cls.synonyms.get(key, key)
+        """Return the field that `key` names, by its own name or another one; None if there is none."""
+        field = cls.synonyms.get(key) or cls.aliases.get(key, key)
         return field if field in cls.model_fields else None
+
+    @classmethod
+    def names(cls) -> dict[str, None]:
+        """Return every name under which a field may be given, the fields' own last."""
+        return dict.fromkeys((*cls.aliases, *cls.synonyms, *cls.model_fields))
 
 
 def _given(
@@ -66,11 +76,31 @@ def _given(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield every given (key, value, how its place is named to a person), the strongest source last."""
     yield from ((key, value, f"{key} in {toml}") for key, value in _from_toml(toml).items())
-    for key in dict.fromkeys(key for cls in classes for key in (*cls.synonyms, *cls.model_fields)):
+    refuse_unknown_variables(os.environ)
+    for key in dict.fromkeys(key for cls in classes for key in cls.names()):
         variable = ENVIRONMENT_PREFIX + key.upper()
         if os.environ.get(variable):
             yield key, os.environ[variable], variable
     yield from ((key, value, flag(key)) for key, value in flags.items() if value is not None)
+
+
+def refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """Check that each variable of ours is a choice of some command: a typo would go unnoticed.
+
+    Raises:
+        UsageError: one is not.
+    """
+    classes = tuple(_kinds(Config))
+    known = {ENVIRONMENT_PREFIX + name.upper() for cls in classes for name in cls.names()} | NO_CHOICES
+    for variable, value in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and value and variable not in known:
+            raise _unknown(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), variable, classes)
+
+
+def _kinds(cls: type[Config]) -> Iterator[type[Config]]:
+    """Yield every kind of configuration, those of other commands too."""
+    for kind in cls.__subclasses__():
+        yield from (kind, *_kinds(kind))
 
 
 def _from_toml(path: Path | None) -> dict[str, Any]:
@@ -85,12 +115,12 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
 
 
 def _unknown(key: str, place: str, classes: tuple[type[Config], ...]) -> UsageError:
-    known = [name for cls in classes for name in (*cls.model_fields, *cls.synonyms)]
+    known = [name for cls in classes for name in cls.names()]
     near = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-    return UsageError(
-        f"{place}: there is no such choice",
-        remedy=f"did you mean {near[0]}?" if near else "see --help for every choice",
-    )
+    is_variable = place.startswith(ENVIRONMENT_PREFIX)
+    meant = [ENVIRONMENT_PREFIX + name.upper() if is_variable else name for name in near]
+    remedy = borrowed.hint(key) or (f"did you mean {meant[0]}?" if meant else "see --help for every choice")
+    return UsageError(f"{place}: there is no such choice", remedy=remedy)
 
 
 def _fault(fault: Any, named: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from bridge import __version__
+from bridge import __version__, borrowed
 from bridge.errors import BridgeError
 from cli import console, ending, signals
 from cli.compare import compare
@@ -49,8 +49,18 @@ class Command(PlainHelp, TyperCommand):
 class Group(PlainHelp, TyperGroup):
     """All of them."""
 
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options, those of shell completion without a type, too."""
+        options = super().get_params(ctx)
+        for option in options:
+            if option.name in {"install_completion", "show_completion"}:
+                option.metavar = ""
+        return options
 
-app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
+"""How every command reads its flags: `--learning_rate`, as others write it, is `--learning-rate`."""
+app = typer.Typer(cls=Group, context_settings=PARSING, rich_markup_mode="rich", pretty_exceptions_enable=False)
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "compare": compare,
@@ -65,7 +75,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
 }
 for name, function in COMMANDS.items():
-    app.command(name, cls=Command)(function)
+    app.command(name, cls=Command, context_settings=PARSING)(function)
 
 
 @app.callback(invoke_without_command=True)
@@ -116,6 +126,8 @@ def _usage(error: TyperException) -> tuple[str, str]:
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()
         return message[0].lower() + message[1:], help_hint
+    if hint := borrowed.hint(flag):
+        return f"no such flag: {flag}", hint
     near = sorted(error.possibilities or ())
     if near:
         return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"

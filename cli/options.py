@@ -117,8 +117,9 @@ def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator
                 shown[name] = field
     for name in sorted(shown, key=_place):
         yield _shown_flag(name, shown[name], _synonyms(name, configs))
-    others = {name for cls in configs for name in (*cls.model_fields, *cls.synonyms)} - shown.keys()
-    yield from (_hidden_flag(name, str) for name in sorted(others))
+    others = {name: cls.model_fields[str(cls.field_of(name))] for cls in configs for name in cls.names()}
+    for name in sorted(others.keys() - shown.keys()):
+        yield _hidden_flag(name, bool if _kind(others[name].annotation) is bool else str)
     yield from (_hidden_flag(f"no_{name}", bool) for name in shown if _kind(shown[name].annotation) is bool)
     if "mode" in shown:
         yield _hidden_flag("single_copy", bool)

@@ -3,13 +3,19 @@
 Not covered: how choices are given and merged (`bridge/choices.py`), training (`train.py`), feeding others (`feed.py`).
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 
 from bridge.choices import Config
+from bridge.borrowed import ROLLOUT_ALIASES
 
 
 class RolloutConfig(Config):
     """An environment, and how its rollouts are made."""
+
+    aliases: ClassVar[Mapping[str, str]] = ROLLOUT_ALIASES
 
     model_name: str
     """The model that samples: the folder or hub name that the server was started with."""

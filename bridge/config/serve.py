@@ -11,6 +11,7 @@ from pydantic import Field
 
 from bridge.address import Host
 from bridge.choices import Config
+from bridge.borrowed import SERVE_ALIASES
 
 DEFAULT_PORT = 9001
 
@@ -19,6 +20,7 @@ class ServeConfig(Config):
     """How the patched vLLM is started."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"model_name": "model", "vllm_port": "port"}
+    aliases: ClassVar[Mapping[str, str]] = SERVE_ALIASES
 
     model: str
     """The model to serve: a folder or a hub name."""

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from bridge.address import Host, Urls
 from bridge.choices import flag
+from bridge.borrowed import TRAIN_ALIASES
 from bridge.config.rollouts import RolloutConfig
 from bridge.config.serve import DEFAULT_PORT
 
@@ -28,6 +29,7 @@ class TrainConfig(RolloutConfig):
     """One training run."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name", "port": "vllm_port", "weight_bridge_mode": "mode"}
+    aliases: ClassVar[Mapping[str, str]] = TRAIN_ALIASES
 
     mode: Literal["shared_vllm", "lora_only", "none"] = "shared_vllm"
     """How new weights reach vLLM: not at all, as an adapter, or by a checkpoint and a restart."""

@@ -107,3 +107,49 @@ def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted() -> None:
     )
     done = run_python(code)
     assert "KeyboardInterrupt" in done.stderr
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_h_is_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for flag in ("-h", "--help"):
+        assert main.answer([*command, flag]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+def test_the_shell_completes_commands_and_flags() -> None:
+    code = "from cli.main import main; main()"
+    for words, wanted in (
+        ("bridge ver", "verify"),
+        ("bridge train --learn", ""),
+        ("bridge train --eval-i", "--eval-interval"),
+    ):
+        environment = {**os.environ, "_BRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "2"}
+        environment["COMP_CWORD"] = str(len(words.split()) - 1)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+        )
+        assert (done.stdout.split(), done.stderr) == ([wanted] if wanted else [], "")
+
+
+def test_underscores_are_dashes_as_others_write_them() -> None:
+    done = bridge("train", "--model", "m", "--learning_rate", "-1")
+    assert done.stderr.startswith("error: --learning-rate: must be greater than 0")
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--top-p", "--temperature is all there is to choose"),
+        ("--top_p", "--temperature is all there is to choose"),
+        ("--loss_type", "--loss dapo"),
+        ("--actor_rollout_ref.rollout.n", "--group-size"),
+        ("--per-device-train-batch-size", "--batch-size"),
+    ],
+)
+def test_a_flag_of_others_without_a_counterpart_is_told_what_to_do(flag: str, hint: str) -> None:
+    done = bridge("train", "--model", "m", flag, "0.9")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no such flag: --")
+    assert hint in done.stderr.splitlines()[-1]

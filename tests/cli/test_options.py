@@ -1,5 +1,6 @@
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bridge import borrowed
 from bridge.choices import Config
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import FeedConfig, ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from cli import options
 from cli.options import from_config
@@ -170,3 +172,69 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str | b
     toml.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UsageError, match=r"c\.toml is no TOML"):
         parse("--model", "m", "--config", str(toml))
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        (("--learning-rate", "1e-4"), "lr", 1e-4),
+        (("--num-generations", "4"), "group_size", 4),
+        (("--max-completion-length", "9"), "max_new_tokens", 9),
+        (("--max-steps", "3"), "training_steps", 3),
+        (("--mask-truncated-completions",), "mask_truncated", True),
+        (("--lora-rank", "16"), "lora_r", 16),
+    ],
+)
+def test_a_name_of_others_is_accepted_where_it_means_the_same(
+    given: tuple[str, ...], field: str, value: object
+) -> None:
+    (config,) = parse("--model", "m", *given)
+    assert getattr(config, field) == value
+
+
+def test_a_name_of_others_works_in_every_place_and_contradicts_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = tmp_path / "c.toml"
+    toml.write_text('model_name_or_path = "m"\nnum_generations = 2\n')
+    monkeypatch.setenv("BRIDGE_MAX_STEPS", "5")
+    serve, train = parse("--config", str(toml), configs=(ServeConfig, TrainConfig))
+    assert isinstance(serve, ServeConfig)
+    assert isinstance(train, TrainConfig)
+    assert (serve.model, train.model_name, train.group_size, train.training_steps) == ("m", "m", 2, 5)
+    with pytest.raises(UsageError, match="--lr 1 and --learning-rate 2 contradict each other"):
+        parse("--model", "m", "--lr", "1", "--learning-rate", "2")
+
+
+@pytest.mark.parametrize("cls", [ServeConfig, FeedConfig, TrainConfig])
+def test_every_name_of_others_is_of_a_choice_and_none_is_ours_already(cls: type[Config]) -> None:
+    assert set(cls.aliases.values()) <= set(cls.model_fields)
+    assert not cls.aliases.keys() & {*cls.model_fields, *cls.synonyms}
+    assert not borrowed.HINTS.keys() & set(cls.names())
+
+
+def test_a_hint_names_flags_that_there_are() -> None:
+    flags = {options._name(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
+    named = {flag for hint in borrowed.HINTS.values() for flag in re.findall(r"--[a-z0-9-]+", hint)}
+    assert named <= flags
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [("BRIDGE_LRR", "did you mean BRIDGE_LR?"), ("BRIDGE_TOP_P", borrowed.HINTS["top_p"])],
+)
+@pytest.mark.parametrize("configs", [(ServeConfig,), (ServeConfig, TrainConfig)])
+def test_a_variable_that_is_no_choice_is_refused_as_a_typo_in_a_file_is(
+    monkeypatch: pytest.MonkeyPatch, variable: str, hint: str, configs: tuple[type[Config], ...]
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(UsageError) as refused:
+        parse("--model", "m", configs=configs)
+    assert (refused.value.message, refused.value.remedy) == (f"{variable}: there is no such choice", hint)
+
+
+def test_a_variable_of_another_command_or_without_a_value_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LR": "1e-3", "SERVER_URL": "http://a:1", "MANIFEST_PATH": "/m", "NONSENSE": ""}.items():
+        monkeypatch.setenv(f"BRIDGE_{name}", value)
+    (config,) = parse("--model", "m", configs=(ServeConfig,))
+    assert isinstance(config, ServeConfig)
