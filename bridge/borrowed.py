@@ -47,14 +47,10 @@ TRAIN_ALIASES: Mapping[str, str] = {
 }
 """The same for a training run."""
 
-_WHOLE = (
-    "rollouts are sampled from the whole distribution, as the loss assumes: --temperature is all there is to choose"
-)
+_WHOLE = "rollouts come from the whole distribution, as the loss assumes; --temperature is all there is to choose"
 _CONSTANT = "the learning rate is constant: --lr"
 _DERIVED = "the micro-batch is derived from the memory that is free; --micro-batch-tokens sets it"
-_SERVER = (
-    "the server is always vLLM: bridge run starts one, bridge train takes a running one (--vllm-host, --vllm-port)"
-)
+_SERVER = "the server is always vLLM: bridge run starts one, bridge train takes a running one (--vllm-port)"
 
 HINTS: Mapping[str, str] = {
     "top_p": _WHOLE,

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from bridge.choices import Config
 from bridge.borrowed import ROLLOUT_ALIASES
+from bridge.choices import Config
 
 
 class RolloutConfig(Config):

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from bridge.address import Host
-from bridge.choices import Config
 from bridge.borrowed import SERVE_ALIASES
+from bridge.choices import Config
 
 DEFAULT_PORT = 9001
 

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from bridge.address import Host, Urls
-from bridge.choices import flag
 from bridge.borrowed import TRAIN_ALIASES
+from bridge.choices import flag
 from bridge.config.rollouts import RolloutConfig
 from bridge.config.serve import DEFAULT_PORT
 
