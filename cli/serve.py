@@ -58,6 +58,7 @@ def prepare(
     if shares_weights:
         compatibility.check_installed()
     check_model(config.model, shares_weights=shares_weights)
+    check_length(config)
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     check_port(config.host, config.port)
     if shares_weights:
@@ -97,6 +98,22 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         against = [*model_checks.unbuildable(model, config)]
     if against:
         raise UnsupportedModelError(f"--model {model}: {against[0].reason}", remedy=against[0].remedy)
+
+
+def check_length(config: ServeConfig) -> None:
+    """Check that vLLM can compute the positions of the longest sequence that is asked for.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    limit = model_checks.dynamic_limit(model_checks.read(config.model))
+    if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
+        found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
+        raise UsageError(
+            f"--model {config.model} has dynamic RoPE, of which vLLM has frequencies for {limit} tokens alone: {found}"
+            " is longer",
+            remedy=f"--max-model-len {limit}",
+        )
 
 
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:

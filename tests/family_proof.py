@@ -8,7 +8,7 @@ from math import sqrt
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.types import Group
 from bridge.verify import logprob_diffs
@@ -25,12 +25,12 @@ MOVED_AT_LEAST = 4
 
 
 def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (), lr: float = scenarios.LR) -> Result:
-    """Prove the family of `config` on a server of its own, and return what was found.
+    """Prove the family of `config` on a server of its own, with vLLM's own defaults, and return what was found.
 
     Random weights are scaled so that what a layer makes of its input is about as large, whatever its width.
     """
     model = tiny.write(config, folder / "model", std=GAIN / sqrt(config.hidden_size))
-    with scenarios.served(model, folder / "server", *engine) as server:
+    with scenarios.served(model, folder / "server", *engine, compiled=True) as server:
         result = trains(server, model, folder, lr=lr)
         scenarios.check_metrics(folder / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
         scenarios.verifies(server, folder)
@@ -70,7 +70,17 @@ def together(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _load(folder: Path, device: str) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    """Load it with plain transformers, whose longrope is vLLM's where both of its kinds of factors are the long ones.
+
+    vLLM takes them for sequences of any length as soon as one may be long, and transformers for long ones.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    if "long_factor" in (rope := config.rope_parameters or {}):
+        assert config.original_max_position_embeddings < scenarios.MAX_MODEL_LEN
+        config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16).to(
+        device
+    )
     return loaded
 
 

@@ -19,10 +19,15 @@ INTRODUCTION = """\
 # Families
 
 Nobody trusts a list: every row was proved by `make families`, from a tiny configuration with random weights on the
-real vLLM on a CPU. Every parameter of the transformers class and every element of vLLM's has a partner;
-log-probabilities agree before; three steps are taken in place through `bridge train`; the server then agrees with the
-saved checkpoint in plain transformers, and not with the weights before; `bridge verify` passes. This page is made of
-what those proofs wrote.
+real vLLM on a CPU, started with the defaults that a user gets. Every parameter of the transformers class and every
+element of vLLM's has a partner; log-probabilities agree before; three steps are taken in place through `bridge train`;
+the server then agrees with the saved checkpoint in plain transformers, and not with the weights before; `bridge verify`
+passes. This page is made of what those proofs wrote.
+
+Phi-3.5-mini and Phi-4-mini have RoPE that depends on the length (`longrope`). vLLM takes the long factors for every
+sequence as soon as `--max-model-len` exceeds `original_max_position_embeddings`, and the short ones otherwise. The
+trainer takes what the server takes; plain transformers takes what the longest sequence of a batch needs. `dynamic` RoPE
+is trained up to `max_position_embeddings`: vLLM has no frequencies beyond.
 
 A family that is missing here is no special case: its layout, like that of each one here, is learnt from vLLM's own
 `load_weights` ([`patches/layers.py`](../patches/layers.py)), and it passes the same checks or is refused by name.
@@ -67,6 +72,17 @@ REFUSED = (
     ("experts that a kernel packs", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
     ("a weight of another type than the model's", "its bytes are not those that are trained", "`--dtype`"),
     ("speculative decoding, expert parallelism, offloading", "another set of weights, or one that moves", "without it"),
+    (
+        "Llama 4's text model and ModernBERT's decoder; MPT, BLOOM",
+        "transformers finds no decoder in them; they take no positions, so that sequences cannot be packed",
+        "another",
+    ),
+    (
+        "`longrope` or `dynamic` RoPE in vLLM's Transformers backend",
+        "its frequencies change with each batch",
+        "another",
+    ),
+    ("`longrope` of PhiMoE", "transformers computes it in another way than vLLM", "another"),
     (
         "whatever vLLM computes, transposes, permutes or leaves out while it loads",
         "not the same bytes on both sides",

@@ -89,6 +89,17 @@ def window(config: Config | None, max_tokens: int | None) -> int | None:
     return size if size < longest else None
 
 
+def dynamic_limit(config: Config | None) -> int | None:
+    """Return the tokens for which vLLM has frequencies of dynamic RoPE; None: the model has no such RoPE.
+
+    vLLM's own default is longer by the factor of the scaling, and reads beyond the end of its table there.
+    """
+    rope = (config or {}).get("rope_parameters") or (config or {}).get("rope_scaling") or {}
+    limit = (config or {}).get("max_position_embeddings")
+    is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+    return limit if is_dynamic and isinstance(limit, int) else None
+
+
 def obstacles(config: Config) -> list[Obstacle]:
     """Return every reason that the configuration shows, the gravest first."""
     return [obstacle for rule in RULES for obstacle in rule(config)]

@@ -372,6 +372,18 @@ def test_a_model_written_as_a_path_has_to_be_there(given: str) -> None:
         serve.check_model(given)
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_path: Path) -> None:
+    scaling = {"type" if name == "rope_scaling" else "rope_type": "dynamic", "factor": 4.0}
+    document = {"model_type": "llama", "max_position_embeddings": 2048, name: scaling}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    for too_long in (None, 2049):
+        with pytest.raises(UsageError, match="has frequencies for 2048 tokens alone") as caught:
+            serve.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
+        assert caught.value.remedy == "--max-model-len 2048"
+    serve.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no config\.json"):
         serve.check_model(str(tmp_path))

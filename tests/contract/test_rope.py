@@ -25,7 +25,7 @@ FACTORS: dict[str, Any] = {
     "short_factor": [1.0 + 0.02 * place for place in range(48)],
     "long_factor": [1.08 + 1.3 * place for place in range(48)],
 }
-MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
+MSCALES: dict[str, Any] = {"short_mscale": 1.1, "long_mscale": 1.3}
 
 
 def phi(head_size: int = 96, **rope_parameters: Any) -> Phi3Config:

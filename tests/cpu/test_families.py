@@ -41,7 +41,8 @@ def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypat
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     model = tiny.write(FAMILIES["DeepSeek-V2-Lite"](), tmp_path / "model")
     port = str(free_port("127.0.0.1"))
-    flags = ("--model", model, "--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME, "--", "--enforce-eager")
+    place = ("--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME)
+    flags = ("--model", model, *place, "--", *scenarios.EAGER)  # the weights are refused, whatever is compiled of them
     said = scenarios.bridge("serve-vllm", *flags, folder=tmp_path, expect=UnsupportedModelError.exit_code)
     assert "W_UK_T" in said.stderr
     assert "derived by vLLM" in said.stderr

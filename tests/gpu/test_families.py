@@ -11,7 +11,7 @@ from tests import family_proof, family_results, scenarios
 from tests.models.families import FAMILIES, large
 
 LEAST_PARAMETERS = 100_000_000
-CHOSEN = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Mixtral")
+CHOSEN = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Phi-3.5-mini", "Phi-4-mini", "Mixtral")
 KV_CACHE = ("--kv-cache-memory-bytes", "1073741824")
 """A size and no share of the GPU, so that nothing is measured and several of these tests may run at once."""
 LR = 5e-5

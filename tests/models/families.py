@@ -73,6 +73,35 @@ def _phi() -> PhiConfig:
     return PhiConfig(**SMALL | {"num_key_value_heads": 4, "rope_parameters": rope, "tie_word_embeddings": False})
 
 
+def _phi3(partial_rotary_factor: float) -> Phi3Config:
+    """Phi-3.5-mini and Phi-4-mini: other frequencies once a sequence may be longer than 32 tokens, as ours become."""
+    size = int(SMALL["hidden_size"] // SMALL["num_attention_heads"] * partial_rotary_factor) // 2
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": partial_rotary_factor,
+        "short_factor": [1.0 + 0.05 * place for place in range(size)],
+        "long_factor": [1.1 + 1.5 * place for place in range(size)],
+    }  # fmt: skip
+    return Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def _yarn_qwen2() -> Qwen2Config:
+    """Qwen2.5 as its model card has it for long texts."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+    return Qwen2Config(**SMALL | {"rope_parameters": rope, "tie_word_embeddings": False})
+
+
+def _gemma3() -> PretrainedConfig:
+    """Gemma 3 from 4B on: linear scaling in the layers without a window."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    layers = ["sliding_attention", "full_attention"]
+    return _gemma(
+        Gemma3TextConfig, query_pre_attn_scalar=64, sliding_window=512, rope_parameters=rope, layer_types=layers
+    )
+
+
 def _gemma(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
     return kind(**SMALL, head_dim=64, tie_word_embeddings=True, **more)
 
@@ -92,6 +121,7 @@ def _deepseek_v2(q_lora_rank: int | None = None) -> DeepseekV2Config:
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Qwen2, Qwen2.5": tiny.qwen2,
     "Qwen2, tied": _tied_qwen2,
+    "Qwen2.5, YaRN": _yarn_qwen2,
     "Llama 3, 3.1": tiny.llama,
     "Llama 2": _llama2,
     "DeepSeek Coder, Yi": _linear_llama,
@@ -99,9 +129,11 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Mixtral": lambda: MixtralConfig(**SMALL, **EXPERTS, num_local_experts=4),
     "Phi-2": _phi,
     "Phi-3": lambda: Phi3Config(**SMALL, sliding_window=512, tie_word_embeddings=False),
+    "Phi-3.5-mini": lambda: _phi3(1.0),
+    "Phi-4-mini": lambda: _phi3(0.75),
     "Gemma": lambda: _gemma(GemmaConfig),
     "Gemma 2": lambda: _gemma(Gemma2Config, query_pre_attn_scalar=64, sliding_window=512),
-    "Gemma 3 (text)": lambda: _gemma(Gemma3TextConfig, query_pre_attn_scalar=64, sliding_window=512),
+    "Gemma 3 (text)": _gemma3,
     "DeepSeek-V2-Lite": _deepseek_v2,
     "DeepSeek-V2": lambda: _deepseek_v2(q_lora_rank=32),
     "StarCoder2": lambda: Starcoder2Config(**SMALL, sliding_window=512, tie_word_embeddings=True),
@@ -121,4 +153,11 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
 def large(config: PretrainedConfig) -> PretrainedConfig:
     """Return `config` at another size, with everything else that is odd about it."""
     sizes = {name: size for name, size in LARGE.items() if hasattr(config, name)}
-    return type(config).from_dict({**config.to_dict(), **sizes, "layer_types": None})
+    known = {**config.to_dict(), **sizes, "layer_types": None}
+    if "long_factor" in (rope := dict(known.get("rope_parameters") or {})):
+        heads = LARGE["hidden_size"] // LARGE["num_attention_heads"]
+        size = int(heads * rope["partial_rotary_factor"]) // 2
+        for name in ("short_factor", "long_factor"):
+            rope[name] = [rope[name][place * len(rope[name]) // size] for place in range(size)]
+        known["rope_parameters"] = rope
+    return type(config).from_dict(known)
