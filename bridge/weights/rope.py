@@ -2,8 +2,8 @@
 
 transformers chooses them anew for each batch, by its longest position, so that a short sequence beside a long one would
 be trained as another than the server sampled. vLLM chooses once, by the longest sequence that it was started for.
-Source: `vllm/model_executor/layers/rotary_embedding`, whose three files of this are the same in vLLM 0.26 to 0.33, and
-transformers' `modeling_rope_utils.py`.
+Source: `vllm/model_executor/layers/rotary_embedding`, the same in vLLM 0.26, 0.32 and 0.33, and transformers'
+`modeling_rope_utils.py`.
 
 Not covered: scaling that does not depend on the length (linear, llama3, yarn), which stays as transformers made it.
 """

@@ -39,4 +39,10 @@ LAYERS: tuple[Pin, ...] = (
         attributes=("org_vocab_start_index", "org_vocab_end_index", "num_org_elements"),
         why="the tokens of one rank",
     ),
+    Class(
+        module="vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope",
+        name="Phi3LongRoPEScaledRotaryEmbedding",
+        attributes=("use_long_rope", "short_mscale", "long_mscale"),
+        why="the trainer takes the frequencies that it chooses, by rules of ours (`bridge/weights/rope.py`)",
+    ),
 )

@@ -39,6 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+    assert llama.manifest.max_model_len == scenarios.MAX_MODEL_LEN
     scenarios.trains_in_place(llama, tmp_path)
 
 

@@ -248,7 +248,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
             mode = FakeMode(toy, server.url, **choices)
             monkeypatch.setattr(loop, "MODES", {"shared_vllm": lambda *_: mode})
             if mode.dropout:  # two passes then differ
-                monkeypatch.setattr(preparation, "prepare", lambda *_: None)
+                monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)
 
     return start
