@@ -21,13 +21,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
 import torch
+from safetensors.torch import save_file
 
 from bridge.client import BridgeClient
 from bridge.optimizers import slabs
+from bridge.optimizers.slabs import Piece
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.protocol import Status
 from bridge.rollouts.sampler import Sampler
@@ -57,6 +60,8 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(["a full disk", "a restarted server", "foreign requests"], PHASES),
 }
 """What may happen, and in which phases."""
+ENDS_THE_SERVER = "SIGKILL of the server", "SIGKILL of the engine", "a restarted server"
+"""Faults after which another server has to be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class Trainer:
     def __init__(self, disturbance: Disturbance) -> None:
         self.disturbance = disturbance
         self.client: BridgeClient | None = None
-        self.num_streams = self.num_pauses = self.num_pieces = 0
+        self.server_pid = self.num_streams = self.num_pauses = self.num_pieces = 0
         self.has_struck = False
 
     def strike(self) -> None:
@@ -127,8 +132,7 @@ def strikes(trainer: Trainer) -> dict[str, Callable[[], None]]:
 
 def server_of(trainer: Trainer) -> psutil.Process:
     """Return the API server's process."""
-    assert trainer.client is not None
-    return psutil.Process(trainer.client.server_pid)  # type: ignore[attr-defined]
+    return psutil.Process(trainer.server_pid)
 
 
 def engine_of(trainer: Trainer) -> psutil.Process:
@@ -216,18 +220,17 @@ def while_it_writes(trainer: Trainer) -> None:
     slabs.SMALL_ELEMENTS["cpu"] = 0  # or all parameters of a small model are written at once
     write = SplitMasterAdamW._step_piece
 
-    def disturbed(self: SplitMasterAdamW, *given: Any) -> None:
-        write(self, *given)
-        trainer.num_pieces += trainer.is_at_its_fence()
+    def disturbed(self: SplitMasterAdamW, piece: Piece, *given: Any) -> None:
+        write(self, piece, *given)
+        trainer.num_pieces += piece.step == trainer.disturbance.step
         if trainer.num_pieces == trainer.disturbance.num_pieces:
             trainer.strike()
 
-    SplitMasterAdamW._step_piece = disturbed  # type: ignore[method-assign]
+    SplitMasterAdamW._step_piece = disturbed  # type: ignore[method-assign,assignment]
 
 
 def while_it_saves(trainer: Trainer) -> None:
     """Strike when half of the optimizer's state is in its file; what the trainer outlives, it goes on to save."""
-    save_file = trainer_state.save_file
 
     def disturbed(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if f".step_{trainer.disturbance.step}." in str(path) and not trainer.has_struck:
@@ -236,7 +239,7 @@ def while_it_saves(trainer: Trainer) -> None:
             trainer.strike()
         save_file(tensors, path)
 
-    trainer_state.save_file = disturbed
+    mock.patch.object(trainer_state, "save_file", disturbed).start()
 
 
 HOOKS: Mapping[str, Callable[[Trainer], None]] = {
@@ -248,42 +251,63 @@ HOOKS: Mapping[str, Callable[[Trainer], None]] = {
 }
 
 
-def watch(trainer: Trainer, record: Path) -> None:
-    """Count the fences, and record every version before it is published."""
-    connect, pause, publish = BridgeClient.__init__, BridgeClient.pause, BridgeClient.publish
+def watch(trainer: Trainer) -> None:
+    """Note whom it talks to, and count its fences."""
+    connect, pause = BridgeClient.__init__, BridgeClient.pause
 
     def connected(self: BridgeClient, *given: Any, **choices: Any) -> None:
         connect(self, *given, **choices)
-        self.server_pid = given[0].server.pid  # type: ignore[attr-defined]
-        trainer.client = self
+        trainer.client, trainer.server_pid = self, given[0].server.pid
 
     def counted(self: BridgeClient, *given: Any, **choices: Any) -> Status:
         trainer.num_pauses += 1
         return pause(self, *given, **choices)
 
+    BridgeClient.__init__ = connected  # type: ignore[method-assign]
+    BridgeClient.pause = counted  # type: ignore[method-assign]
+
+
+def record(path: Path) -> None:
+    """Record every version before it is published."""
+    publish = BridgeClient.publish
+
     def recorded(self: BridgeClient, version: int | None = None) -> Status:
         status = self.status()
         following = max(status.version + 1, version or 0)
         line = {"server": status.server.pid, "version": following, "digests": self.digests()}
-        with record.open("a") as lines:
+        with path.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         return publish(self, version)
 
-    BridgeClient.__init__ = connected  # type: ignore[method-assign]
-    BridgeClient.pause = counted  # type: ignore[method-assign]
     BridgeClient.publish = recorded  # type: ignore[method-assign]
 
 
+def arm(disturbance: Disturbance) -> Trainer:
+    """Put a fault into its place in this process."""
+    trainer = Trainer(disturbance)
+    if disturbance != UNDISTURBED:
+        HOOKS[disturbance.phase](trainer)
+    watch(trainer)  # around the hook: a step is counted before it is disturbed
+    return trainer
+
+
 def run(disturbance: Disturbance, folder: Path, command: Sequence[str]) -> None:
-    """Run the command in `folder`, as a process that does nothing else."""
+    """Run the command in `folder`, as a process that does nothing else, and record what it publishes."""
     os.chdir(folder)
     with Path(SAID).open("w") as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
         os.dup2(said.fileno(), sys.stdout.fileno())
     os.environ["NO_COLOR"] = "1"
     sys.argv = ["bridge", *command]
-    trainer = Trainer(disturbance)
-    if disturbance != UNDISTURBED:
-        HOOKS[disturbance.phase](trainer)
-    watch(trainer, Path(PUBLISHED))  # around the hook: a step is counted before it is disturbed
+    arm(disturbance)
+    record(Path(PUBLISHED))
     main.main()
+
+
+def program(disturbance: Disturbance) -> str:
+    """Return a program for `python -c` that runs the command with one fault, and records nothing."""
+    root = str(Path(__file__).parents[1])
+    return (
+        f"import sys; sys.path.insert(0, {root!r}); from tests.disturbed import Disturbance, arm, main; "
+        f"arm({disturbance!r}); main.main()"
+    )

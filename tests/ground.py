@@ -10,9 +10,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as StillWaiting
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,9 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bridge.client import BridgeClient
+from bridge.errors import BridgeError
 from bridge.protocol import COMPLETIONS, Status
 from bridge.training import checkpoint
 from bridge.weights.attach import attach
+from cli import children
 from cli.serve import free_port
 from tests import disturbed
 from tests.disturbed import UNDISTURBED, Disturbance
@@ -40,7 +40,7 @@ STEPS = 3
 BESIDE = "beside"
 STILL_S = 2.0
 """Far longer than the server takes for the request that is sent meanwhile."""
-ENVIRONMENT = """
+UNEVEN = """
 class Uneven:
     def __iter__(self):
         yield from ({"prompt": f"say {number}:"} for number in range(40))
@@ -70,6 +70,7 @@ class Ground:
     versions: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
     """Server's pid and version -> digest of every tensor."""
     num_rounds: int = 0
+    num_servers: int = 0
     _beside: list[BaseProcess] = field(default_factory=list)
     """What runs beside a trainer."""
 
@@ -91,10 +92,12 @@ class Ground:
         try:
             self._until_it_ends(trainer, folder)
         finally:
-            trainer.kill()
-            trainer.join()
+            beside, self._beside = self._beside, []
+            for process in (trainer, *beside):
+                process.kill()
+                process.join()
         assert trainer.exitcode is not None
-        return Round(folder, trainer.exitcode, self._beside.pop().exitcode if self._beside else None)
+        return Round(folder, trainer.exitcode, beside[0].exitcode if beside else None)
 
     def prove(self) -> "Proof":
         """Return what became of the server, which serves a whole version now.
@@ -102,14 +105,14 @@ class Ground:
         Raises:
             NotWholeError: it does not.
         """
-        if not self.server.child.is_alive() or not self._answers():
-            self.start_again()
-            return Proof("gone", f"gone; started again with {self._check_whole(self._status())}")
-        status = self._status()
-        if status.state != "torn":
-            return Proof("whole", self._check_whole(status))
-        self._check_still()
-        return Proof("torn", f"torn; {self._restored(status)}")
+        try:
+            if self._answers():
+                return self._proof(self._status())
+        except (BridgeError, httpx.HTTPError) as error:
+            if self._answers():
+                raise NotWholeError(f"the server is alive, and fails: {error}") from error
+        self.start_again()
+        return Proof("gone", f"gone; started again with {self._check_whole(self._status())}")
 
     def start_again(self) -> None:
         """Replace the server by a new one at the same address."""
@@ -127,7 +130,7 @@ class Ground:
 
     def _begin(self, folder: Path, command: Sequence[str], disturbance: Disturbance = UNDISTURBED) -> BaseProcess:
         folder.mkdir()
-        (folder / "uneven.py").write_text(ENVIRONMENT)
+        (folder / "uneven.py").write_text(UNEVEN)
         started = START.Process(target=disturbed.run, args=(disturbance, folder, command))
         started.start()
         return started
@@ -150,6 +153,7 @@ class Ground:
     def _do(self, request: str, folder: Path) -> None:
         """Do what a trainer asks for; its request is removed once that is done."""
         if request == disturbed.RESTART:
+            children.kill(self.server.child)
             self.start_again()
         elif not self._beside:
             verify = ("verify", "--vllm-config-path", str(self.server.path))
@@ -163,8 +167,16 @@ class Ground:
             entry = json.loads(line)
             self.versions[entry["server"], entry["version"]] = entry["digests"]
 
+    def _proof(self, status: Status) -> "Proof":
+        if status.state != "torn":
+            return Proof("whole", self._check_whole(status))
+        self._check_still()
+        return Proof("torn", f"torn; {self._restored(status)}")
+
     def _start(self) -> None:
-        self.server = self._stack.enter_context(self.serve(self.model, self.folder / "server", port=self.port))
+        self.num_servers += 1  # each has a folder of its own, where no manifest of another one lies
+        folder = self.folder / f"server_{self.num_servers}"
+        self.server = self._stack.enter_context(self.serve(self.model, folder, port=self.port))
         self._check_equals(self.model)
         self._note()
 
@@ -197,13 +209,9 @@ class Ground:
 
     def _check_still(self) -> None:
         """Check that a torn server generates nothing."""
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self._generate, STILL_S)
-            try:
-                answer.result()
-            except (StillWaiting, httpx.TimeoutException):
-                return
-        raise NotWholeError("the weights are torn, and the server generates")
+        with suppress(httpx.TimeoutException):
+            self._generate(STILL_S)
+            raise NotWholeError("the weights are torn, and the server generates")
 
     def _restored(self, status: Status) -> str:
         whole = Path(status.last_checkpoint or self.model)
@@ -222,7 +230,8 @@ class Ground:
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"{self.server.manifest.url}/health", timeout=60, trust_env=False).is_success
+            health = httpx.get(f"{self.server.manifest.url}/health", timeout=60, trust_env=False)
+            return health.is_success and self.server.child.is_alive()
         except httpx.TransportError:
             return False
 

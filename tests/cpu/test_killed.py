@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from bridge.training import checkpoint
-from tests import scenarios
+from tests import disturbed, scenarios
 from tests.cpu.test_restore import different, mean_difference, status, whole_model
+from tests.disturbed import UNDISTURBED, Disturbance
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
@@ -38,38 +39,19 @@ class Numbered:
     def score(self, problem, completion):
         return sum(map(ord, completion)) % 10 / 10
 """
-UNDISTURBED = "from cli.main import main; main()"
+COMMAND = "\nfrom cli.main import main; main()"
 PRELUDE = f"""
-import os, re, resource, signal, threading, time, urllib.request
+import os, resource, signal
 from bridge.files.run_directory import RunDirectory
-from bridge.training import checkpoint, trainer_state
+from bridge.training import checkpoint
 
 STEP = {KILLED_IN_STEP}
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 """
-WHILE_IT_SAMPLES = """
-from bridge.rollouts.sampler import Sampler
-
-stream = Sampler.stream
-
-def watch(url):
-    while True:
-        told = urllib.request.urlopen(f"{url}/metrics").read().decode()
-        if any(map(float, re.findall(r"^vllm:num_requests_running{.*} (.*)$", told, re.MULTILINE))):
-            die()
-
-async def stream_and_die(self, endpoints, *prompts, seed, **choices):
-    if seed == STEP:
-        threading.Thread(target=watch, args=(endpoints[0].url,), daemon=True).start()
-    async for group in stream(self, endpoints, *prompts, seed=seed, **choices):
-        yield group
-    if seed == STEP:  # the server was quicker than the watch
-        die()
-
-Sampler.stream = stream_and_die
-"""
+WHILE_IT_SAMPLES = Disturbance(fault="SIGKILL", phase="rollouts", step=KILLED_IN_STEP)
+WHILE_IT_SAVES = Disturbance(fault="SIGKILL", phase="saving", step=KILLED_IN_STEP)
 BEFORE_ITS_LINE = """
 append = RunDirectory.append
 RunDirectory.append = lambda self, metrics: die() if metrics.step == STEP else append(self, metrics)
@@ -77,17 +59,6 @@ RunDirectory.append = lambda self, metrics: die() if metrics.step == STEP else a
 BEFORE_ITS_CHECKPOINT = """
 save = checkpoint.save
 checkpoint.save = lambda folder, *rest: die() if folder.name == f"step_{STEP}" else save(folder, *rest)
-"""
-WHILE_IT_SAVES = """
-save_file = trainer_state.save_file
-
-def save_half_and_die(tensors, path):
-    save_file(tensors, path)
-    if f".step_{STEP}." in str(path):
-        os.truncate(path, path.stat().st_size // 2)
-        die()
-
-trainer_state.save_file = save_half_and_die
 """
 FULL_AFTER_ITS_FIRST_CHECKPOINT = """
 save = checkpoint.save
@@ -112,10 +83,10 @@ class Run:
     def saved(self) -> Path:
         return self.folder / "saved"
 
-    def train(self, *flags: str, expect: int, disturbed: str = "") -> list[str]:
+    def train(self, *flags: str, expect: int, by: Disturbance | str = UNDISTURBED) -> list[str]:
         """Run one trainer to its end, and return what it told people, a line each."""
         (self.folder / "numbered.py").write_text(ENVIRONMENT)
-        code = f"{PRELUDE}{disturbed}\n{UNDISTURBED}" if disturbed else UNDISTURBED
+        code = disturbed.program(by) if isinstance(by, Disturbance) else f"{PRELUDE}{by}{COMMAND}"
         done = subprocess.run(
             [
                 *(sys.executable, "-c", code, "train", "--model-name", self.server.manifest.model),
@@ -134,9 +105,9 @@ class Run:
         assert "Traceback" not in done.stderr, done.stderr
         return done.stderr.splitlines()
 
-    def killed(self, disturbed: str) -> None:
+    def killed(self, by: Disturbance | str) -> None:
         """Begin, and be killed in step 6; everything is as the last checkpoint and the server's fence want it."""
-        self.train("--run-dir", "run", expect=-signal.SIGKILL, disturbed=disturbed)
+        self.train("--run-dir", "run", expect=-signal.SIGKILL, by=by)
         assert [path.name for path in visible(self.saved)] == ["step_2", LAST]
         assert status(self.server).state == "serving"
         self.server.sample()  # raises where it does not answer
@@ -208,7 +179,7 @@ def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> R
 
 
 @pytest.mark.parametrize(
-    ("disturbed", "lost", "num_scratch"),
+    ("by", "lost", "num_scratch"),
     [
         (WHILE_IT_SAMPLES, [5], 0),
         (BEFORE_ITS_LINE, [5], 0),
@@ -218,9 +189,9 @@ def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> R
     ids=["while it samples", "when it published", "when it noted that", "while it saves"],
 )
 def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
-    run: Run, problems: dict[int, list[str]], disturbed: str, lost: list[int], num_scratch: int
+    run: Run, problems: dict[int, list[str]], by: Disturbance | str, lost: list[int], num_scratch: int
 ) -> None:
-    run.killed(disturbed)
+    run.killed(by)
     assert [path.name.startswith(f".step_{KILLED_IN_STEP}.") for path in scratch(run.saved)] == [True] * num_scratch
     told = run.train("--resume", expect=0)
     assert told[0] == f"going on after step 4, from {run.saved.relative_to(run.folder) / LAST}"
@@ -247,7 +218,7 @@ def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
     run: Run, problems: dict[int, list[str]]
 ) -> None:
     before = status(run.server).version
-    told = run.train("--run-dir", "run", expect=2, disturbed=FULL_AFTER_ITS_FIRST_CHECKPOINT)
+    told = run.train("--run-dir", "run", expect=2, by=FULL_AFTER_ITS_FIRST_CHECKPOINT)
     *_, error, gap, hint = told
     assert error.startswith(f"error: cannot write {run.saved / LAST}: ")
     assert error.endswith(" bytes free)")

@@ -19,8 +19,9 @@ from bridge.protocol import Status
 from cli.engine import ServedEngine
 from cli.serve import free_port
 from cli.server_command import ServerCommand
-from tests import scenarios
-from tests.cpu.test_restore import ENVIRONMENT, KILLED_WHILE_IT_WRITES
+from tests import disturbed, scenarios
+from tests.disturbed import Disturbance
+from tests.ground import UNEVEN
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
@@ -72,9 +73,9 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
 
 def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int:
     """Train until the trainer kills itself after half of its third write; return its pid."""
-    (folder / "uneven.py").write_text(ENVIRONMENT)
-    last = (KILLED_IN_STEP - 1) * NUM_MATRICES + NUM_MATRICES // 2
-    argv = [sys.executable, "-c", KILLED_WHILE_IT_WRITES.format(last=last), "train", *adapter_flags("memory"), *flags]
+    (folder / "uneven.py").write_text(UNEVEN)
+    killed = Disturbance(fault="SIGKILL", phase="writing", step=KILLED_IN_STEP, num_pieces=NUM_MATRICES // 2)
+    argv = [sys.executable, "-c", disturbed.program(killed), "train", *adapter_flags("memory"), *flags]
     argv += ["--model-name", server.manifest.model, "--environment", "uneven.py:Uneven", "--training-steps", "5"]
     argv += ["--batch-size", "8", "--group-size", "4", "--lr", "3e-3", "--max-new-tokens", "16"]
     argv += ["--vllm-config-path", str(server.path), "--run-dir", "run", "--save-path", "saved"]

@@ -26,7 +26,9 @@ from bridge.protocol import Status
 from bridge.types import Group
 from bridge.verify import logprob_diffs
 from bridge.weights.attach import attach
-from tests import scenarios
+from tests import disturbed, scenarios
+from tests.disturbed import Disturbance
+from tests.ground import UNEVEN
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
@@ -34,34 +36,6 @@ KILLED_IN_STEP = 3
 LIMIT_S = 240
 STILL_S = 3
 """Far longer than the server takes for the request that is asked of it meanwhile."""
-ENVIRONMENT = """
-class Uneven:
-    def __iter__(self):
-        yield from ({"prompt": f"say {number}:"} for number in range(40))
-
-    def score(self, problem, completion):
-        return sum(map(ord, completion)) % 10 / 10
-"""
-"""Its groups always have a gradient: without one there is nothing to write."""
-KILLED_WHILE_IT_WRITES = """
-import os, signal
-from bridge.optimizers import slabs
-from bridge.optimizers.split_adamw import SplitMasterAdamW
-from cli.main import main
-
-slabs.SMALL_ELEMENTS["cpu"] = 0  # or all parameters of a small model are written at once
-whole, written = SplitMasterAdamW._step_piece, 0
-
-def step(self, *given):
-    global written
-    whole(self, *given)
-    written += 1
-    if written == {last}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-SplitMasterAdamW._step_piece = step
-main()
-"""
 
 
 @dataclass(frozen=True)
@@ -116,11 +90,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def torn(server: LiveServer, tmp_path: Path) -> Torn:
-    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    (tmp_path / "uneven.py").write_text(UNEVEN)
     version = status(server).version + KILLED_IN_STEP - 1
     num_parameters = sum(1 for _ in whole_model(Path(server.manifest.model)).parameters())
-    last = (KILLED_IN_STEP - 1) * num_parameters + num_parameters // 2
-    argv = [sys.executable, "-c", KILLED_WHILE_IT_WRITES.format(last=last), "train", *training(server, tmp_path, 5)]
+    killed = Disturbance(fault="SIGKILL", phase="writing", step=KILLED_IN_STEP, num_pieces=num_parameters // 2)
+    argv = [sys.executable, "-c", disturbed.program(killed), "train", *training(server, tmp_path, 5)]
     argv += ["--vllm-config-path", str(server.path), "--run-dir", str(tmp_path / "run")]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as trainer:
         try:

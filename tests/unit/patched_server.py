@@ -82,7 +82,6 @@ def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
     """Run one for the model in `model`, as `scenarios.served` runs vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / manifests.MANIFEST_NAME
-    path.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "tests.unit.patched_server", str(model), str(path), str(port)]
     child = children.start(argv, os.environ, folder / "serve.log")
     try:
