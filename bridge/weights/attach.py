@@ -62,14 +62,12 @@ def attach(manifest: Manifest, *, trust_remote_code: bool = False) -> AttachedMo
     """Build the manifest's model and attach all of its parameters.
 
     Raises:
-        ManifestError: the manifest is of another dtype, degree or model than this process can attach to.
+        ManifestError: the manifest is of another degree or model than this process can attach to.
         UnsupportedModelError: a parameter of either side has no partner, or the two compute positions differently.
         AttachError: the memory cannot be opened.
     """
     _refuse_other_shapes_of_servers(manifest)
-    dtype = getattr(torch, manifest.dtype, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ManifestError(f"the manifest names the type {manifest.dtype!r}", remedy="restart the server")
+    dtype: torch.dtype = getattr(torch, manifest.dtype)
     model = skeleton.build(manifest.model, dtype, trust_remote_code=trust_remote_code)
     _check_layout(manifest, skeleton.shapes(model))
     rope.follow_server(model, manifest.max_model_len, server_class=manifest.model_class)

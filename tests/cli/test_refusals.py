@@ -5,6 +5,7 @@ Not covered: what goes wrong once training has begun, on the real vLLM (`tests/c
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -411,14 +412,16 @@ def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_
     (tmp_path / "toy.py").write_text(TOY_VLLM)
     model = tiny.write(tiny.llama(), tmp_path / "model")
     place = tmp_path / "manifest.json"
+    bridge = (sys.executable, "-c", RUN_ON_A_TOY)
+    environment = {**os.environ, "NO_COLOR": "1", "TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(root)}
     process = subprocess.Popen(
         [
-            *(sys.executable, "-c", RUN_ON_A_TOY, "run", "--model", str(model), "--vllm-config-path", str(place)),
+            *(*bridge, "run", "--model", str(model), "--vllm-config-path", str(place)),
             *("--port", str(free_port("127.0.0.1")), "--training-steps", "500", "--batch-size", "8"),
-            *("--group-size", "4", "--max-new-tokens", "8", "--run-dir", "run", "--save-path", "saved"),
+            *("--group-size", "4", "--max-new-tokens", "8"),
         ],
         cwd=tmp_path,
-        env={**os.environ, "NO_COLOR": "1", "TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(root)},
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -438,7 +441,8 @@ def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_
         tree = psutil.Process(process.pid).children(recursive=True)
         assert len(tree) >= 2, tree
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=RUN_LIMIT_S)[1].splitlines()[-1] == "interrupted"
+        ending = process.communicate(timeout=RUN_LIMIT_S)[1].splitlines()
+        assert ending[-1] == "interrupted"
     finally:
         limit.cancel()
         process.kill()
@@ -446,6 +450,18 @@ def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_
     assert process.returncode == 130
     assert not [member for member in tree if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
     assert not place.exists()
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1))
-    assert [folder.name for folder in (tmp_path / "saved").iterdir()] == [f"step_{len(steps)}"]
+    (run,) = (tmp_path / "runs").iterdir()
+    num_steps = len((run / "metrics.jsonl").read_text().splitlines())
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == [f"step_{num_steps}"]
+    commands = dict(line.split(":", 1) for line in ending if line.startswith(("checkpoint:", "resume:", "report:")))
+    assert commands["checkpoint"].strip() == f"runs/{run.name}/checkpoints/step_{num_steps}"
+    assert commands["report"].split() == ["bridge", "report", f"runs/{run.name}"]
+    for name, flags in (("resume", ["--training-steps", str(num_steps + 1)]), ("report", [])):
+        words = shlex.split(commands[name])
+        done = subprocess.run(
+            [*bridge, *words[1:], *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, num_steps + 2))
+    assert (run / "report.html").exists()

@@ -227,9 +227,6 @@ def test_a_quantised_model_is_refused(llama: ToyServer, tmp_path: Path) -> None:
         {"dp_shard_degree": 2},
         {"single_copy_enabled": False},
         {"shared_weights_enabled": False},
-        {"dtype": "float99"},
-        {"dtype": "nn"},
-        {"dtype": "int32"},
     ],
 )
 def test_a_manifest_of_another_kind_of_server_is_refused(llama: ToyServer, changes: dict[str, Any]) -> None:

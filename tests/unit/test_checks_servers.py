@@ -11,6 +11,7 @@ import pytest
 
 from bridge.checks import manifest as checks
 from bridge.checks import port, servers
+from bridge.checks.result import Check
 from bridge.checks.servers import living
 from bridge.errors import ManifestError
 from bridge.process import ProcessIdentity
@@ -104,7 +105,12 @@ def test_verify_uses_it_and_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proved: list[Path] = []
-    monkeypatch.setattr(verify, "proof", lambda path, as_json: proved.append(path) or [])
+
+    def proof(path: Path, *, as_json: bool) -> list[Check]:
+        proved.append(path)
+        return []
+
+    monkeypatch.setattr(verify, "proof", proof)
     with server(tmp_path / "there") as path:
         verify.verify()
     assert proved == [path]

@@ -236,6 +236,8 @@ HANDLE = {
         ({"server": {"pid": 1}}, "server.start_ticks"),
         ({"backend": "carrier_pigeon"}, "backend"),
         ({"dtype": "float31"}, "dtype"),
+        ({"dtype": "int32"}, "dtype"),
+        ({"dtype": "nn"}, "dtype"),
         ({"ipc_handles": {"w": {**HANDLE, "dtype": "nn"}}}, "ipc_handles.w.shared_memory.dtype"),
         ({"param_mappings": {"w": {**VIEW, "offset": -1}}}, "param_mappings.w.offset"),
         ({"param_mappings": {"w": {**VIEW, "shape": "4"}}}, "param_mappings.w.shape"),
