@@ -23,6 +23,9 @@ from bridge.weights.manifest import MANIFEST_NAME
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
+REPORT = "report.html"
+CHECKED_APART = {CHECKPOINTS, REPORT, MANIFEST_NAME}
+"""What is known by its own content, and replaces nothing else wherever it is written."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class RunDirectory:
                 remedy="name another with --run-dir"
                 + (f", or go on with that run: --resume --save-path {run.save_path}" if run.save_path else ""),
             )
-        mark.refuse_foreign(path, run.names, flag="--run-dir")
+        mark.refuse_foreign(path, run.names - CHECKED_APART, flag="--run-dir")
         mark.put(path, kind)
         return run
 
@@ -151,7 +154,7 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         """Return the file of the page that `bridge report` writes."""
-        return self.path / "report.html"
+        return self.path / REPORT
 
     @property
     def names(self) -> frozenset[str]:

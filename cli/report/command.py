@@ -12,13 +12,14 @@ import typer
 
 from bridge.errors import UsageError
 from bridge.files import atomic_file
+from bridge.files.run_directory import REPORT
 from cli import console
 from cli.options import Json
 
 if TYPE_CHECKING:
     from cli.report.page import View
 
-NAME = "report.html"
+NAME = REPORT
 HEAD_BYTES = 2048
 """Where a page of ours says so."""
 

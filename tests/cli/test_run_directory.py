@@ -70,7 +70,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
 
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "a model": lambda folder: (folder / "config.json").write_text('{"model_type": "llama", "save_path": "x"}'),
-    "a page": lambda folder: (folder / "report.html").touch(),
+    "a log": lambda folder: (folder / "serve.log").touch(),
     "models that are served": lambda folder: (folder / "served" / "version_1").mkdir(parents=True),
     "a link": lambda folder: (folder / "events.log").symlink_to(folder / "diary.txt"),
 }
@@ -87,8 +87,9 @@ def test_nothing_is_written_over_in_a_folder_that_bridge_did_not_make(tmp_path: 
 
 
 def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> None:
-    (tmp_path / "task.py").touch()
-    (tmp_path / "checkpoints").mkdir()
+    for name in ("task.py", "vllm_bridge_config.json", "report.html", "checkpoints/best"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
     run = RunDirectory.create(tmp_path, environment="arithmetic")
     run.write_config(TrainConfig(model_name="m"))
     assert RunDirectory.create(tmp_path, environment="arithmetic").path == tmp_path
