@@ -16,8 +16,11 @@ TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
 REAL_VLLM_TIMEOUT_S = 900
 
-# What is started in the background of a script ignores SIGINT, and so does all that it starts: Ctrl-C is tested here.
+# What is started in the background of a script, or under nohup, ignores some of these signals, and so does all that it
+# starts: what they do is tested here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(ignored, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

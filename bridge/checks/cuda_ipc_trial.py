@@ -17,6 +17,8 @@ from bridge.weights import cuda_ipc
 from bridge.weights.shard import CudaHandle
 
 MODULE = "bridge.checks.cuda_ipc_trial"
+DTYPE = torch.float32
+"""One that a manifest may name, and that holds the mark."""
 NUM_ELEMENTS = 1024
 PLACE = 321
 WRITER_TIMEOUT_S = 60.0
@@ -24,7 +26,7 @@ WRITER_TIMEOUT_S = 60.0
 
 def export(uuid: str) -> int:
     """Share zeros, let another process write the mark, and print what is there then."""
-    tensor = torch.zeros(NUM_ELEMENTS, dtype=torch.int32, device=cuda_ipc.device_of(uuid))
+    tensor = torch.zeros(NUM_ELEMENTS, dtype=DTYPE, device=cuda_ipc.device_of(uuid))
     torch.cuda.synchronize(tensor.device)
     handle = cuda_ipc.export(tensor)
     described = handle.model_dump_json()
@@ -32,7 +34,7 @@ def export(uuid: str) -> int:
     if trouble := writer.trouble():
         return refuse(f"the second process: {trouble}")
     torch.cuda.synchronize(tensor.device)
-    sys.stdout.write(f"{READ}{tensor[PLACE].item()}\n")
+    sys.stdout.write(f"{READ}{int(tensor[PLACE].item())}\n")
     return 0
 
 

@@ -150,7 +150,7 @@ class Budget:
             self._recompute()
             fitting = self._fitting(free)
         tokens = min(max(fitting, self._longest), self._most)
-        if self._on_gpu or tokens < self._most:
+        if self._on_gpu or tokens < min(self._most, MOST_TOKENS):
             self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
         if fitting < self._longest and not self._on_gpu:
             self._note(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")

@@ -39,13 +39,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
-    scenarios.trains_in_place(llama, tmp_path)
-
-
 def test_the_models_own_sampling_parameters_shape_no_way_of_sampling(llama: LiveServer) -> None:
     with httpx.Client(base_url=llama.manifest.url, timeout=120, trust_env=False) as http:
         scenarios.samples_the_whole_distribution(llama, http)
+
+
+def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+    scenarios.trains_in_place(llama, tmp_path)
 
 
 def test_a_checkpoint_is_restored_into_the_live_weights(llama: LiveServer, tmp_path: Path) -> None:

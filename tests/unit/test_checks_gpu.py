@@ -1,10 +1,14 @@
 """Each check of the GPU, from facts; the CUDA IPC trial's end is judged here and run in tests/gpu."""
 
 import pytest
+import torch
+from pydantic import TypeAdapter
 
-from bridge.checks import cuda_ipc, gpu
+from bridge.checks import cuda_ipc, cuda_ipc_trial, gpu
 from bridge.checks.child import Ended
+from bridge.checks.cuda_ipc import MARK
 from bridge.checks.facts import CudaState, Facts, TorchBuild
+from bridge.weights.shard import Dtype
 from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts
 
 BLIND = Facts(
@@ -116,3 +120,9 @@ def test_a_hanging_driver_is_a_failure_not_a_hang() -> None:
 
 def test_without_a_gpu_the_trial_is_skipped() -> None:
     assert cuda_ipc.two_processes_share(None, {}).status == "SKIP"
+
+
+def test_the_trial_shares_what_a_manifest_may_name_and_its_type_holds_the_mark() -> None:
+    dtype = cuda_ipc_trial.DTYPE
+    assert TypeAdapter(Dtype).validate_python(str(dtype).removeprefix("torch.")) == str(dtype).removeprefix("torch.")
+    assert torch.tensor(MARK, dtype=dtype).item() == MARK
