@@ -68,7 +68,8 @@ class Expected:
         """
         error_TH, alone_TH = hidden_TH.float() - self.alone_TH.float(), self.alone_TH.float()
         relative_T = error_TH.norm(dim=1) / alone_TH.norm(dim=1)
-        return max(float(part_T.median()) for part_T in relative_T.split(LENGTHS)[first:])
+        medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
+        return float(torch.stack(medians).max())  # nan, if one is
 
     def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
         """Compare with the packed forward pass, as the model is prepared now.

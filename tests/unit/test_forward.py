@@ -1,5 +1,6 @@
 """Preparing a model: what is chosen, what is refused, and that no parameter moves."""
 
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Gemma2Config,
@@ -30,9 +32,10 @@ from transformers import (
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.passes import attention, layers
+from bridge.passes import attention, expected, layers
 from bridge.passes.expected import packed
 from bridge.passes.preparation import prepare, recompute_activations
+from tests.models import tiny
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -437,3 +440,12 @@ def test_liger_kernel_is_put_in_without_its_losses_and_refused_for_what_it_does_
     assert applied == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
     with pytest.raises(UsageError, match=r"it has nothing for models of the type other"):
         layers.use_liger_kernel(on_a_gpu("other"))
+
+
+@pytest.mark.parametrize("sequence", range(len(expected.LENGTHS)))
+def test_a_sequence_whose_hidden_states_are_nan_never_passes_the_check(sequence: int) -> None:
+    model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
+    alone = expected.Expected(model)
+    broken_TH = alone.alone_TH.clone()
+    broken_TH.split(expected.LENGTHS)[sequence].fill_(math.nan)
+    assert math.isnan(alone.difference(broken_TH))
