@@ -125,6 +125,7 @@ class ServerFence:
                 if self.holder is None:
                     await self._resume()
                 raise
+            self._published = None  # no late repetition of a publication ends this pause
             self._mending = self._mending or self.state == "torn"
             self._reads = writes == "nothing" and (self._reads or self.holder is None)  # or it paused to write before
             self.holder = holder

@@ -211,6 +211,20 @@ def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, en
     run(passage())
 
 
+def test_a_late_repetition_of_a_publication_does_not_end_the_next_pause(fence: ServerFence, engine: FakeEngine) -> None:
+    async def passage() -> None:
+        await fence.pause(ME, "keep")
+        await fence.publish(ME, after=0)
+        await fence.pause(ME, "keep", version=1)
+        with pytest.raises(AttachError, match="serves version 1, and this process expected version 0"):
+            await fence.publish(ME, after=0)
+        assert (fence.state, fence.version, engine.paused) == ("paused", 1, True)
+        await fence.publish(ME, after=1)
+        assert (fence.state, fence.version, engine.paused) == ("serving", 2, False)
+
+    run(passage())
+
+
 def test_a_publication_that_could_not_resume_is_finished_when_it_is_sent_again(
     fence: ServerFence, engine: FakeEngine
 ) -> None:
