@@ -13,6 +13,7 @@ trainer does in its own process.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from bridge.errors import AttachError, FenceBusyError
@@ -123,14 +124,15 @@ class ServerFence:
                 self._refuse_unless_free(holder, writes, takeover=takeover)  # the lease may be another's by now
             except BaseException:
                 if self.holder is None:
-                    await self._resume()
+                    await self._resume_for(holder)
                 raise
             self._published = None  # no late repetition of a publication ends this pause
             self._mending = self._mending or self.state == "torn"
-            self._reads = writes == "nothing" and (self._reads or self.holder is None)  # or it paused to write before
-            self.holder = holder
-            if self._reads:
-                self._look_after = asyncio.create_task(self._resume_after(holder))
+            reads = writes == "nothing" and (self._reads or self.holder is None)  # or it paused to write before
+            if reads:
+                self._hold_to_read(holder)
+            else:
+                self.holder, self._reads = holder, False
             if writes != "nothing":
                 kept = self.last_checkpoint if writes == self.writes else None
                 self.writes, self.last_checkpoint = writes, last_checkpoint or kept
@@ -192,9 +194,21 @@ class ServerFence:
         """Resume if `reader` dies inside the fence."""
         while self._reads and self.holder == reader:
             if not reader.is_alive():
-                await self.release(reader)
-                return
+                with suppress(Exception):  # it stands still all the same: the next look tries again
+                    await self.release(reader)
             await asyncio.sleep(LOOK_S)
+
+    async def _resume_for(self, holder: ProcessIdentity) -> None:
+        """Resume after a pause that failed; where that fails too, `holder` has paused to read, and may try again."""
+        try:
+            await self._resume()
+        except BaseException:
+            self._hold_to_read(holder)
+            raise
+
+    def _hold_to_read(self, holder: ProcessIdentity) -> None:
+        self.holder, self._reads = holder, True
+        self._look_after = asyncio.create_task(self._resume_after(holder))
 
     async def _resume(self) -> None:
         await self._wake()

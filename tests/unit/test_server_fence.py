@@ -13,6 +13,7 @@ import pytest
 from bridge.errors import AttachError, FenceBusyError
 from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight
+from patches import server_fence
 from patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 
@@ -520,6 +521,31 @@ def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
         assert (fence.state, fence.holder) == ("serving", None)
 
     run(passage())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some(ends: bool) -> None:
+    engine, child = FakeEngine(failing="sleep"), living()
+    fence, holder = sleeper(engine), ProcessIdentity.of(child.pid)
+
+    async def passage() -> None:
+        engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
+        with pytest.raises(AttachError, match="stands still"):
+            await fence.pause(holder, "keep", sleep=True)
+        assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
+        if ends:
+            end(child)
+            await asyncio.sleep(3 * server_fence.LOOK_S)
+            assert engine.calls.count("wake") > 1
+        engine.missing = [None, None]
+        if not ends:
+            await fence.release(holder)
+        assert fence._look_after
+        await fence._look_after
+        assert (fence.state, fence.holder, fence.version, engine.paused) == ("serving", None, 0, False)
+
+    run(passage())
+    end(child)
 
 
 @pytest.mark.parametrize("leave", [ServerFence.publish, ServerFence.release])
