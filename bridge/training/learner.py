@@ -49,6 +49,8 @@ class Learner:
         self._config, self._model, self._budget = config, model, budget
         self._spec = LossSpec.of(config)
         self._gradients = Gradients(model=model, spec=self._spec, temperature=config.temperature, reference=reference)
+        self._refusal: UsageError | None = None
+        """What is wrong since an update that can never fit: the weights are whole, and the next batch is refused."""
         self._take([])
 
     def take(self, groups: Sequence[Group]) -> None:
@@ -71,8 +73,10 @@ class Learner:
         """Compute what comes before the first change of a weight, once; what is interrupted leaves nothing.
 
         Raises:
-            UsageError: it does not fit in memory.
+            UsageError: it does not fit in memory, or an update of the batch before did not.
         """
+        if self._refusal is not None:
+            raise self._refusal
         while not self._prepared:
             try:
                 self._prepare()
@@ -177,7 +181,10 @@ class Learner:
         try:
             self._differentiate(parts)
         except torch.OutOfMemoryError as error:
-            self._budget.shrink(error)
+            try:
+                self._budget.shrink(error)
+            except UsageError as refusal:  # not raised here: no weight is half written
+                self._refusal = refusal
             return False
         return True
 

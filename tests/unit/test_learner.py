@@ -627,6 +627,27 @@ def test_what_never_fits_is_refused_with_every_weight_as_it_was(
     assert gradient(model) == {}
 
 
+def test_a_later_update_that_can_never_fit_leaves_the_weights_of_the_one_before_and_is_refused_afterwards(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, straight = base(), base()
+    choices = {"updates_per_batch": 2, "micro_batch_tokens": 1, "gradient_checkpointing": True}
+    counts = poisoned(monkeypatch)
+    prepared(base(), groups, **choices)
+    calls = poisoned(monkeypatch, *[None] * counts[0], raising(OUT_OF_MEMORY))
+    learner = prepared(model, groups, **choices)
+    learner.write()
+    assert calls[0] == counts[0] + 1
+    monkeypatch.undo()
+    updated(straight, [*groups[:2], *map(flat, groups[2:])], **choices)
+    assert same(weights(model), weights(straight))
+    assert learner.learnt().num_updates == 1
+    assert gradient(model) == {}
+    learner.take(groups)
+    with pytest.raises(UsageError, match=r"a sequence of \d+ tokens does not fit"):
+        learner.prepare()
+
+
 def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
     class Large(Descent):
         def allocate(self) -> None:
