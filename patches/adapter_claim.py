@@ -65,6 +65,8 @@ class AdapterClaim:
             HTTPException: an adapter is trained, and none is served at this moment.
         """
         name = self.served()
+        if name is None and self._lease.held is None:  # the trainer that was to load one has ended
+            self.give_up()
         if name is None and self._is_expected:
             raise HTTPException(
                 UNAVAILABLE,
