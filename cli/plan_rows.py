@@ -3,6 +3,7 @@
 Not covered: the arithmetic (`bridge/planning/memory.py`), showing it (`plan_table.py`).
 """
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +171,7 @@ def recommend(rows: Sequence[Row], size: ModelSize, serve: ServeConfig, config: 
 
 def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
     """Return the command that trains by `row`, with whatever else `config` was given."""
-    parts = ["bridge run --model", serve.model, *row.flags]
+    parts = ["bridge", "run", "--model", serve.model, *row.flags]
     parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.kv_sleep)
     for field in sorted(config.model_fields_set - VARIED - {"model_name", "kv_sleep"}):
         parts += _flag(field, getattr(config, field))
@@ -178,7 +179,7 @@ def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) 
     if longest > row.kv_tokens:  # vLLM does not start where its KV cache is too small for one sequence
         longest = max(2 ** (row.kv_tokens.bit_length() - 1), sequence_tokens(config))
     parts += ["--max-model-len", str(longest)] if longest != size.max_tokens else []
-    return " ".join(parts)
+    return shlex.join(parts)
 
 
 def _name(config: TrainConfig) -> str:

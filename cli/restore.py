@@ -7,6 +7,7 @@ Not covered: reading and writing the weights (`bridge/weights/model_folder.py`),
 """
 
 import json
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -167,7 +168,8 @@ def refuse_other_model(served: "PreTrainedModel", folder: Path, name: str) -> No
         told = "; ".join(f"{key} {found.get(key)}, expected {expected.get(key)}" for key in others[:3])
         raise UsageError(
             f"{folder} is of another model than {name}, which the server serves: {told}",
-            remedy=f"name a checkpoint of {name}, or serve that one: bridge serve-vllm --model {folder}",
+            remedy=f"name a checkpoint of {name}, or serve that one: "
+            f"bridge serve-vllm --model {shlex.quote(str(folder))}",
         )
     model_folder.check(served, folder)
 

@@ -5,6 +5,7 @@ Not covered: checkpoints (`bridge/training/checkpoint.py`), whose folder the use
 
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,11 @@ class RunDirectory:
             raise UsageError(
                 f"{path} holds another run: {run.metrics.name}",
                 remedy="name another with --run-dir"
-                + (f", or go on with that run: --resume --save-path {run.save_path}" if run.save_path else ""),
+                + (
+                    f", or go on with that run: --resume --save-path {shlex.quote(str(run.save_path))}"
+                    if run.save_path
+                    else ""
+                ),
             )
         mark.refuse_foreign(path, run.names - CHECKED_APART, flag="--run-dir")
         mark.put(path, kind)

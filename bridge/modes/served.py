@@ -3,6 +3,7 @@
 Not covered: finding and checking the manifest itself (`bridge/weights/manifest.py`), what is written.
 """
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def find(config: TrainConfig) -> Manifest:
     if wanted != found.model:
         raise ManifestError(
             f"the server serves {found.model}, and --model-name asks for {wanted}",
-            remedy=f"--model-name {found.model}, or another server: bridge serve-vllm --model {config.model_name}",
+            remedy=f"--model-name {shlex.quote(found.model)}, or another server: "
+            f"bridge serve-vllm --model {shlex.quote(config.model_name)}",
         )
     return found
 

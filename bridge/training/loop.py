@@ -3,6 +3,7 @@
 Not covered: what a step does (`trainer.py`).
 """
 
+import shlex
 from collections.abc import Callable
 from contextlib import closing
 
@@ -58,7 +59,7 @@ def train(
             elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
                 run.note(
                     f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
-                    f" those of {config.model_name} (bridge restore {config.model_name} loads these)"
+                    f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
                 )
             run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
             first = 1 if resume is None else resume.progress.step + 1

@@ -3,6 +3,7 @@
 Not covered: opening the model itself (`bridge/modes`).
 """
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -52,8 +53,8 @@ def learner_of(
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
-            remedy=f"bridge plan --model {config.model_name} tells what fits: a lower --gpu-memory-utilization, an"
-            " --optimizer with less state, --offload-optimizer",
+            remedy=f"bridge plan --model {shlex.quote(config.model_name)} tells what fits: a lower"
+            " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
     if beside is not None:
         shares_prompts = shares_prompts and beside.shares_prompts

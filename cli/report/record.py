@@ -5,6 +5,7 @@ Not covered: completions (`samples.py`), and what is made of the numbers (`figur
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -111,7 +112,9 @@ def _no_run(path: Path) -> UsageError:
         return UsageError(f"no folder {path}", remedy="name a run directory: bridge train says which one it writes")
     inside = sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     if inside:
-        return UsageError(f"{path} is no run, but holds some", remedy=f"bridge report {inside[-1].parent}")
+        return UsageError(
+            f"{path} is no run, but holds some", remedy=shlex.join(["bridge", "report", str(inside[-1].parent)])
+        )
     return UsageError(
         f"{path} is no run of Bridge, or one without a step: it has no metrics.jsonl",
         remedy="name the folder that bridge train has told as its run directory",

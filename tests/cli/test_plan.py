@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_the_most_exact_way_that_fits_is_recommended(
     folder = model(size, tmp_path)
     document = planned(capsys, "--model", folder, "--gpu-memory", gpu)
     assert document["recommended"] == f"bridge run --model {folder} {flags}".strip()
+
+
+def test_the_command_can_be_typed_where_the_folder_has_a_space(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = str(folder_of(qwen2("7B"), tmp_path / "my model"))
+    document = planned(capsys, "--model", folder, "--gpu-memory", "139.8")
+    assert shlex.split(document["recommended"])[:4] == ["bridge", "run", "--model", folder]
 
 
 def test_every_mode_and_optimizer_has_a_row_with_its_verdict(

@@ -4,6 +4,7 @@ import html.parser
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,13 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(
     assert shown.out == ""
     assert shown.err.startswith("error: ")
     assert told in shown.err.splitlines()[0]
+
+
+def test_the_hint_for_a_folder_of_runs_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = report_runs.make(tmp_path / "my runs" / "one", num_steps=1)
+    assert main.answer(["report", str(tmp_path / "my runs")]) == 2
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert shlex.split(hint.removeprefix("hint: ")) == ["bridge", "report", str(run.path)]
 
 
 def test_help_shows_everything_and_loads_nothing_heavy() -> None:
