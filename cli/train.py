@@ -46,11 +46,18 @@ def load_environment(config: TrainConfig) -> Environment | None:
     """Return the environment that `config` names, checked; None where rollouts come from elsewhere.
 
     Raises:
-        UsageError: there is none, or it cannot be used.
+        UsageError: there is none, it cannot be used, or it holds nothing out to evaluate on.
     """
     from environments import registry
 
-    return registry.load(config) if config.rollouts == "environment" else None
+    if config.rollouts != "environment":
+        return None
+    environment = registry.load(config)
+    if config.eval_samples:
+        from bridge.training import data
+
+        data.held_out(environment)
+    return environment
 
 
 def rehearse(config: RolloutConfig, environment: Environment | None) -> None:

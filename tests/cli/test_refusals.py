@@ -95,6 +95,15 @@ def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(
     assert "--max-new-tokens 256 leaves no room for a prompt: the server's longest sequence" in error
 
 
+def test_an_evaluation_without_held_out_problems_is_refused_before_a_server_starts(
+    bridge: Bridge, exported: Manifest
+) -> None:
+    (bridge.folder / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    problems = ("--environment", "jsonl", "--data", "p.jsonl", "--eval-samples", "2")
+    error = bridge.refused(2, "run", "--model", exported.model, *problems)
+    assert "the environment has no held-out problems to evaluate on" in error
+
+
 Edit = Callable[[dict[str, Any]], object]
 """Changes the manifest's document in place, or returns the text to write in its stead."""
 EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
