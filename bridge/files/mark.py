@@ -63,9 +63,12 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
     """Empty `folder` of an earlier `kind` of thing, and of nothing else; return the folder, links resolved.
 
     Raises:
-        UsageError: Bridge did not make it for that, it holds other files than `names`, or a process is at work in it.
+        UsageError: it is a file, Bridge did not make it for that, it holds other files than `names`, or a process is at
+            work in it.
     """
     folder = folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file, expected a folder", remedy=f"choose a folder with {flag}")
     if not folder.is_dir() or not any(folder.iterdir()):
         return folder
     elsewhere = f"choose another folder with {flag}, or remove this one yourself"

@@ -146,6 +146,16 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in again.path.iterdir()] == [mark.NAME]
 
 
+@pytest.mark.parametrize("command", [demo, compare])
+def test_a_file_in_place_of_the_folder_is_refused_by_the_flag_of_the_command(
+    tmp_path: Path, command: types.ModuleType
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file, expected a folder") as caught:
+        command._fresh(tmp_path / "file")
+    assert "--out" in caught.value.remedy
+
+
 def a_model(folder: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_text("{}")
