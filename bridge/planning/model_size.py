@@ -5,6 +5,7 @@ Not covered: what a run keeps of each parameter and token (`memory.py`); layers 
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ COUNTABLE = frozenset({
 })  # fmt: skip
 """Values of `model_type` whose layers are attention and gated feed-forward parts alone, dense or of experts."""
 CONFIG_NAME = "config.json"
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization says what vLLM may take"
 
@@ -97,8 +99,8 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
 def _missing(model: str, why: str) -> UsageError:
     return UsageError(
         f"there is no folder {model}, nor a model of that name in the hub's cache{why}",
-        remedy=f"check the name; a Hugging Face model's folder with its {CONFIG_NAME} alone is enough, or download it: "
-        f"hf download {model}",
+        remedy=f"check the name; a Hugging Face model's folder with its {CONFIG_NAME} alone is enough"
+        + (f", or download it: hf download {model}" if HUB_NAME.fullmatch(model) else ""),
     )
 
 
