@@ -154,6 +154,7 @@ class ServerFence:
                 self._published = holder, self.version
                 self.version = max(self.version + 1, version or 0)
                 self._mending = False
+                self._hold_to_read(holder)  # all is written: if the holder dies from now on, nothing is torn
             if self.holder == holder:
                 await self._resume()
 

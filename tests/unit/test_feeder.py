@@ -254,7 +254,9 @@ def test_a_group_whose_answer_was_lost_is_not_sent_again(model: Path) -> None:
 
 
 def test_groups_that_are_too_long_are_left_out(model: Path) -> None:
-    api = FakeApi(num_steps=1, max_token_len=1 + 2 + 3)  # the fake's completions have three tokens
+    api = FakeApi(
+        num_steps=3, max_token_len=1 + 2 + 3
+    )  # the fake's completions have three tokens; a whole pass is drawn
     fed = Fed(model, api)
     assert fed.last.too_long > 0
     assert api.groups

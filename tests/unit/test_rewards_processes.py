@@ -1,7 +1,6 @@
 """Scores in processes of their own, that hang, crash, or lose their parent: real processes, each seen to be gone."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -205,12 +204,14 @@ def test_whatever_a_score_does_to_its_process_the_next_rewards_are_their_own(
 
 
 def test_without_processes_a_child_that_a_score_forks_is_no_second_trainer(tmp_path: Path) -> None:
+    before = {child.pid for child in psutil.Process().children()}
     with scoring(tmp_path, processes=0) as ours:
         assert ours.rewards("forks", "good") == [1, 4]
         ours.log.with_suffix(".end").open("a").write("reached\n")
-        with contextlib.suppress(ChildProcessError):
-            while os.wait():
-                pass
+        forked = {child.pid for child in psutil.Process().children()} - before
+        assert forked
+        for pid in forked:
+            os.waitpid(pid, 0)
     assert ours.log.with_suffix(".end").read_text() == "reached\n"
 
 

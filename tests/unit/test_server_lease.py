@@ -347,3 +347,30 @@ def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: Proce
         assert (fence.state, engine.paused) == ("serving", False)
 
     run(passage())
+
+
+def test_a_trainer_that_dies_while_its_publication_resumes_leaves_nothing_torn(
+    child: subprocess.Popen[bytes], other: ProcessIdentity
+) -> None:
+    class Slow(FakeEngine):
+        async def resume_generation(self) -> None:
+            reached.set()
+            await resumes.wait()
+            await super().resume_generation()
+
+    engine = Slow()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        await fence.pause(other, "keep")
+        publishing = asyncio.ensure_future(fence.publish(other))
+        await reached.wait()
+        end(child)
+        assert (fence.state, fence.version) == ("paused", 1)
+        resumes.set()
+        await publishing
+        assert fence.state == "serving"
+        await fence.pause(ME, "keep", version=1)
+
+    reached, resumes = asyncio.Event(), asyncio.Event()
+    run(passage())
