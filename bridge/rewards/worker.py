@@ -63,7 +63,11 @@ def main(channel: int, last_words: int, supervisor: int) -> None:
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
     os.register_at_fork(after_in_child=partial(_let_go, channel, last_words))
     _die_with(supervisor)
-    with socket.socket(fileno=channel) as connection, connection.makefile("rwb") as stream:
+    with (
+        contextlib.suppress(ConnectionError),  # closed before everything was read: it is the end as well
+        socket.socket(fileno=channel) as connection,
+        connection.makefile("rwb") as stream,
+    ):
         _serve(stream)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from bridge.errors import RewardError
 from bridge.rewards import worker_process
 from bridge.rewards.scorer import Scorer
 from bridge.rewards.scoring import Fault, Score, Scores
+from bridge.rewards.worker import framed
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -372,3 +374,20 @@ def test_idle_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None
         assert len(alive(processes(log))) == 2
         parent.kill()
     until(lambda: not alive(processes(log)))
+
+
+def test_a_connection_that_is_closed_before_the_answer_is_read_ends_the_process_without_a_traceback(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = socket.socketpair()
+    code = "import os, sys; from bridge.rewards import worker; worker.main(*map(int, sys.argv[1:]), os.getppid())"
+    with theirs, (tmp_path / "last_words").open("w") as last_words:
+        given = theirs.fileno(), last_words.fileno()
+        command = [sys.executable, "-c", code, *map(str, given)]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=given, stderr=subprocess.PIPE, text=True)
+    with ours:
+        ours.settimeout(PATIENCE_S)
+        ours.sendall(framed(partial(Sample, tmp_path / "log")))
+        ours.recv(1, socket.MSG_PEEK)  # the answer is there, and stays unread
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, "")
