@@ -98,6 +98,8 @@ HINTS: Mapping[str, str] = {
     "run_name": "--run-dir",
     "experiment_name": "--run-dir",
     "reward_funcs": "--reward NAME or file.py:function, or a class with --environment",
+    "task": "--environment",
+    "use_peft": "--mode lora_only",
     "dataset_name": "--environment gsm8k, or jsonl with --data",
     "train_files": "--environment jsonl with --data",
     "val_files": "--eval-data",
