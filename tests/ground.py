@@ -40,6 +40,8 @@ STEPS = 3
 BESIDE = "beside"
 STILL_S = 2.0
 """Far longer than the server takes for the request that is sent meanwhile."""
+SETTLED_S = 30.0
+"""Longest wait for a server that resumes after a trainer whose publication it had taken."""
 UNEVEN = """
 class Uneven:
     def __iter__(self):
@@ -107,7 +109,7 @@ class Ground:
         """
         try:
             if self._answers():
-                return self._proof(self._status())
+                return self._proof(self._settled())
         except (BridgeError, httpx.HTTPError) as error:
             if self._answers():
                 raise NotWholeError(f"the server is alive, and fails: {error}") from error
@@ -223,6 +225,13 @@ class Ground:
         self._check_equals(whole)
         self._note()
         return f"{whole.name} restored as {self._check_whole(self._status())}"
+
+    def _settled(self) -> Status:
+        """Return the status once the server has resumed by itself, if it is about to."""
+        deadline = time.monotonic() + SETTLED_S
+        while (status := self._status()).state == "paused" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return status
 
     def _status(self) -> Status:
         with self._client() as client:
