@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from bridge.errors import UsageError
 
 LOCKED = (401, 403)
-"""Statuses of a server that refuses who asks."""
+"""HTTP statuses of a request without the right key."""
 VARIABLE = "VLLM_API_KEY"
 """vLLM's own variable. Its server reads the key there, too, unless it has `--api-key`."""
 
@@ -32,8 +32,8 @@ def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def refusal(url: str, status: int, words: str) -> UsageError:
-    """Describe a server that refuses who asks."""
+    """Describe a server that rejected a request because of its key."""
     return UsageError(
-        f"the server at {url} refuses who asks, with status {status}: {words}",
+        f"the server at {url} rejected the request with status {status}: {words}",
         remedy=f"export {VARIABLE}=KEY, the key that the server was started with",
     )

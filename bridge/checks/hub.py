@@ -14,7 +14,7 @@ from bridge.rewards.foreign_code import shortened
 
 REQUEST_LIMIT_S = 5.0
 LIMIT_S = 10.0
-"""For all requests together: looking up the hub's address has no limit of its own."""
+"""Limit for all requests together, because a DNS lookup has no time limit of its own."""
 ELSEWHERE = "VLLM_USE_MODELSCOPE"
 """Lets vLLM take models from another hub."""
 

@@ -199,11 +199,10 @@ class RunDirectory:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
 
     def note(self, line: str) -> None:
-        """Append what happened to the events, and tell it if somebody is to be told."""
-        line = private.shown_line(line)
+        """Append what happened to the events, and show it to the person who started the run."""
         self.record(line)
         if self.tell is not None:
-            self.tell(line)
+            self.tell(private.shown_line(line))
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""

@@ -44,7 +44,7 @@ KINDS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
 
 
 def framed(number: int, answer: Answer) -> bytes:
-    """Return the answer to question `number` as it is sent; question 0 is the recipe."""
+    """Encode the answer to question `number`; question 0 is the recipe."""
     text = json.dumps([number, type(answer).__name__, asdict(answer)]).encode()
     return HEADER.pack(len(text)) + text
 

@@ -1,8 +1,8 @@
-"""The parent of a process that scores: it ends everything that a score has started, wherever that has gone.
+"""The parent of a process that scores: it kills everything that a score has started.
 
-A score may fork, start a session of its own, and end what stood between it and us: the kernel then gives the orphan to
-the nearest ancestor that is a subreaper, which this process is. It runs no foreign code. It ends all when the scoring
-process ends, and when the trainer says so or is gone.
+A score may fork, call setsid, or orphan its children by ending the process between them and us. The kernel gives an
+orphan to its nearest ancestor that is a subreaper, which is this process. It runs no foreign code. It kills all of its
+descendants when the scoring process ends, when the trainer asks for it, and when the trainer is gone.
 
 Not covered: scoring (`worker.py`), and when a score is late (`worker_process.py`).
 Source: prctl(2) PR_SET_CHILD_SUBREAPER; a process whose children have all been reaped has no descendants then.

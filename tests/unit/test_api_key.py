@@ -68,7 +68,7 @@ def test_without_the_right_one_it_says_what_to_do(
     monkeypatch.setenv(api_key.VARIABLE, key)
     with pytest.raises(UsageError) as refusal:
         CLIENTS[name](server.url)
-    assert refusal.value.message.startswith(f"the server at {server.url} refuses who asks, with status 401")
+    assert refusal.value.message.startswith(f"the server at {server.url} rejected the request with status 401")
     assert refusal.value.remedy == "export VLLM_API_KEY=KEY, the key that the server was started with"
 
 
