@@ -21,14 +21,15 @@ from torch import Tensor
 
 from benchmarks import _results
 from benchmarks._results import say
-from bridge.client import BridgeClient
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
-from bridge.training import loop
-from bridge.training.reporting import Listener
-from bridge.weights import fence, manifest, model_folder
+from bridge.run import loop
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
 from cli.engine import ServedEngine

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory, write_json
+from bridge.core import mark
+from bridge.run.run_directory import RunDirectory, write_json
 from cli import console
 from cli.engine import ServedEngine
 from cli.options import Json
@@ -25,7 +25,7 @@ from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
-    from bridge.training.metrics import Summary
+    from bridge.run.metrics import Summary
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0

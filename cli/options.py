@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
-from bridge.choices import Config
+from bridge.config.choices import Config
 from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {

@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from bridge.checks import model
-from bridge.checks.memory import left_bytes
 from bridge.checks.model import MODES, Obstacle
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core.memory import left_bytes
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB

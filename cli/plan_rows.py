@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.choices import flag
 from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.planning import memory
 from bridge.planning.activations import sequence_tokens

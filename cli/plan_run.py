@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.files.run_directory import RunDirectory
 from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
+from bridge.run.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)

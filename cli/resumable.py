@@ -1,6 +1,6 @@
 """Which run `--resume` goes on with: the one that is named, else the newest of the same model and task.
 
-Not covered: opening its directory (`train.py`), and reading the checkpoint (`bridge/training/checkpoint.py`).
+Not covered: opening its directory (`train.py`), and reading the checkpoint (`bridge/run/checkpoint.py`).
 """
 
 import json
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridge.config import TrainConfig
-from bridge.files import claim, mark
-from bridge.files.run_directory import RUNS, RunDirectory
+from bridge.core import claim, mark
+from bridge.run.run_directory import RUNS, RunDirectory
 
 if TYPE_CHECKING:
-    from bridge.training.checkpoint import Found
+    from bridge.run.checkpoint import Found
 
 SAME = ("model_name", "mode", "rollouts", "environment", "data")
 """Choices in which a run has to be the same for another to go on with it unasked."""
@@ -59,7 +59,7 @@ def _newest(config: TrainConfig) -> Resumed:
 
 def _from(config: TrainConfig) -> Resumed:
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.run import checkpoint
 
     assert config.save_path is not None
     found, passed_over = checkpoint.newest(config.save_path, MODES[config.mode].checkpoint_prefix)

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from bridge import api_key
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.files.run_directory import write_json
+from bridge.run.run_directory import write_json
+from bridge.server import api_key
 from cli import console, ending
 from cli.engine import START_LIMIT_S, ServedEngine, reachable
 from cli.options import Json, from_config

@@ -1,6 +1,6 @@
 """`bridge train`: train on a server that is already running, and say what each step did.
 
-Not covered: the training itself (`bridge/training/loop.py`).
+Not covered: the training itself (`bridge/run/loop.py`).
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from bridge.config import TrainConfig
 from bridge.config.rollouts import RolloutConfig
+from bridge.core import claim
 from bridge.errors import UsageError
-from bridge.files import claim
-from bridge.files.run_directory import RUNS, RunDirectory, labelled_json
+from bridge.run.run_directory import RUNS, RunDirectory, labelled_json
 from bridge.types import Environment
 from cli import console, ending, live, resumable
 from cli.options import Json, from_config
@@ -21,9 +21,9 @@ from cli.steps import summary_line
 
 if TYPE_CHECKING:
     from bridge.modes.mode import Engine
-    from bridge.rewards.scoring import Scores
-    from bridge.training.checkpoint import Found
-    from bridge.training.metrics import Summary
+    from bridge.run.checkpoint import Found
+    from bridge.run.metrics import Summary
+    from bridge.scoring.scoring import Scores
 
 
 @from_config(TrainConfig)
@@ -54,7 +54,7 @@ def load_environment(config: TrainConfig) -> Environment | None:
         return None
     environment = registry.load(config)
     if config.eval_samples:
-        from bridge.training import data
+        from bridge.rollouts import data
 
         data.held_out(environment)
     return environment
@@ -69,7 +69,7 @@ def rehearse(config: RolloutConfig, environment: Environment | None) -> None:
     from environments import registry
 
     if environment is not None:
-        from bridge.training import rehearsal
+        from bridge.rollouts import rehearsal
 
         rehearsal.check(config, environment, partial(registry.scorer, config), console.note)
 
@@ -87,8 +87,8 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     Raises:
         UsageError: checkpoints of another run are in the way, the run directory cannot be used, or the reference.
     """
-    from bridge.loss import reference
-    from bridge.training import trackers
+    from bridge.learn import reference
+    from bridge.run import trackers
 
     reference.check(config)
     trackers.check(config)
@@ -145,7 +145,7 @@ def _is_same(path: Path, other: Path | None) -> bool:
 def _refuse_overwriting(config: TrainConfig, found: "Found | None") -> None:
     """Refuse to start where a checkpoint of this run would meet a folder that it may not replace."""
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.run import checkpoint
 
     save_path = config.save_path or (RunDirectory(config.run_dir).checkpoints if config.run_dir else None)
     if save_path is None:
@@ -185,8 +185,8 @@ def train_in(
     Raises:
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
-    from bridge.training import loop, trackers
-    from bridge.training.reporting import Several
+    from bridge.run import loop, trackers
+    from bridge.run.reporting import Several
 
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1

@@ -1,6 +1,6 @@
 """Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it.
 
-Not covered: the checks themselves (`inspection.py`), and where scores are called (`bridge/rewards`).
+Not covered: the checks themselves (`inspection.py`), and where scores are called (`bridge/scoring`).
 """
 
 import difflib
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from bridge.choices import flag
+from bridge.config.choices import flag
 from bridge.config.rollouts import RolloutConfig
 from bridge.errors import UsageError
-from bridge.rewards.scoring import Scores
+from bridge.scoring.scoring import Scores
 from bridge.types import Environment, Problem
 from environments import inspection, own_code, rewards, rows
 from environments.arithmetic import Arithmetic

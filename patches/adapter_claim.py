@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from bridge.protocol import ADAPTER
+from bridge.server.protocol import ADAPTER
 from patches import guard
 from patches.server_lease import ServerLease
 

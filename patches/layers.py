@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.cuts import join
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.saved_form import saved_form
-from bridge.weights.shard import View
 
 WRAPPED = "base_layer"
 """What vLLM's LoRA layers call the layer that they wrap (vLLM 0.26 to 0.33)."""

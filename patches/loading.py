@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights import digest, skeleton
 from bridge.weights.layout import OTHER_MODES, Shape
-from bridge.weights.shard import View
 
 RECORDS: "WeakKeyDictionary[nn.Module, Record]" = WeakKeyDictionary()
 """What is known of every model that this process has loaded."""

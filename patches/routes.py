@@ -18,7 +18,9 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import BridgeError, FenceBusyError
-from bridge.protocol import (
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import (
     VERSION_HEADER,
     AdapterRequest,
     AdapterSlot,
@@ -34,8 +36,6 @@ from bridge.protocol import (
     Values,
     WriteRequest,
 )
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import Manifest
 from patches import completions, exporter, generate, memory_pool, tensors
 from patches.adapter import ServedAdapter
 from patches.adapter_claim import AdapterClaim

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
-from bridge.process import ProcessIdentity
-from bridge.protocol import FenceState, InFlight, Status, Written
-from bridge.weights.manifest import Manifest
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import FenceState, InFlight, Status, Written
 from patches.server_lease import ServerLease, refuse_unseen
 
 LOOK_S = 0.1

@@ -7,9 +7,9 @@ Not covered: pausing and publishing (`server_fence.py`).
 
 import time
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
-from bridge.process import ProcessIdentity
-from bridge.protocol import Lease
+from bridge.server.protocol import Lease
 
 
 class ServerLease:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 
-from bridge.protocol import Element, Finiteness
-from bridge.weights.manifest import Manifest
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import Element, Finiteness
 
 UNKNOWN, UNFIT = 404, 422
 

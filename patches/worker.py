@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.protocol import Element
+from bridge.server.protocol import Element
+from bridge.server.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle, View
 from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle, View
 from patches import layers, loading, lora_slots, memory_pool, model_runner
 
 if TYPE_CHECKING:

@@ -20,12 +20,11 @@ from bridge.atropos.sending import Sending
 from bridge.atropos.tally import FeedProgress
 from bridge.config.feed import FeedConfig
 from bridge.errors import AtroposError
-from bridge.rewards.scorer import Scorer
-from bridge.rewards.scoring import Scores
-from bridge.rollouts import limits
+from bridge.rollouts import data, limits
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.training import data
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.scoring import Scores
 from bridge.types import Completion, Environment, Problem
 from bridge.weights import skeleton
 

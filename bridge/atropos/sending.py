@@ -19,9 +19,9 @@ from bridge.atropos.scored import scored
 from bridge.atropos.tally import Tally
 from bridge.config.feed import FeedConfig
 from bridge.errors import AtroposError, UsageError
-from bridge.rewards.faults import Faults
-from bridge.rewards.scorer import Scorer
-from bridge.rewards.scoring import Fault, Score
+from bridge.scoring.faults import Faults
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.scoring import Fault, Score
 from bridge.types import Completion, Problem
 
 MOST_TOO_LONG = 32

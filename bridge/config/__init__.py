@@ -1,7 +1,7 @@
 """What a person may choose, each field declared once; flags, environment and TOML all come from here.
 
 Words: a *choice* is one field; what is derived from choices is not here, the code that derives says so.
-May import: `bridge.choices`, `bridge.address`, `bridge.borrowed`.
+May import: `bridge.config.choices`, `bridge.core.address`, `bridge.config.borrowed`.
 """
 
 from bridge.config.feed import FeedConfig

@@ -1,6 +1,6 @@
 """An environment of ours that feeds an Atropos API.
 
-Not covered: how choices are given and merged (`bridge/choices.py`), how rollouts are made (`rollouts.py`).
+Not covered: how choices are given and merged (`bridge/config/choices.py`), how rollouts are made (`rollouts.py`).
 """
 
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from bridge.address import Urls
 from bridge.config.rollouts import RolloutConfig
+from bridge.core.address import Urls
 
 
 class FeedConfig(RolloutConfig):

@@ -1,6 +1,6 @@
 """How completions are sampled and scored, whoever learns from them.
 
-Not covered: how choices are given and merged (`bridge/choices.py`), training (`train.py`), feeding others (`feed.py`).
+Not covered: how they are merged (`choices.py`), training (`train.py`), feeding others (`feed.py`).
 """
 
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from bridge.borrowed import ROLLOUT_ALIASES
-from bridge.choices import Config
+from bridge.config.borrowed import ROLLOUT_ALIASES
+from bridge.config.choices import Config
 
 
 class RolloutConfig(Config):

@@ -1,6 +1,6 @@
 """How the patched vLLM is started.
 
-Not covered: how choices are given and merged (`bridge/choices.py`).
+Not covered: how choices are given and merged (`bridge/config/choices.py`).
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from bridge.address import Host
-from bridge.borrowed import SERVE_ALIASES
-from bridge.choices import Config
+from bridge.config.borrowed import SERVE_ALIASES
+from bridge.config.choices import Config
+from bridge.core.address import Host
 
 DEFAULT_PORT = 9001
 

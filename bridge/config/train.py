@@ -1,6 +1,6 @@
 """One training run.
 
-Not covered: how choices are given and merged (`bridge/choices.py`), how rollouts are made (`rollouts.py`).
+Not covered: how choices are given and merged (`bridge/config/choices.py`), how rollouts are made (`rollouts.py`).
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bridge.address import Host, Urls
-from bridge.borrowed import TRAIN_ALIASES
-from bridge.choices import flag
+from bridge.config.borrowed import TRAIN_ALIASES
+from bridge.config.choices import flag
 from bridge.config.rollouts import RolloutConfig
 from bridge.config.serve import DEFAULT_PORT
+from bridge.core.address import Host, Urls
 
 
 def learning_rate(mode: str | None) -> float:

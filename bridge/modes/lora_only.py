@@ -16,19 +16,21 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, UsageError
-from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
-from bridge.modes.mode import Engine, OpenedModel
+from bridge.modes.mode import Engine
 from bridge.rollouts import limits
-from bridge.rollouts.endpoint import Endpoint
-from bridge.weights import loaded, manifest
+from bridge.run.run_directory import RunDirectory
+from bridge.server import manifest
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.manifest import Manifest
+from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import AttachedModel, attach, attach_again
-from bridge.weights.fence import FenceTimes
-from bridge.weights.manifest import Manifest
+from bridge.weights.opened_model import OpenedModel
 
 
 @dataclass(frozen=True, kw_only=True)

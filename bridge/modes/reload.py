@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core import whole_folder
 from bridge.errors import UsageError
-from bridge.files import whole_folder
-from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.mode import Engine
 from bridge.modes.served import PatchedServer
 from bridge.rollouts import limits
-from bridge.rollouts.endpoint import Endpoint
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
 from bridge.weights import model_folder
 
 

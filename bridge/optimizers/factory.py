@@ -1,7 +1,7 @@
 """The optimizer of a run: AdamW that writes bf16 weights in place, as the configuration wants it.
 
 Not covered: the two of them (`split_adamw.py`, `offload.py`), keeping their state
-(`bridge/training/trainer_state.py`), float16, DTensors.
+(`bridge/run/trainer_state.py`), float16, DTensors.
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,7 +5,7 @@ does not fit after all halves the budget. Gradients of many micro-batches are ad
 enough memory for the passes.
 
 Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit
-(`bridge/training/learner.py`).
+(`bridge/learn/learner.py`).
 """
 
 import sys

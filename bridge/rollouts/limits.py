@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import httpx
 
-from bridge import api_key
-from bridge.client import CONTROL_LIMIT_S
 from bridge.config.rollouts import RolloutConfig
 from bridge.errors import UsageError
+from bridge.server import api_key
+from bridge.server.client import CONTROL_LIMIT_S
 
 Choices = TypeVar("Choices", bound=RolloutConfig)
 

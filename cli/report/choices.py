@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from bridge.choices import Config, flag
 from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config, flag
 
 PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that say where, not what: two runs always differ in them."""

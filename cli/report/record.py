@@ -12,11 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bridge import private
+from bridge.core import claim, private
 from bridge.errors import UsageError
-from bridge.files import claim
-from bridge.files.run_directory import RunDirectory
-from bridge.training.metrics import StepMetrics
+from bridge.run.metrics import StepMetrics
+from bridge.run.run_directory import RunDirectory
 from cli.report import events
 from cli.report.events import Column, Event
 from cli.report.lines import number, objects, parsed

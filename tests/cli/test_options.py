@@ -8,9 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bridge import borrowed
-from bridge.choices import Config
-from bridge.config import FeedConfig, ServeConfig, TrainConfig
+from bridge.config import FeedConfig, ServeConfig, TrainConfig, borrowed
+from bridge.config.choices import Config
 from bridge.errors import UsageError
 from cli import options
 from cli.options import from_config

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from bridge.config import FeedConfig, ServeConfig
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import Manifest
+from bridge.core.process import ProcessIdentity
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import Status
 from cli import children
 from cli.main import answer
 from cli.serve import free_port
@@ -359,8 +359,8 @@ TOY_VLLM = """
 import json, subprocess, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
+from bridge.core.process import ProcessIdentity
+from bridge.server.protocol import Status
 from bridge.weights import manifest
 from tests.models import tiny
 from tests.unit import toy_server

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bridge.files import claim
-from bridge.files.run_directory import RunDirectory, to_json
-from bridge.loss.mismatch import HEALTHY, HISTOGRAM_EDGES
+from bridge.core import claim
+from bridge.learn.mismatch import HEALTHY, HISTOGRAM_EDGES
+from bridge.run.run_directory import RunDirectory, to_json
 from cli import main
 from cli.report import catalogue, choices, record
 from cli.report.command import names

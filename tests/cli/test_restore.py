@@ -23,14 +23,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
-from bridge.process import ProcessIdentity
-from bridge.training import checkpoint
-from bridge.training.checkpoint import Progress
-from bridge.weights import fence, model_folder
-from bridge.weights import manifest as manifests
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Progress
+from bridge.server import fence
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
-from bridge.weights.manifest import Manifest
 from cli.main import answer
 from patches import routes
 from patches.server_fence import ServerFence

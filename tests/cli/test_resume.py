@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
+from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory
-from bridge.training import checkpoint
-from bridge.training.checkpoint import Found, Progress
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Found, Progress
+from bridge.run.run_directory import RunDirectory
 from cli import train
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.test_claim import held

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from bridge import api_key
 from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory
-from bridge.training import loop
-from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.reporting import Reporter
+from bridge.run import loop
+from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.reporting import Reporter
+from bridge.run.run_directory import RunDirectory
+from bridge.server import api_key
 from cli import compare, demo, run, steps, train, verify
 from cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics

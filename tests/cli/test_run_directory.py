@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
+from bridge.core import json_lines, mark
 from bridge.errors import UsageError
-from bridge.files import json_lines, mark
-from bridge.files.run_directory import RunDirectory
-from bridge.training.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group, Message, Unscored
 
 FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]

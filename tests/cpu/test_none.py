@@ -13,15 +13,15 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from bridge.checks.verify import NEW_TOKENS, sample
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
-from bridge.training import loop
-from bridge.training.metrics import StepMetrics
-from bridge.training.reporting import Listener
+from bridge.run import loop
+from bridge.run.metrics import StepMetrics
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
 from bridge.types import Group
-from bridge.verify import NEW_TOKENS, sample
 from cli.engine import ServedEngine
 from cli.serve import free_port
 from cli.server_command import ServerCommand

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import _gpu_memory
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.training import loop
-from bridge.training.reporting import Listener
+from bridge.run import loop
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
 from environments import registry
 from tests import scenarios
 from tests.held_memory import LIMIT_MIB, Memory

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge.client import BridgeClient
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
-from bridge.weights import fence
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence
+from bridge.server.client import BridgeClient
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer

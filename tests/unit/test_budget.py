@@ -249,8 +249,8 @@ def on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, notes: list[str], **choices: Any
 ) -> Budget:
     """Return the budget on a host with so many MiB available, in a container that allows so many more."""
-    monkeypatch.setattr("bridge.checks.memory.available_bytes", lambda: int(available * MIB))
-    monkeypatch.setattr("bridge.checks.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
+    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: int(available * MIB))
+    monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
     trained = model()
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)

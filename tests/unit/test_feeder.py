@@ -16,8 +16,8 @@ from bridge.atropos.scored import scored
 from bridge.atropos.tally import FeedProgress, Tally
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
-from bridge.protocol import ADAPTER
 from bridge.rollouts.sampler import CALL_SEEDS
+from bridge.server.protocol import ADAPTER
 from bridge.types import Completion, Problem
 from tests.models import tiny
 from tests.unit import openai_server

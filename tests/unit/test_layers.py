@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import patches
 from bridge.errors import UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
-from bridge.weights.shard import View
 from patches import model_runner
 from patches.loading import RECORDS, Record
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.files.run_directory import to_json
-from bridge.loss import policy_loss
-from bridge.loss.policy_loss import LossStatistics
+from bridge.learn import gradients, policy_loss
+from bridge.learn.learner import Learner
+from bridge.learn.policy_loss import LossStatistics
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
-from bridge.training import checkpoint, gradients
-from bridge.training.learner import Learner
-from bridge.training.metrics import StepMetrics
+from bridge.run import checkpoint
+from bridge.run.metrics import StepMetrics
+from bridge.run.run_directory import to_json
 from tests.unit.http_server import Asked, as_json
 from tests.unit.loop_runs import STEPS, Letters, Run, Running, runner
 
@@ -258,7 +258,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
                 raise error
             return original(*arguments, **choices)
 
-        monkeypatch.setattr("bridge.training.learner.packs", broken)
+        monkeypatch.setattr("bridge.learn.learner.packs", broken)
         run.stopped(error)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.loss.mismatch import HISTOGRAM_EDGES, Correction, Mismatch, Tally, alarm, measure
+from bridge.learn.mismatch import HISTOGRAM_EDGES, Correction, Mismatch, Tally, alarm, measure
 
 CPU = torch.device("cpu")
 SAMPLED_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])

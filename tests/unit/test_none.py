@@ -16,19 +16,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
-from bridge.files.run_directory import RunDirectory
-from bridge.interrupt import deferred_interrupt
 from bridge.modes.none import NoneMode
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.training import loop
-from bridge.training.reporting import Listener
+from bridge.run import loop
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import manifest as manifests
+from bridge.server.protocol import Status
+from bridge.server.shard import View
 from bridge.types import Problem
-from bridge.weights import manifest as manifests
 from bridge.weights import skeleton
-from bridge.weights.shard import View
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, Asked, as_json, serving

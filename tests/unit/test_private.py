@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge import private
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
+from bridge.core import private
+from bridge.run.run_directory import RunDirectory
 from cli import server_log
 from cli.report import command, record
 from tests.cli import report_runs

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.loss.reference import Reference, adapter_off, check, open_reference
+from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
 from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs

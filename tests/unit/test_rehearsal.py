@@ -13,8 +13,8 @@ import pytest
 
 from bridge.config.rollouts import RolloutConfig
 from bridge.errors import RewardError
-from bridge.rewards.scoring import Scores
-from bridge.training import rehearsal
+from bridge.rollouts import rehearsal
+from bridge.scoring.scoring import Scores
 from bridge.types import Problem
 from tests.models import tiny
 from tests.unit import scores_sample

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeCo
 
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
-from bridge.loss.reference import open_reference
+from bridge.learn.reference import open_reference
 from bridge.passes.expected import packed
 from bridge.passes.preparation import prepare
 from bridge.weights import loaded, rope

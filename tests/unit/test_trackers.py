@@ -12,10 +12,10 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.files.run_directory import RunDirectory
-from bridge.training import curves, trackers
-from bridge.training.metrics import Evaluation, StepMetrics
-from bridge.training.trackers import Trackers
+from bridge.run import curves, trackers
+from bridge.run.metrics import Evaluation, StepMetrics
+from bridge.run.run_directory import RunDirectory
+from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
 
 NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
