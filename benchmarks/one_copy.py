@@ -72,7 +72,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     endpoint, sampler = Endpoint(url=exported.url), Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     before = sample(sampler, endpoint, vocabulary)
-    config = TrainConfig(
+    config = TrainConfig.of(
         model_name=str(model), training_steps=NUM_STEPS, lr=3e-5, max_new_tokens=64, micro_batch_tokens=4096,
         gradient_checkpointing=True, vllm_config_path=folder / "manifest.json", save_path=folder / "saved",
     )  # fmt: skip

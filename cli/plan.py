@@ -29,7 +29,7 @@ SHOWN = {
     "micro_batch_tokens", "gradient_checkpointing", "kv_sleep", "max_model_len", "lora_r",
 }  # fmt: skip
 """Choices in the help text; every other one of `bridge run` is understood as well."""
-HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.model_fields} - SHOWN)
+HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
 
 GpuMemory = Annotated[
     float | None,

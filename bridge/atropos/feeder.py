@@ -60,7 +60,7 @@ def feed(
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.reward_processes, timeout_s=config.reward_timeout_s)
     sampler = Sampler(
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.sampling.longest,
         temperature=config.temperature,
         timeout_s=config.request_timeout_s,
         max_retries=config.max_retries,

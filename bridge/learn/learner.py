@@ -48,7 +48,9 @@ class Learner:
         self.optimizer = optimizer
         self._config, self._model, self._budget = config, model, budget
         self._spec = LossSpec.of(config)
-        self._gradients = Gradients(model=model, spec=self._spec, temperature=config.temperature, reference=reference)
+        self._gradients = Gradients(
+            model=model, spec=self._spec, temperature=config.sampling.temperature, reference=reference
+        )
         self._refusal: UsageError | None = None
         """What is wrong since an update that can never fit: the weights are whole, and the next batch is refused."""
         self._take([])
@@ -60,8 +62,8 @@ class Learner:
             UsageError: advantages from outside cannot be used.
         """
         whole = with_advantages(groups, self._spec.advantage_scale)
-        cut = _cut(whole, self._config.updates_per_batch)
-        self._take([samples(each, self._spec, max_new_tokens=self._config.max_new_tokens) for each in cut])
+        cut = _cut(whole, self._config.optimizer.updates_per_batch)
+        self._take([samples(each, self._spec, max_new_tokens=self._config.sampling.longest) for each in cut])
 
     def wants_sleep(self) -> bool | None:
         """Tell whether the batch lacks memory, which a sleeping KV cache would give; None: it is empty."""
@@ -96,7 +98,7 @@ class Learner:
         Raises:
             UsageError: gradients are released, and memory ran out in the middle of an update.
         """
-        for number in range(self._config.passes_per_batch * len(self._parts)):
+        for number in range(self._config.optimizer.passes_per_batch * len(self._parts)):
             parts = self._parts[number % len(self._parts)]
             if not self._update(parts, first=number == 0):
                 break
@@ -143,7 +145,7 @@ class Learner:
 
     def _smaller_updates(self, num_passes: int) -> str:
         """Say what makes one pass of an update that takes several."""
-        num_groups = self._config.batch_size // self._config.group_size
+        num_groups = self._config.rollouts.batch_size // self._config.sampling.group_size
         wanted = num_passes * len(self._shares)
         cuts = [cut for cut in range(wanted, num_groups + 1) if num_groups % cut == 0]
         smaller = f"--updates-per-batch {cuts[0]}, " if cuts else ""
@@ -151,14 +153,14 @@ class Learner:
 
     @property
     def _steps_in_backward(self) -> bool:
-        return self._config.gradient_release and not self._config.offload_optimizer
+        return self._config.optimizer.gradient_release and not self._config.optimizer.offload
 
     def _differentiate(self, parts: Sequence[Part]) -> None:
         """Compute the gradients of one update, and their norm."""
         self._model.zero_grad(set_to_none=True)
-        max_norm, steps = self._config.max_grad_norm, self._steps_in_backward
+        max_norm, steps = self._config.optimizer.max_grad_norm, self._steps_in_backward
         with ExitStack() as gradients:
-            if self._config.gradient_release:
+            if self._config.optimizer.gradient_release:
                 gradients.enter_context(self.optimizer.releasing(max_norm=max_norm))
             elif len(parts) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
@@ -173,7 +175,7 @@ class Learner:
             return False
         if not math.isfinite(self._sums.norms[-1]):
             return False
-        self.optimizer.step(grad_norm=self._sums.norms[-1], max_norm=self._config.max_grad_norm)
+        self.optimizer.step(grad_norm=self._sums.norms[-1], max_norm=self._config.optimizer.max_grad_norm)
         self._sums.num_updates += 1
         return True
 

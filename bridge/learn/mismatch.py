@@ -43,8 +43,8 @@ class Correction:
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
         """Return what the configuration asks for."""
-        high = OWN_HIGH[config.mismatch] if config.mismatch_high is None else config.mismatch_high
-        return cls(kind=config.mismatch, low=config.mismatch_low, high=high)
+        high = OWN_HIGH[config.loss.mismatch] if config.loss.mismatch_high is None else config.loss.mismatch_high
+        return cls(kind=config.loss.mismatch, low=config.loss.mismatch_low, high=high)
 
     def weights(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
         """Return each token's importance weight, without gradient; given `sequences_N`, that of its whole sequence.

@@ -41,8 +41,9 @@ def learner_of(
     """
     model = opened.model
     shares_prompts = preparation.prepare(model, config, note, max_model_len=max_model_len)
+    lr = config.learning_rate
     groups = [
-        factory.scaled_group(model.get_parameter(name), factor, lr=config.lr, weight_decay=config.weight_decay)
+        factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=config.optimizer.weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
     _say_rates(config, groups, note)
@@ -64,12 +65,13 @@ def learner_of(
 
 def _say_rates(config: TrainConfig, groups: Iterable[Mapping[str, Any]], note: Note) -> None:
     """Report a learning rate that nobody chose, and a weight decay that float32 rounds away."""
-    if "lr" not in config.model_fields_set:
+    lr, weight_decay = config.learning_rate, config.optimizer.weight_decay
+    if config.optimizer.lr is None:
         trained = "an adapter" if config.mode == "lora_only" else "all weights"
-        note(f"learning rate {config.lr:g}, the default for {trained}; --lr sets another one")
+        note(f"learning rate {lr:g}, the default for {trained}; --lr sets another one")
     if factory.decays(groups):
         return
     note(
-        f"weight decay does nothing: 1 - {config.lr:g} x {config.weight_decay:g} is 1 in float32, in torch's AdamW as"
-        f" well; at this learning rate it takes effect from --weight-decay {2 * factory.LEAST_DECAY / config.lr:.2g} on"
+        f"weight decay does nothing: 1 - {lr:g} x {weight_decay:g} is 1 in float32, in torch's AdamW as well; at this"
+        f" learning rate it takes effect from --weight-decay {2 * factory.LEAST_DECAY / lr:.2g} on"
     )

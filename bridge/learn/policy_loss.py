@@ -58,11 +58,11 @@ class LossSpec:
         """Return the loss that the configuration names, with what it overrules in its place."""
         parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high")
         return replace(
-            LOSSES[config.loss],
-            mask_truncated=config.mask_truncated,
-            kl_coef=config.kl_coef,
+            LOSSES[config.loss.name],
+            mask_truncated=config.loss.mask_truncated,
+            kl_coef=config.loss.kl_coef,
             correction=Correction.of(config),
-            **{part: getattr(config, part) for part in parts if getattr(config, part) is not None},
+            **{part: getattr(config.loss, part) for part in parts if getattr(config.loss, part) is not None},
         )
 
 

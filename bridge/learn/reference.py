@@ -57,8 +57,8 @@ def check(config: TrainConfig) -> None:
     Raises:
         UsageError: it is of another vocabulary than the model.
     """
-    if config.reference_model is not None:
-        _check_vocabulary(config.model_name, config.reference_model)
+    if config.loss.reference_model is not None:
+        _check_vocabulary(config.model_name, config.loss.reference_model)
 
 
 def open_reference(
@@ -79,14 +79,14 @@ def open_reference(
         UnsupportedModelError: it is no plain causal language model of transformers, or treats packed sequences in a way
             of its own.
     """
-    if config.kl_coef == 0:
+    if config.loss.kl_coef == 0:
         return None
     if config.mode == "lora_only":
         return Reference(model, weight_bytes=0, frozen=lambda: adapter_off(model))
-    assert config.reference_model is not None, "refused by the configuration"
-    _check_memory(config.reference_model, device, model.dtype)
-    own = loaded.load(config.reference_model, device=str(device), dtype=model.dtype, max_model_len=max_model_len)
-    without = config.model_copy(update={"gradient_checkpointing": False})
+    assert config.loss.reference_model is not None, "refused by the configuration"
+    _check_memory(config.loss.reference_model, device, model.dtype)
+    own = loaded.load(config.loss.reference_model, device=str(device), dtype=model.dtype, max_model_len=max_model_len)
+    without = config.changed(gradient_checkpointing=False)
     shares_prompts = preparation.prepare(own.model, without, note, max_model_len=max_model_len)
     return Reference(own.model, weight_bytes=own.weight_bytes, frozen=nullcontext, shares_prompts=shares_prompts)
 

@@ -88,7 +88,7 @@ class LoraOnly:
         """What the manifest or, without one, the server itself says."""
         if self._manifest is not None:
             return self._manifest.max_model_len
-        return limits.max_model_len(self._config.server_url())
+        return limits.max_model_len(self._config.server.url())
 
     @property
     def version(self) -> int:
@@ -173,7 +173,7 @@ class LoraOnly:
         if self._config.lora_handover == "memory":
             assert self._manifest is not None, "refused before"
             return MemoryHandover(self._config, self._run, self._manifest)
-        url = self._config.server_url(None if self._manifest is None else self._manifest.url)
+        url = self._config.server.url(None if self._manifest is None else self._manifest.url)
         return DiskHandover(self._config, self._run, url, self._manifest)
 
 
@@ -188,6 +188,6 @@ def _find_manifest(config: TrainConfig) -> tuple[Manifest | None, str]:
             found = manifest.load()
         except ManifestError as error:
             return None, error.message
-        if config.lora_handover == "disk" and config.server_url(found.url) != found.url:
-            return None, f"the manifest found here is of the server at {found.url}, not {config.server_url(found.url)}"
+        if config.lora_handover == "disk" and config.server.url(found.url) != found.url:
+            return None, f"the manifest found here is of the server at {found.url}, not {config.server.url(found.url)}"
     return served.find(config), ""

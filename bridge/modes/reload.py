@@ -86,7 +86,7 @@ class Restart:
     @property
     def endpoint(self) -> Endpoint:
         """The server, which knows of no versions."""
-        return Endpoint(url=self._config.server_url(), version=self.version)
+        return Endpoint(url=self._config.server.url(), version=self.version)
 
     @cached_property
     def max_model_len(self) -> int | None:

@@ -104,7 +104,7 @@ class PatchedServer:
                 that is what is written.
         """
         self.manifest = manifest
-        url = self._config.server_url(manifest.url)
+        url = self._config.server.url(manifest.url)
         self.client = BridgeClient(manifest, timeout_s=self._config.request_timeout_s, url=url)
         try:
             status = fence.when_free(lambda: self.client.take_lease(str(self._run.path.absolute())))

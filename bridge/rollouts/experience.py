@@ -61,7 +61,7 @@ class Experience:
         self._held_out = data.held_out(environment) if config.eval_samples else []
         self._problems = data.endless(environment, config.seed)
         self._sampler = Sampler(
-            max_new_tokens=config.max_new_tokens,
+            max_new_tokens=config.sampling.longest,
             temperature=config.temperature,
             timeout_s=config.request_timeout_s,
             max_retries=config.max_retries,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import FeedConfig, TrainConfig
 from bridge.errors import RewardError
 from bridge.rollouts import data
 from bridge.scoring.scorer import Scorer
@@ -24,7 +24,10 @@ LIMIT_S = 10.0
 
 
 def check(
-    config: RolloutConfig, environment: Environment, recipe: Callable[[], Scores], tell: Callable[[str], None]
+    config: TrainConfig | FeedConfig,
+    environment: Environment,
+    recipe: Callable[[], Scores],
+    tell: Callable[[str], None],
 ) -> None:
     """Try the first problems and the first of those held out; `tell` hears what is no reason to refuse.
 

@@ -35,6 +35,7 @@ def train(
     recipe: Callable[[], Scores] | None = None,
     engine: Engine | None = None,
     resume: Found | None = None,
+    chosen: TrainConfig | None = None,
     make_optimizer: MakeOptimizer = factory.make,
 ) -> Summary:
     """Train up to step `config.training_steps`, leave metrics and checkpoints behind, and tell `reporter` of each step.
@@ -42,14 +43,16 @@ def train(
     `environment` has the problems; None where rollouts come from elsewhere. What scores is made by `recipe` in
     processes of its own; without one, `environment` scores, in this process. An interrupt or an error ends the run with
     the weights of the last published step saved. With an `engine`, a server that dies is not the end. `resume` is the
-    checkpoint to go on from. `make_optimizer` is for comparisons with others.
+    checkpoint to resume from. `make_optimizer` is for comparisons. `config` may hold derived values where nothing was
+    `chosen`; both are written to the run directory.
 
     Raises:
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
     """
+    chosen = chosen or config
     reference.check(config)
-    config = config.model_copy(update={"save_path": config.save_path or run.checkpoints})
-    mode = MODES[config.mode](config.model_copy(update={"resume": resume is not None}), run, engine)
+    config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
+    mode = MODES[config.mode](config.changed(resume=resume is not None), run, engine)
     try:
         config = limits.fit_completions(config, mode.max_model_len, run.note)
         with closing(_source(config, environment, run, reporter, recipe)) as source:
@@ -61,7 +64,9 @@ def train(
                     f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
                     f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
                 )
-            run.write_config(config)  # from here on there is something to keep: a refused run leaves no trace
+            run.write_config(
+                chosen, config.changed(lr=config.learning_rate)
+            )  # from here on there is something to keep: a refused run leaves no trace
             first = 1 if resume is None else resume.progress.step + 1
             steps = f"steps {first} to {config.training_steps}"
             run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")
@@ -79,7 +84,7 @@ def _source(
     reporter: Reporter,
     recipe: Callable[[], Scores] | None,
 ) -> Source:
-    if config.rollouts == "atropos":
+    if config.rollouts.source == "atropos":
         return AtroposExperience(config, run.note)
     assert environment is not None, "nothing to sample for"
     return Experience(config, environment, run.note, recipe=recipe, progress=reporter.progress)

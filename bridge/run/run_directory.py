@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
+from bridge.config import TrainConfig
 from bridge.core import atomic_file, claim, json_lines, mark, private
 from bridge.core.atomic_file import one_line_errors
 from bridge.errors import UsageError
@@ -174,9 +173,18 @@ class RunDirectory:
     def save_path(self) -> Path | None:
         """Return the folder of the run's checkpoints; None where there is no telling."""
         try:
-            return Path(json.loads(self.config.read_bytes())["save_path"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return Path(self.choices()["save_path"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    def choices(self) -> dict[str, Any]:
+        """Return the run's choices by key, derived values in the place of absent ones.
+
+        Raises:
+            OSError: there is no `config.json`.
+            ValueError: it is damaged.
+        """
+        return TrainConfig.written(json.loads(self.config.read_bytes()))
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, where nothing was put into them."""
@@ -184,9 +192,9 @@ class RunDirectory:
         mark.remove_if_alone(self.path)
         claim.remove_unused(self.made)
 
-    def write_config(self, config: BaseModel) -> None:
-        """Write the run's resolved choices, for their owner alone: a command or a URL among them may hold a secret."""
-        write_json(self.config, config.model_dump(mode="json"), mode=0o600)
+    def write_config(self, chosen: TrainConfig, settled: TrainConfig | None = None) -> None:
+        """Write what was chosen and, apart from it, what `settled` derived; readable by the owner only: secrets."""
+        write_json(self.config, chosen.document(settled), mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
         """Write what the run came to; a number that is not finite becomes null."""

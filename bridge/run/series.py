@@ -28,7 +28,7 @@ class Series:
         optimizer: InPlaceOptimizer,
     ) -> None:
         self._config, self._run, self._mode, self._trained, self._optimizer = config, run, mode, trained, optimizer
-        self._folder = config.save_path or run.checkpoints
+        self._folder = config.checkpoints.save_path or run.checkpoints
         self._saved: dict[int, Path] = {}
         self._pinned: set[Path] = set()
 
@@ -51,7 +51,7 @@ class Series:
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is wanted after `step`."""
-        interval = self._config.save_interval
+        interval = self._config.checkpoints.save_interval
         return step == self._config.training_steps or (interval > 0 and step % interval == 0)
 
     def save(self, step: int, *, problems_drawn: int) -> Path:
@@ -71,7 +71,7 @@ class Series:
             self._run.settle()
             self._saved[step] = checkpoint.save(folder, self._fill, progress)
             free = [path for path in self._saved.values() if path not in self._pinned]
-            kept = {*checkpoint.keep_last(free, self._config.keep_last), *self._pinned}
+            kept = {*checkpoint.keep_last(free, self._config.checkpoints.keep_last), *self._pinned}
             self._saved = {number: path for number, path in self._saved.items() if path in kept}
         return self._saved[step]
 
@@ -81,5 +81,5 @@ class Series:
 
     def _fill(self, folder: Path) -> None:
         self._mode.save(folder)
-        if self._config.save_optimizer:
+        if self._config.checkpoints.save_optimizer:
             trainer_state.write(folder, self._trained, self._optimizer)

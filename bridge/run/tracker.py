@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from bridge.config import TrainConfig
+from bridge.config.choices import flattened
 from bridge.core import atomic_file, private
 from bridge.run.run_directory import RunDirectory
 
@@ -38,7 +39,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.tensorboard), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("config", _indented(json.dumps(private.shown(config.model_dump(mode="json")), indent=1)))
+        self._writer.add_text("config", _indented(json.dumps(_shown(config), indent=1)))
 
     def log(self, step: int, values: Mapping[str, float], sample: str | None = None) -> None:
         """Write one point a curve."""
@@ -68,7 +69,7 @@ class Wandb:
             dir=os.environ.get("WANDB_DIR", str(run.path)),
             id=_run_id(run),
             resume="allow",
-            config=private.shown(config.model_dump(mode="json")),
+            config=_shown(config),
             settings=wandb.Settings(console="off"),  # the terminal is ours
         )
         self._run.define_metric("*", step_metric="step")
@@ -94,3 +95,7 @@ def _run_id(run: RunDirectory) -> str:
 def _indented(text: str) -> str:
     """Return `text` as Markdown shows it letter by letter, whatever is in it."""
     return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def _shown(config: TrainConfig) -> dict[str, Any]:
+    return private.shown(flattened(TrainConfig, config.model_dump(mode="json")))

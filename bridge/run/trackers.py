@@ -98,7 +98,7 @@ def check(config: TrainConfig) -> None:
         UsageError: a package is asked for and not installed.
     """
     for package, name in NAMES.items():
-        if getattr(config, package) and not is_installed(package):
+        if getattr(config.tracking, package) and not is_installed(package):
             raise UsageError(
                 f"--{package} needs {name}, and its package {package} is not installed here",
                 remedy=f"pip install {package}, or leave --{package} out",
@@ -112,7 +112,7 @@ def of(config: TrainConfig, run: RunDirectory, *, first_step: int = 1) -> Tracke
         UsageError: a package is asked for and not installed.
     """
     check(config)
-    return Trackers(lambda: _open_all(config, run, first_step), run.note, shows_texts=config.save_rollouts)
+    return Trackers(lambda: _open_all(config, run, first_step), run.note, shows_texts=config.tracking.save_rollouts)
 
 
 def is_installed(package: str) -> bool:
@@ -124,9 +124,9 @@ def is_installed(package: str) -> bool:
 def _open_all(config: TrainConfig, run: RunDirectory, first_step: int) -> dict[str, Tracker]:
     """Open what is wanted; what nobody asked for may fail."""
     wanted: dict[str, Callable[[], Tracker]] = {}
-    if is_installed("tensorboard") if config.tensorboard is None else config.tensorboard:
+    if is_installed("tensorboard") if config.tracking.tensorboard is None else config.tracking.tensorboard:
         wanted["tensorboard"] = lambda: TensorBoard(config, run, first_step)
-    if config.wandb:
+    if config.tracking.wandb:
         wanted["wandb"] = lambda: Wandb(config, run)
     opened: dict[str, Tracker] = {}
     for package, make in wanted.items():
@@ -134,7 +134,7 @@ def _open_all(config: TrainConfig, run: RunDirectory, first_step: int) -> dict[s
             opened[NAMES[package]] = make()
         except Exception as error:
             line = f"{NAMES[package]} cannot be used: {_in_a_line(error)}"
-            if getattr(config, package):
+            if getattr(config.tracking, package):
                 for tracker in opened.values():
                     with suppress(Exception):  # foreign code too
                         tracker.close(failed=True)

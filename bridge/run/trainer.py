@@ -93,14 +93,16 @@ class Trainer:
     def run(self) -> Summary:
         """Take every step, evaluating before, in between and after if asked to."""
         before, last = self._before(), self._config.training_steps
-        nobody_asks_again = self._engine is not None and not self._config.eval_samples  # the server ends with the run
+        nobody_asks_again = (
+            self._engine is not None and not self._config.evaluation.samples
+        )  # the server ends with the run
         try:
             for step in range(self._begun_at + 1, last + 1):
                 self._mode.ends = nobody_asks_again and step == last
                 self._step(step)
                 if self._checkpoints.is_due(step):
                     self._save()
-                if step < last and self._config.eval_interval and step % self._config.eval_interval == 0:
+                if step < last and self._config.evaluation.interval and step % self._config.evaluation.interval == 0:
                     self._evaluate()
         except BaseException:  # whatever it was, steps that were paid for are not lost
             if self._written > self._begun_at and not self._half_written:
@@ -117,7 +119,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         start = time.perf_counter()
         self._reporter.phase("rollouts")
-        problems = self._source.draw(self._config.batch_size // self._config.group_size)
+        problems = self._source.draw(self._config.rollouts.batch_size // self._config.sampling.group_size)
         groups = self._surviving(lambda: self._source.groups(self._mode.endpoint, problems, step=step))
         sampled = time.perf_counter()
         self._reporter.phase("train")
@@ -154,7 +156,7 @@ class Trainer:
             )
 
     def _sleeps_always(self) -> bool | None:
-        wanted = self._config.kv_sleep
+        wanted = self._config.publishing.kv_sleep
         if wanted == "always" and not self._mode.can_sleep:
             raise UsageError(
                 "--kv-sleep always, and the server's KV cache cannot sleep",
@@ -209,10 +211,10 @@ class Trainer:
                 changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._device,
             )  # fmt: skip
             self._steps.append(metrics)
-            if self._config.save_rollouts:
+            if self._config.tracking.save_rollouts:
                 self._run.append_rollouts(step, groups)
             self._run.append(metrics)
-        self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.mismatch_alarm))
+        self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
 

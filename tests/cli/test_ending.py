@@ -31,7 +31,7 @@ def save(run: RunDirectory, step: int) -> None:
 
 
 def told(run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> list[str]:
-    config = TrainConfig(model_name="m", training_steps=9)
+    config = TrainConfig.of(model_name="m", training_steps=9)
     with contextlib.suppress(KeyboardInterrupt, RuntimeError), ending.told(run, config):
         if error:
             raise error

@@ -15,7 +15,7 @@ from bridge.core import claim
 from bridge.learn.mismatch import HEALTHY, HISTOGRAM_EDGES
 from bridge.run.run_directory import RunDirectory, to_json
 from cli import main
-from cli.report import catalogue, choices, record
+from cli.report import catalogue, record
 from cli.report.command import names
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
@@ -82,13 +82,6 @@ def test_the_page_of_a_whole_run_has_every_section_and_chart(tmp_path: Path) -> 
     for told in ("Qwen/Qwen2.5-7B-Instruct", "shared_vllm", "--lr", "2e-06", "0 bytes", "finished", "step 30"):
         assert told in page.text
     assert "KL from the reference, nats: 0" in page.text
-
-
-@pytest.mark.parametrize(("lr", "chosen"), [(1e-5, False), (1e-6, True)])
-def test_a_learning_rate_is_compared_with_that_of_its_mode(lr: float, chosen: bool) -> None:
-    changed, unchanged = choices.of_training({"mode": "lora_only", "lr": lr})
-    (found,) = [choice for choice in (changed if chosen else unchanged) if choice.flag == "--lr"]
-    assert (found.value, found.default) == (str(lr), "1e-05")
 
 
 def test_every_chart_is_labelled_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:

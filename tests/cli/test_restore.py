@@ -487,7 +487,7 @@ def test_an_adapter_of_a_larger_model_is_refused_before_the_pause(bridge: Bridge
     larger = tiny.llama()
     larger.hidden_size = 256
     model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
-    config = TrainConfig(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
+    config = TrainConfig.of(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
     (bridge.folder / "adapter_step_3").mkdir()
     Adapter(model, config).save(bridge.folder / "adapter_step_3")
     assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]

@@ -48,7 +48,7 @@ class DemoServer:
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
         run = RunDirectory.create(folder / "run", environment=config.environment)
-        return loop.train(config, registry.load(config), run, Listener(report))
+        return loop.train(config, registry.load(config.task), run, Listener(report))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ PAUSES = """
 import sys
 from pathlib import Path
 from bridge.server.client import BridgeClient
-from bridge.weights import manifest
+from bridge.server import manifest
 
 with BridgeClient(manifest.load(Path(sys.argv[1])), timeout_s=600) as client:
     print("ready", flush=True)

@@ -84,12 +84,12 @@ def test_a_stock_server_is_another_process_after_each_step_and_serves_what_was_t
         def report(_: StepMetrics) -> None:
             pids.append(server.engine.pid)
 
-        config = TrainConfig(
+        config = TrainConfig.of(
             model_name=str(model), mode="none", training_steps=3, save_interval=1, batch_size=64, group_size=8, lr=3e-3,
             max_new_tokens=16, vllm_port=server.port, save_path=tmp_path / "saved", environment=ENVIRONMENT,
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="vowels")
-        summary = loop.train(config, registry.load(config), run, Listener(report), engine=server.engine)
+        summary = loop.train(config, registry.load(config.task), run, Listener(report), engine=server.engine)
         scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, server.sample(), device="cpu")
     assert len({*pids}) == 3, pids
     steps = scenarios.metrics(tmp_path / "run")

@@ -40,7 +40,7 @@ def test_cuda_graphs_are_on(llama: LiveServer) -> None:
 
 
 def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, tmp_path: Path) -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         model_name=llama.manifest.model, mode="lora_only", lora_r=scenarios.LORA_RANK, vllm_config_path=llama.path
     )
     mode = LoraOnly(config, RunDirectory.create(tmp_path / "run", environment="vowels"))

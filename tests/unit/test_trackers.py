@@ -129,7 +129,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(**choices: Any) -> TrainConfig:
-    return TrainConfig(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
+    return TrainConfig.of(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
 
 
 def test_every_figure_of_a_step_has_a_curve_of_its_own() -> None:
