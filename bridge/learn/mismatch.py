@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
+from bridge.types import HEALTHY_NATS, LOGPROB_DIFF_EDGES
 
-HISTOGRAM_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-"""Nats; the first bin of the histogram is what is below the first edge, the last what is not below the last."""
-HEALTHY = "0.013 to 0.024"
-"""Mean difference in nats that rounding alone makes, between vLLM and transformers in bf16."""
 OWN_HIGH: Mapping[str, float] = {"truncate": 2.0, "mask": 5.0, "none": math.inf}
 """Correction -> its largest importance weight where none is chosen."""
 
@@ -91,7 +88,7 @@ class Mismatch:
     max: float
     """Largest of the same differences."""
     histogram: tuple[float, ...]
-    """Share of the tokens in each bin that `HISTOGRAM_EDGES` make."""
+    """Share of the tokens in each bin that `LOGPROB_DIFF_EDGES` make."""
     changed_share: float
     """Share of the tokens whose weight was truncated, or that were left out."""
     weight_mean: float
@@ -112,7 +109,7 @@ class Tally:
     @classmethod
     def zero(cls, device: torch.device) -> Self:
         """Return that of no tokens."""
-        empty = torch.zeros(5 + len(HISTOGRAM_EDGES), dtype=torch.float64, device=device)
+        empty = torch.zeros(5 + len(LOGPROB_DIFF_EDGES), dtype=torch.float64, device=device)
         return cls(empty, empty[0])
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -153,7 +150,7 @@ def measure(
         weights_N,
         weights_N.square(),
         correction.changed(old_logprobs_N, sampled_logprobs_N, sequences_N) & known_N,
-        *(differences_N >= edge for edge in HISTOGRAM_EDGES),
+        *(differences_N >= edge for edge in LOGPROB_DIFF_EDGES),
     )
     sums_K = torch.stack([term_N.sum(dtype=torch.float64) for term_N in terms])
     largest = torch.cat([differences_N, differences_N.new_zeros(1)]).max()  # there may be no tokens
@@ -176,11 +173,11 @@ def alarm(measured: Mismatch, threshold: float) -> str | None:
     """Return one line that names the likely causes where the mean difference is `threshold` or more, in nats."""
     if not measured.mean >= threshold:
         return None
+    low, high = HEALTHY_NATS
     return (
-        f"log-probabilities of vLLM and of the trainer differ by {measured.mean:.3g} nats on average, up to "
-        f"{measured.max:.3g}, where {HEALTHY} is healthy in bf16. Likely causes: a stale prefix cache, rollouts of "
-        "older weights, another temperature or --logprobs-mode, another dtype, top-p sampling without processed "
-        "log-probabilities"
+        f"the log-probs of vLLM and the trainer differ by {measured.mean:.3g} nats on average, up to {measured.max:.3g}"
+        f"; {low} to {high} is healthy in bf16. Likely causes: a stale prefix cache, rollouts from older weights,"
+        " another temperature, --logprobs-mode or dtype, or top-p sampling without processed log-probs"
     )
 
 

@@ -1,30 +1,100 @@
-"""All that draw the curves of one run: they are told of it as reporters are.
+"""Curves of a run in TensorBoard and Weights & Biases, which follow the run as reporters do.
 
-One that fails in the middle of a run is told of once, and left out from then on: no run ends for the sake of a curve.
-
-Not covered: which curves there are (`curves.py`), and who draws them (`tracker.py`).
+Both are foreign code, imported when a run begins. One that fails during a run is reported once and dropped: no run ends
+because of a curve.
 """
 
+import html
+import json
+import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from bridge.config import TrainConfig
+from bridge.config.choices import flattened
+from bridge.core import atomic_file, private
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
-from bridge.run import curves, reporting
+from bridge.run import reporting
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
 from bridge.run.run_directory import RunDirectory
-from bridge.run.tracker import TensorBoard, Tracker, Wandb
 from bridge.types import Group
 
 NAMES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 """Package, which is the flag's name too -> what people call it."""
 LONGEST_TEXT = 8000
 """Characters of a sample; a page shows no more of it."""
+
+
+class Tracker(Protocol):
+    """Draws curves."""
+
+    def log(self, step: int, values: Mapping[str, float], sample: str | None = None) -> None:
+        """Draw the next point of each curve, and show a text."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Hand over everything."""
+        ...
+
+
+class TensorBoard:
+    """Writes a folder that `tensorboard --logdir` reads."""
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, first_step: int) -> None:
+        """Write into `run`; curves of an earlier process end before `first_step`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.tensorboard), purge_step=first_step, flush_secs=10)
+        self._writer.add_text("config", _indented(json.dumps(_shown(config), indent=1)))
+
+    def log(self, step: int, values: Mapping[str, float], sample: str | None = None) -> None:
+        """Write one point a curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if sample is not None:
+            self._writer.add_text("sample", _indented(sample), step)
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - the protocol's
+        """Write what is still in memory."""
+        self._writer.close()
+
+
+class Wandb:
+    """Sends to Weights & Biases, or writes for it, as its own variables say: WANDB_MODE, WANDB_PROJECT and others.
+
+    A point that is sent again after a run went on from an earlier step is kept beside the first one, not dropped.
+    """
+
+    def __init__(self, config: TrainConfig, run: RunDirectory) -> None:
+        """Begin a run there, or go on with the one that `run` knows."""
+        wandb: Any = import_module("wandb")
+        self._html = wandb.Html
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "bridge"),
+            name=os.environ.get("WANDB_NAME", run.path.name),
+            dir=os.environ.get("WANDB_DIR", str(run.path)),
+            id=_run_id(run),
+            resume="allow",
+            config=_shown(config),
+            settings=wandb.Settings(console="off"),  # the terminal is ours
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float], sample: str | None = None) -> None:
+        """Send one point a curve."""
+        shown = {} if sample is None else {"sample": self._html(f"<pre>{html.escape(sample)}</pre>", inject=False)}
+        self._run.log({"step": step, **values, **shown})
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is still here."""
+        self._run.finish(exit_code=int(failed))
 
 
 class Trackers:
@@ -63,11 +133,11 @@ class Trackers:
         """Draw what a step did, and show one of its completions."""
         found = reporting.sample(groups) if self._shows_texts else None
         text = _as_text(found) if found else None
-        self._each(lambda tracker: tracker.log(metrics.step, curves.of_step(metrics), text))
+        self._each(lambda tracker: tracker.log(metrics.step, metrics.curves(), text))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Draw how the held-out problems were answered."""
-        self._each(lambda tracker: tracker.log(evaluation.step, curves.of_evaluation(evaluation)))
+        self._each(lambda tracker: tracker.log(evaluation.step, evaluation.curves()))
 
     def close(self, *, failed: bool = False) -> None:
         """Let all finish; `failed`: the run ended by an error."""
@@ -151,3 +221,20 @@ def _as_text(sample: Sample) -> str:
 
 def _in_a_line(error: Exception) -> str:
     return shortened(f"{type(error).__name__}: {error}", 200)
+
+
+def _run_id(run: RunDirectory) -> str:
+    """Return the id of the run at Weights & Biases, a new one the first time."""
+    if not run.wandb_id.exists():
+        new = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        atomic_file.replace(run.wandb_id, f"{new}\n".encode())
+    return run.wandb_id.read_text().strip()
+
+
+def _indented(text: str) -> str:
+    """Return `text` as Markdown shows it letter by letter, whatever is in it."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def _shown(config: TrainConfig) -> dict[str, Any]:
+    return private.shown(flattened(TrainConfig, config.model_dump(mode="json")))

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from bridge.core import claim
-from bridge.learn.mismatch import HEALTHY, HISTOGRAM_EDGES
 from bridge.run.run_directory import RunDirectory, to_json
 from cli import main
-from cli.report import catalogue, record
+from cli.report import record
 from cli.report.command import names
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
@@ -344,13 +343,6 @@ def test_a_report_loads_no_torch(tmp_path: Path) -> None:
     given = ["report", str(run.path)]
     code = f"import sys; from cli.main import answer; answer({given!r}); sys.exit('torch' in sys.modules)"
     assert run_python(code).returncode == 0
-
-
-def test_the_healthy_range_and_the_bins_are_those_of_the_loss() -> None:
-    assert " to ".join(map(str, catalogue.HEALTHY_NATS)) == HEALTHY
-    edges = [str(edge).removesuffix(".0") for edge in HISTOGRAM_EDGES]
-    assert [name.split()[1] for name in catalogue.BINS[:-1]] == [edges[0], *edges[1:]]
-    assert len(catalogue.BINS) == len(HISTOGRAM_EDGES) + 1
 
 
 def test_the_holder_of_a_claim_is_told_by_its_folder(tmp_path: Path) -> None:

@@ -426,7 +426,7 @@ def test_servers_that_differ_too_much_are_told_of_when_it_begins_and_when_it_beg
         run.report = lambda metrics: seen.append((metrics.step, len(run.told)))
         run.train(training_steps=6, mismatch_alarm=10)
         assert seen == [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
-        assert all(line.startswith("log-probabilities of vLLM and of the trainer differ by 4") for line in run.told)
+        assert all(line.startswith("the log-probs of vLLM and the trainer differ by 4") for line in run.told)
         unhealthy = [row["step"] for row in run.metrics if row["logprob_diff_mean"] > 10]
         assert unhealthy == [2, 3, 5]
         assert [row["corrected_share"] > 0.9 for row in run.metrics if row["step"] in unhealthy] == [True] * 3
