@@ -53,7 +53,7 @@ def batch(vocabulary: int, num_completions: int, *, group: int, num_tokens: int)
     def completion() -> Completion:
         logprobs = (-math.log(vocabulary),) * num_tokens
         return Completion(
-            token_ids=tokens(num_tokens), logprobs=logprobs, text="", finish_reason="length", weight_version=0
+            token_ids=tokens(num_tokens), logprobs=logprobs, text="", finish_reason="length", versions=(0,) * num_tokens
         )
 
     return [

@@ -1,9 +1,6 @@
-"""Plain records that cross package borders, free of torch.
+"""Plain records that cross package borders, free of torch."""
 
-Not covered: what a person configures (`config.py`) and what a server exports (`weights/manifest.py`).
-"""
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
@@ -11,7 +8,7 @@ Message = dict[str, str]
 """One chat message: `role` and `content`."""
 
 FinishReason = Literal["stop", "length", "abort", "repetition"]
-"""What vLLM 0.26 to 0.33 answer; its fifth reason, `error`, always becomes an HTTP status of 500."""
+"""The reasons of vLLM 0.26 to 0.33 but `error`, which always becomes an HTTP status of 500."""
 
 
 LOGPROB_DIFF_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -21,7 +18,7 @@ HEALTHY_NATS = (0.013, 0.024)
 
 
 class Problem(TypedDict):
-    """One problem of an environment; every further key is the environment's own."""
+    """One problem of an environment, which may add keys of its own."""
 
     prompt: str | list[Message]
     """Text, or chat messages that the model's chat template renders."""
@@ -40,7 +37,7 @@ class Environment(Protocol):
     """
 
     def __iter__(self) -> Iterator[Problem]:
-        """Yield training problems, each once or without an end, in the same order whenever it is called."""
+        """Yield training problems, finitely many or without end, in the same order each time."""
         ...
 
     def score(self, problem: Problem, completion: str) -> float:
@@ -50,18 +47,18 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled completion, as the server returned it."""
+    """One sampled completion."""
 
     token_ids: tuple[int, ...]
-    """The sampled tokens, the end-of-sequence token included when it was sampled."""
+    """The tokens, the end-of-sequence token included when it was sampled."""
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token under the server's sampling distribution, in nats; NaN where unknown."""
     text: str
     """The decoded completion without special tokens."""
     finish_reason: FinishReason
     """Why the server stopped; `length` means that it was truncated."""
-    weight_version: int | None
-    """Version of the weights that made it; None if the server tells none or several made it."""
+    versions: tuple[int | None, ...] = ()
+    """Version of the weights that sampled each token, None where it is unknown; empty: unknown for all."""
     sampled: tuple[bool, ...] | None = None
     """Which of the tokens the model sampled; the others, such as a tool's answer, are not trained on. Absent: all."""
 
@@ -78,7 +75,7 @@ class Unscored:
     completion: Completion
     """What was to be scored."""
     fault: str
-    """What its score did instead, in one line."""
+    """Why it has no reward, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +83,43 @@ class Group:
     """The rollouts of one prompt."""
 
     problem: Problem
-    """What was asked."""
+    """The problem, as its environment wrote it."""
+    number: int | None = None
+    """Place of the problem in the run's endless order, from 0; None if it is held out or comes from elsewhere."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt as it was sent to the server; what a group has in common, where it came from elsewhere."""
+    """The prompt as it was sent to the server; for a group from elsewhere, the tokens that its sequences share."""
     completions: tuple[Completion, ...]
     """The sampled completions that have a reward; there may be none."""
     rewards: tuple[float, ...]
     """One finite reward per completion, in the same order."""
     advantages: tuple[tuple[float, ...], ...] | None = None
-    """Advantages from outside, taken as they are: per completion one for each of its tokens, or one for all of them.
+    """Advantages, one per token or a single one for each completion; absent: the trainer computes them from rewards."""
+    zero_advantage: tuple[bool, ...] = ()
+    """Which completions get an advantage of zero whatever their reward, one flag for each; empty: none.
 
-    Absent: they come from the rewards.
+    Their rewards still count for the advantages of the others.
     """
     reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Where the reward is a sum of several: name of each -> one per completion, before its weight."""
+    """Where the reward is a weighted sum: name of each part -> one value per completion, unweighted."""
     unscored: tuple[Unscored, ...] = ()
-    """Completions that were sampled and are not in the group, since their score failed."""
+    """Completions that were sampled and are not in the group, because their score failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedProblems:
+    """The problems that a run has trained on, by their numbers in its endless order."""
+
+    below: int = 0
+    """All problems with a smaller number are among them."""
+    beyond: frozenset[int] = frozenset()
+    """The others, which were trained on ahead of an earlier one."""
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self.beyond
+
+    def including(self, numbers: Iterable[int]) -> "TrainedProblems":
+        """Return the set with more problems in it."""
+        below, beyond = self.below, self.beyond.union(numbers)
+        while below in beyond:
+            below += 1
+        return TrainedProblems(below=below, beyond=frozenset(number for number in beyond if number >= below))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bridge.modes.mode import Engine
     from bridge.run.checkpoint import Found
     from bridge.run.metrics import Summary
-    from bridge.scoring.scoring import Scores
+    from bridge.scoring.score import Scores
 
 
 @from_config(TrainConfig)
@@ -53,9 +53,9 @@ def load_environment(config: TrainConfig) -> Environment | None:
         return None
     environment = registry.load(config.task)
     if config.evaluation.samples:
-        from bridge.rollouts import data
+        from bridge.rollouts import problems
 
-        data.held_out(environment)
+        problems.held_out(environment)
     return environment
 
 
@@ -70,7 +70,8 @@ def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) 
     if environment is not None:
         from bridge.rollouts import rehearsal
 
-        rehearsal.check(config, environment, partial(registry.scorer, config.task), console.note)
+        recipe = partial(registry.scorer, config.task)
+        rehearsal.check(config.model_name, config.task, environment, recipe, console.note)
 
 
 def recipe_of(config: TrainConfig) -> "Callable[[], Scores] | None":

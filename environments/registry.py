@@ -11,7 +11,7 @@ from typing import Any
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
-from bridge.scoring.scoring import Scores
+from bridge.scoring.score import Scores
 from bridge.types import Environment, Problem
 from environments import inspection, own_code, rewards, rows
 from environments.arithmetic import Arithmetic

@@ -110,7 +110,7 @@ def _group(url: str, answer: httpx.Response) -> Group:
     told = answer.json()
     if "choices" in told:
         choices = openai_api.in_order(openai_api.Completions.model_validate(told), len(told["choices"]))
-        completions = [openai_api.completion(url, choice, None, None) for choice in choices]
+        completions = [openai_api.completion(url, choice, "", None) for choice in choices]
     else:
         completions = [
             Completion(
@@ -118,7 +118,6 @@ def _group(url: str, answer: httpx.Response) -> Group:
                 logprobs=tuple(next(iter(entry[0].values())) for entry in logprobs),
                 text=text,
                 finish_reason=reason,
-                weight_version=None,
             )
             for ids, logprobs, text, reason in zip(
                 told["token_ids"], told["logprobs"], told["text"], told["finish_reasons"], strict=True

@@ -1,104 +1,83 @@
-"""From an environment's sequences to a group that is learnt from.
+"""Groups for training from an environment's scored sequences, or what is wrong with them: the API checks types alone.
 
-The prompt of a group is what all of its sequences begin with before their first sampled token, and a completion all the
-rest of a sequence, with a mask where that is more than sampled tokens. The first token of a sequence is read even where
-it is marked as sampled: nothing predicts it.
-
-Not covered: what may be wrong with a group (`faults.py`), advantages from scores (`bridge/learn/advantages.py`).
+The prompt of a group is what all of its sequences begin with before their first sampled token, and a completion is the
+rest of a sequence, with a mask if that is more than sampled tokens. The first token of a sequence is never trained on,
+even if it is marked as sampled: nothing predicts it.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
-from bridge.atropos.protocol import MASKED, UNKNOWN_LOGPROB, ScoredGroup
-from bridge.learn.advantages import with_advantages
+from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, Numbers, ScoredGroup
+from bridge.rollouts.distribution import changes, in_words
 from bridge.types import Completion, Group, Unscored
 
 Decode = Callable[[Sequence[int]], str]
 ZERO = "set_advantage_to_zero"
+MAX_LOGPROB = 0.01
+"""In nats; anything above it is more than a rounding error."""
+UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
+KNOWN_OVERRIDES = {ZERO, "temperature", "group_size"}
 
 
-def learnt_from(group: ScoredGroup, decode: Decode) -> Group:
-    """Return a group without fault as training needs it."""
-    flags = [sampled(mask) for mask in group.masks]
+def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
+    """Return a usable group as training needs it."""
+    flags = [_sampled(mask) for mask in group.masks]
     start = _num_common([tokens[: _first(own)] for tokens, own in zip(group.tokens, flags, strict=True)])
     prompt = group.tokens[0][:start]
     return Group(
         problem={"prompt": decode(prompt)},
         prompt_token_ids=prompt,
         completions=tuple(_completion(group, index, start, own[start:], decode) for index, own in enumerate(flags)),
-        rewards=tuple(map(number, group.scores)),
-        advantages=_advantages(group, flags, start) if group.advantages else None,
+        rewards=tuple(map(_number, group.scores)),
+        advantages=_advantages(group.advantages, flags, start) if group.advantages else None,
+        zero_advantage=tuple(bool(override.get(ZERO)) for override in group.overrides or ()),
     )
 
 
 def left_out(group: ScoredGroup, why: str) -> Group:
-    """Return what is counted of a group that cannot be learnt from."""
-    empty = Completion(token_ids=(), logprobs=(), text="", finish_reason="abort", weight_version=None)
+    """Return an empty group that stands for one that cannot be used."""
+    empty = Completion(token_ids=(), logprobs=(), text="", finish_reason="abort")
     unscored = (Unscored(completion=empty, fault=why),) * max(len(group.tokens), 1)
     return Group(problem={"prompt": ""}, prompt_token_ids=(), completions=(), rewards=(), unscored=unscored)
 
 
-def with_zeros(
-    groups: Sequence[Group], scored: Sequence[ScoredGroup], scale: Literal["group", "batch", "none"]
-) -> list[Group]:
-    """Return the groups of a whole batch, with advantages of zero where environments want them to be.
-
-    The rewards of such sequences count for the others' as ever.
-    """
-    wanted = [[bool(override.get(ZERO)) for override in given.overrides or ()] for given in scored]
-    if not any(map(any, wanted)):
-        return list(groups)
-    filled = with_advantages(groups, scale)
-    return [_zeroed(group, zeros) if any(zeros) else group for group, zeros in zip(filled, wanted, strict=True)]
-
-
-def sampled(mask: tuple[int, ...]) -> tuple[bool, ...]:
-    """Tell which tokens of a sequence can be trained on."""
-    return (False, *(place != MASKED for place in mask[1:]))
-
-
-def logprob(value: float | None) -> float:
-    """Return a log-probability, not a number where it is unknown."""
-    return math.nan if value is None or value == UNKNOWN_LOGPROB else value
-
-
-def number(value: float | None) -> float:
-    """Return `value`, not a number where the API wrote null."""
-    return math.nan if value is None else value
-
-
 def _completion(group: ScoredGroup, index: int, start: int, flags: tuple[bool, ...], decode: Decode) -> Completion:
     token_ids = group.tokens[index][start:]
-    told = group.inference_logprobs[index][start:] if group.inference_logprobs else (None,) * len(token_ids)
+    given = group.inference_logprobs[index][start:] if group.inference_logprobs else (None,) * len(token_ids)
     return Completion(
         token_ids=token_ids,
-        logprobs=tuple(logprob(value) if own else math.nan for value, own in zip(told, flags, strict=True)),
+        logprobs=tuple(_logprob(value) if own else math.nan for value, own in zip(given, flags, strict=True)),
         text=decode(token_ids),
-        finish_reason="stop",  # the protocol does not tell
-        weight_version=None,
+        finish_reason="stop",  # not part of the protocol, and neither is the version
         sampled=None if all(flags) else flags,
     )
 
 
-def _advantages(group: ScoredGroup, flags: Sequence[tuple[bool, ...]], start: int) -> tuple[tuple[float, ...], ...]:
-    assert group.advantages is not None
+def _advantages(
+    advantages: Sequence[Numbers], flags: Sequence[tuple[bool, ...]], start: int
+) -> tuple[tuple[float, ...], ...]:
     return tuple(
-        tuple(number(value) if own else 0.0 for value, own in zip(given, row, strict=True))[start:]
+        tuple(_number(value) if own else 0.0 for value, own in zip(given, row, strict=True))[start:]
         if len(given) == len(row)
-        else (number(given[0]),)
-        for given, row in zip(group.advantages, flags, strict=True)
+        else (_number(given[0]),)
+        for given, row in zip(advantages, flags, strict=True)
     )
 
 
-def _zeroed(group: Group, zeros: Sequence[bool]) -> Group:
-    assert group.advantages is not None
-    return replace(
-        group,
-        advantages=tuple((0.0,) if zero else own for own, zero in zip(group.advantages, zeros, strict=True)),
-    )
+def _sampled(mask: tuple[int, ...]) -> tuple[bool, ...]:
+    """Return which tokens of a sequence can be trained on."""
+    return (False, *(place != MASKED for place in mask[1:]))
+
+
+def _logprob(value: float | None) -> float:
+    return math.nan if value is None or value == UNKNOWN_LOGPROB else value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _first(flags: tuple[bool, ...]) -> int:
@@ -106,7 +85,117 @@ def _first(flags: tuple[bool, ...]) -> int:
 
 
 def _num_common(prefixes: Sequence[tuple[int, ...]]) -> int:
-    """Return how many tokens all of them begin with: as many as the first and the last in order do."""
+    """Return how many tokens all of them begin with: as many as the first and the last in order share."""
     first, last = min(prefixes), max(prefixes)
     pairs = enumerate(zip(first, last, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a sequence must fit into."""
+
+    longest: int
+    """Tokens of the longest sequence."""
+    num_words: int
+    """Token ids are below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaw:
+    """Why a group cannot be used."""
+
+    kind: str
+    """The field that is wrong, by which flaws are counted."""
+    found: str
+    """What is wrong with it, in a line."""
+
+
+def first_flaw(group: ScoredGroup, bounds: Bounds) -> Flaw | None:
+    """Return the first thing that is wrong with a group, if there is any; later ones may follow from it."""
+    return next(_flaws(group, bounds), None)
+
+
+def _flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[Flaw]:
+    for kind, found in _of_all(group):
+        yield Flaw(kind=kind, found=found)
+    for index in range(len(group.tokens)):
+        for kind, found in _of_one(group, index, bounds):
+            yield Flaw(kind=kind, found=f"sequence {index + 1} of {len(group.tokens)} has {found}")
+
+
+def _of_all(group: ScoredGroup) -> Iterator[tuple[str, str]]:
+    if not group.tokens:
+        yield "tokens", "it has no sequences"
+    for name in ("masks", "scores", "advantages", "inference_logprobs", "overrides"):
+        values = getattr(group, name) or ()
+        if len(values) != len(group.tokens) and (values or name in {"masks", "scores"}):
+            yield name, f"it has {len(group.tokens)} sequences and {len(values)} {name}"
+    if group.images:
+        yield "images", "its prompt has images, and only text can be trained on"
+
+
+def _of_one(group: ScoredGroup, index: int, bounds: Bounds) -> Iterator[tuple[str, str]]:
+    tokens, mask, score = group.tokens[index], group.masks[index], _number(group.scores[index])
+    yield from _of_tokens(tokens, bounds)
+    if len(mask) != len(tokens):
+        yield "masks", f"{len(tokens)} tokens and a mask of {len(mask)}"
+    elif any(place not in (MASKED, token) for place, token in zip(mask, tokens, strict=True)):
+        yield "masks", f"a mask that is neither {MASKED} nor the token at its place"
+    if not math.isfinite(score):
+        yield "scores", f"the score {score}"
+    yield from _of_advantages(group.advantages[index] if group.advantages else None, mask)
+    yield from _of_logprobs(group.inference_logprobs[index] if group.inference_logprobs else None, mask)
+
+
+def _of_tokens(tokens: tuple[int, ...], bounds: Bounds) -> Iterator[tuple[str, str]]:
+    if not tokens:
+        yield "tokens", "no tokens"
+    elif len(tokens) > bounds.longest:
+        yield "length", f"{len(tokens):,} tokens, expected at most {bounds.longest:,}"
+    elif min(tokens) < 0 or max(tokens) >= bounds.num_words:
+        odd = next(token for token in tokens if not 0 <= token < bounds.num_words)
+        yield "vocabulary", f"the token {odd}, and the model has 0 to {bounds.num_words - 1}: another tokenizer?"
+
+
+def _of_advantages(given: Numbers | None, mask: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    if given is None:
+        return
+    if len(given) not in (1, len(mask)):
+        yield "advantages", f"{len(mask)} tokens and {len(given)} advantages"
+        return
+    used = given if len(given) == 1 else compress(given, _sampled(mask))
+    yield from (("advantages", f"the advantage {v}") for v in map(_number, used) if not math.isfinite(v))
+
+
+def _of_logprobs(given: Numbers | None, mask: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    if given is None:
+        return
+    if len(given) != len(mask):
+        yield "inference_logprobs", f"{len(mask)} tokens and {len(given)} log-probabilities"
+        return
+    used = map(_logprob, compress(given, _sampled(mask)))
+    yield from (("inference_logprobs", f"the log-probability {v}") for v in used if v == -math.inf or v > MAX_LOGPROB)
+
+
+def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:
+    """Yield what a usable group lacks, or has that training at `temperature` ignores, a sentence each."""
+    if not group.inference_logprobs:
+        yield (
+            "an environment sends no log-probabilities: its tokens get an importance weight of one, and do not count in"
+            " the log-probability difference between vLLM and the trainer"
+        )
+    for name in UNUSED:
+        if getattr(group, name):
+            yield f"an environment sends {name}, which is ignored"
+    overrides = [*(group.overrides or ()), group.group_overrides or {}]
+    for params in [group.generation_params or {}, *overrides]:
+        if params.get("temperature", temperature) != temperature:
+            yield (
+                f"an environment samples at temperature {params['temperature']}, and --temperature is {temperature}:"
+                " log-probabilities of different distributions are compared"
+            )
+        if changed := changes(params):
+            yield f"an environment samples with {in_words(changed)}"
+    for name in sorted({name for each in overrides for name in each} - KNOWN_OVERRIDES):
+        yield f"an environment overrides {name}, which is ignored"

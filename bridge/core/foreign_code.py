@@ -1,6 +1,6 @@
 """Run code that is not ours, and turn whatever it raises into an error that names the exception and its line.
 
-Not covered: what the code is to return (`scoring.py`, `environments/registry.py`).
+Not covered: what the code returns (`bridge/scoring/score.py`, `environments/registry.py`).
 """
 
 import inspect

@@ -27,10 +27,10 @@ CUT_OFF = ("length", "abort")
 def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "none"]) -> list[Group]:
     """Return the groups with advantages: reward - mean of the group, over the standard deviation of `scale`.
 
-    Exactly zero where all rewards of a group are equal, or there is one; a group without completions stays without.
-    Advantages from outside are taken as they are. Standard
-    deviations are the population's, so that the mean square of a group's advantages is one; the batch's is of all the
-    rewards that advantages are made from. A batch that is cut into several updates comes here as a whole first.
+    Exactly zero where all rewards of a group are equal, or there is one, or the group says so; a group without
+    completions stays without. Advantages from outside are taken as they are. Standard deviations are the population's,
+    so that the mean square of a group's advantages is one; the batch's is of all the rewards that advantages are made
+    from. A batch that is cut into several updates comes here as a whole first.
 
     Raises:
         UsageError: advantages from outside do not fit their completions, or are no finite numbers.
@@ -41,13 +41,19 @@ def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "n
     of_batch = _divisor(reward for group in groups if group.advantages is None for reward in group.rewards)
     filled = []
     for number, group in enumerate(groups, start=1):
-        if group.advantages is not None:
-            _check(group, group.advantages, number)
-            filled.append(group)
+        advantages = group.advantages
+        if advantages is not None:
+            _check(group, advantages, number)
         else:
             divisor = {"group": _divisor(group.rewards), "batch": of_batch, "none": 1.0}[scale]
-            filled.append(replace(group, advantages=tuple((value / divisor,) for value in _centred(group.rewards))))
+            advantages = tuple((value / divisor,) for value in _centred(group.rewards))
+        filled.append(replace(group, advantages=_with_zeros(advantages, group.zero_advantage)))
     return filled
+
+
+def has_signal(group: Group) -> bool:
+    """Return whether any completion of a group has an advantage, by whatever scale."""
+    return any(any(advantages) for filled in with_advantages([group], "none") for advantages in filled.advantages or ())
 
 
 def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
@@ -130,6 +136,12 @@ def _divisor(rewards: Iterable[float]) -> float:
     """Return the standard deviation, with the epsilon that keeps it from being zero."""
     squares = [value * value for value in _centred(list(rewards))]
     return math.sqrt(math.fsum(squares) / max(len(squares), 1)) + STD_EPSILON
+
+
+def _with_zeros(advantages: tuple[tuple[float, ...], ...], flags: tuple[bool, ...]) -> tuple[tuple[float, ...], ...]:
+    if not any(flags):
+        return advantages
+    return tuple((0.0,) if is_zero else own for own, is_zero in zip(advantages, flags, strict=True))
 
 
 def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int) -> None:

@@ -1,6 +1,7 @@
-"""Completions from OpenAI-compatible servers: token ids, log-probabilities and the version that made them.
+"""Finished groups for the trainer, sampled from OpenAI-compatible servers and scored.
 
-Words: *endpoint* (whom a rollout asks, and for what), *sampler* (asks for many prompts, over connections that are
-kept), *fault* (what keeps an answer from coming), *try* (one request for a prompt), *rest* (a server is left out).
-May import: `bridge.server.client`, `bridge.errors`, `bridge.core.interrupt`, `bridge.server.protocol`, `bridge.types`.
+Words: *stream* (what the trainer takes finished groups from), *endpoint* (a server, and the model to request from it),
+*sampler* (samples many prompts, over connections that are kept), *try* (one request for a prompt), *rest* (the time for
+which a server that failed gets no requests).
+May import: `bridge.scoring`, `bridge.server`, `bridge.weights.skeleton`, `bridge.config`, `bridge.core`.
 """

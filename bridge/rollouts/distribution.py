@@ -1,8 +1,7 @@
-"""The sampling parameters for the whole distribution, which is the one that the trainer computes.
+"""Sampling parameters for the whole distribution, which is the one that the trainer computes.
 
-A server takes what a request leaves out from the model's `generation_config.json`: every request names all of `WHOLE`.
-
-Not covered: temperature, which the trainer applies as well.
+A server fills in what a request leaves out from the model's `generation_config.json`: every request names all of
+`WHOLE`. Temperature is not among them, because the trainer applies it as well.
 """
 
 from collections.abc import Mapping
@@ -18,18 +17,18 @@ WHOLE: Mapping[str, float] = {
 }
 """Sampling parameter -> the value that changes nothing. `patches/symbols` checks that vLLM has no other default."""
 PROTOCOL = ("top_p", "presence_penalty", "frequency_penalty")
-"""Those that are part of OpenAI's protocol, so that any server takes them."""
+"""Those that are part of OpenAI's protocol, so that any server accepts them."""
 NO_DEFAULT = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
-"""Parameters that change the distribution as well, and have no default: empty or 0 changes nothing."""
+"""Parameters that change the distribution too, unless they are empty or 0."""
 
 
 def changes(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `params` with which a server samples from another distribution; None stands for left out."""
+    """Return those of `params` that make a server sample from another distribution; None counts as left out."""
     named = {name: params[name] for name in (*WHOLE, *NO_DEFAULT) if params.get(name)}
     return {name: value for name, value in named.items() if value != WHOLE.get(name)}
 
 
 def in_words(changed: Mapping[str, Any]) -> str:
-    """Return `changed` in words, with what it means for training."""
+    """Return `changed` as text, with what it means for training."""
     fields = ", ".join(name if name in NO_DEFAULT else f"{name}={value}" for name, value in changed.items())
-    return f"{fields}; the trainer computes the distribution without that, so importance weights and KL are off"
+    return f"{fields}; the trainer computes the distribution without it, so importance weights and KL are off"

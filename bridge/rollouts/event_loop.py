@@ -1,9 +1,7 @@
-"""An event loop that is kept between calls, and that nothing is left running on after one, an interrupt's included.
+"""An event loop that is kept between calls, and that no task outlives a call on, even one that is interrupted.
 
-A signal's handler may raise KeyboardInterrupt anywhere, in the loop's own code too, which may then lose a step of a
-task. Here what a handler raises waits for the end of the coroutine, which is cancelled for it.
-
-Not covered: which signals interrupt (`bridge/core/interrupt.py`, and the command line).
+A signal handler may raise KeyboardInterrupt anywhere, even in the loop's own code, which may then lose a step of a
+task. Here a signal cancels the running coroutine, and what its handler raised is raised once the coroutine has ended.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from bridge.core.interrupt import SIGNALS
 
 Result = TypeVar("Result")
 PATIENCE_S = 5.0
-"""Longest wait for what was cancelled: a task that a second interrupt broke may never end."""
+"""Longest wait for cancelled tasks: one that a second interrupt broke may never end."""
 
 
 class EventLoop:
@@ -34,7 +32,7 @@ class EventLoop:
         self._cancelled: WeakSet[asyncio.Task[Any]] = WeakSet()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine to its end, and end what it began with `each`; SIGINT and SIGTERM cancel it first."""
+        """Run a coroutine, then cancel what it began with `each` and left running; SIGINT and SIGTERM cancel it."""
         try:
             task = self._loop.create_task(self._alone(coroutine))
             with _cancelled_by_signals(task):
@@ -46,9 +44,9 @@ class EventLoop:
     async def each(
         self, coroutines: Iterator[Coroutine[Any, Any, Result]], *, at_once: int
     ) -> AsyncGenerator[Result, None]:
-        """Yield what each coroutine returns as soon as it does; no more than `at_once` are begun and not yet yielded.
+        """Yield what each coroutine returns as soon as it does; at most `at_once` are begun and not yet yielded.
 
-        What one of them raises is raised here, and ends the others.
+        An exception of one is raised here, and cancels the others.
         """
         done: asyncio.Queue[asyncio.Task[Result]] = asyncio.Queue()
         tasks: set[asyncio.Task[Result]] = set()
@@ -65,7 +63,7 @@ class EventLoop:
             await self._end(tasks)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """End everything that is left, then run `last`, and close."""
+        """Cancel everything that is left, then run `last`, and close."""
         try:
             self._loop.run_until_complete(self._close(last))
         finally:
@@ -93,9 +91,9 @@ class EventLoop:
         await self._loop.shutdown_default_executor()
 
     async def _end(self, tasks: AbstractSet["asyncio.Task[Any]"]) -> None:
-        """Cancel tasks and wait for their end; what they raise is of no interest any more.
+        """Cancel tasks, wait for their end, and ignore what they raise.
 
-        None is cancelled twice: the second time would stop httpx from closing the connection of the first.
+        None is cancelled twice: the second time would stop httpx from closing its connection after the first.
         """
         for task in tasks - set(self._cancelled):
             self._cancelled.add(task)
@@ -107,9 +105,9 @@ class EventLoop:
 
 @contextmanager
 def _cancelled_by_signals(task: "asyncio.Task[Any]") -> Iterator[None]:
-    """Let what a signal's handler raises cancel `task`, and raise it at the end; a second time it is raised at once.
+    """Cancel `task` when a signal handler raises, and raise its exception at the end; a second one is raised at once.
 
-    A handler that raises nothing, such as one that holds a signal back, is left to it.
+    A handler that raises nothing, such as one that defers the signal, cancels nothing.
     """
     raised: list[BaseException] = []
 
@@ -135,7 +133,7 @@ def _cancelled_by_signals(task: "asyncio.Task[Any]") -> Iterator[None]:
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    """Return those that are written in Python; none act in other threads."""
+    """Return the handlers that are written in Python; none run in other threads than the main one."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

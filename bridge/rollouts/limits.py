@@ -1,7 +1,4 @@
-"""How long a sequence the server takes, and what that leaves for a completion.
-
-Not covered: a prompt that is too long for the server, which refuses it (`connections.py`).
-"""
+"""The length of the server's longest sequence, and what it leaves for a completion."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,7 +15,7 @@ Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 
 
 def max_model_len(url: str) -> int | None:
-    """Return the tokens of the longest sequence of the server at `url`; None where it does not say."""
+    """Return the tokens of the longest sequence of the server at `url`; None if it does not report them."""
     try:
         answer = httpx.get(f"{url}/v1/models", headers=api_key.headers(), trust_env=False, timeout=CONTROL_LIMIT_S)
         lengths = [int(model["max_model_len"]) for model in answer.json()["data"] if model.get("max_model_len")]

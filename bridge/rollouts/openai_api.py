@@ -1,25 +1,26 @@
-"""What an OpenAI-compatible server is asked for, and what is made of its answer.
+"""Requests to an OpenAI-compatible server, and completions from its answers.
 
-A vLLM with Bridge in it has a route that tells what is read here and no more. Any other vLLM is asked for token ids and
-for sampling without any cut. Any other server is asked by the protocol's own fields alone, since many refuse the rest;
-its token ids come from `logprobs.tokens`: `token_id:123` as it stands, any other string by the tokenizer's vocabulary,
-where it has to stand for one token. Text is never tokenised again.
+A vLLM with Bridge in it has a route of its own, with no more in its answers than what is read here. Any other vLLM gets
+fields of vLLM's: return token ids, and sample from the whole distribution. Any other server gets fields of the protocol
+alone, because many reject the rest; its token ids come from `logprobs.tokens`: `token_id:123` stands for itself, any
+other string is looked up in the tokenizer's vocabulary, where exactly one token must have this text. Text is never
+tokenized again.
 
 Such a server leaves the end token out of a completion that ended by itself: the tokens before it are trained by the
 reward of the whole, the choice to end there is not.
-
-Not covered: sending it (`connections.py`), the vocabulary (`vocabulary.py`).
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
 from bridge.errors import UsageError
+from bridge.rollouts.connections import RequestFailed
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
-from bridge.rollouts.faults import Fault
 from bridge.server import protocol
 from bridge.types import Completion, FinishReason
 
@@ -31,10 +32,10 @@ ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": prot
 VLLM = "vllm"
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
-"""What vLLM is told beside the protocol's fields."""
+"""Fields that only vLLM gets."""
 TAKE_ANOTHER = (
-    "take vLLM, which knows `return_token_ids` (bridge serve-vllm, or any of the supported range), or a server that "
-    "writes its tokens as token_id:123"
+    "use vLLM, which supports `return_token_ids` (bridge serve-vllm, or any version in the supported range), or a "
+    "server that writes its tokens as token_id:123"
 )
 
 
@@ -74,12 +75,34 @@ class Models(BaseModel):
     data: Annotated[tuple[Model, ...], Field(min_length=1)]
 
     def are_of_vllm(self) -> bool:
-        """Tell whether it is vLLM that lists them; a proxy in front of it answers for itself."""
+        """Return whether vLLM listed them; a proxy in front of it answers for itself."""
         return any(model.owned_by == VLLM for model in self.data)
 
 
+class Vocabulary:
+    """A tokenizer's tokens by their decoded text, decoded at the first lookup.
+
+    Sentencepiece marks the start of a word by a sign: decoded alone, such a token reads like the one without the sign,
+    so that a lookup finds both.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        """Return the ids of all tokens that read as `text`."""
+        return self._ids.get(text, ())
+
+    @cached_property
+    def _ids(self) -> Mapping[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = defaultdict(tuple)
+        for token_id in range(len(self._tokenizer)):
+            found[self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)] += (token_id,)
+        return dict(found)
+
+
 def request(dialect: Dialect, *, max_new_tokens: int, temperature: float) -> dict[str, Any]:
-    """Return the fields that every request to one server has in common."""
+    """Return the fields that all requests to a server share."""
     fields: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
     if dialect == "bridge":
         return fields
@@ -91,36 +114,46 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
     """Return the choices in the order of their indices.
 
     Raises:
-        Fault: they are not the `num_samples` that were asked for.
+        RequestFailed: they are not numbered from 0 to `num_samples` - 1.
     """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if len(choices) != num_samples:
-        raise Fault(f"asked for {num_samples} completions, got {len(choices)}", "once")
+        raise RequestFailed(f"requested {num_samples} completions, got {len(choices)}", "once")
     if indices != list(range(num_samples)):
-        raise Fault(f"asked for {num_samples} completions, got those numbered {', '.join(map(str, indices))}", "once")
+        raise RequestFailed(
+            f"requested {num_samples} completions, got those numbered {', '.join(map(str, indices))}", "once"
+        )
     return choices
 
 
-def completion(url: str, choice: Choice, version: int | None, ids_of: IdsOf | None) -> Completion:
-    """Return a choice as what training needs, made by the weights of `version`.
+def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> Completion:
+    """Return a choice as a completion; `version` is the server's version header.
 
     Raises:
-        UsageError: the server does not tell token ids, or not whose they are.
-        Fault: the answer contradicts itself.
+        UsageError: the server returns no token ids, or text that stands for no token or several.
+        RequestFailed: the answer contradicts itself.
     """
     if choice.logprobs is None:
         raise _without_token_ids(url)
     token_ids, logprobs = _token_ids(url, choice, choice.logprobs, ids_of), choice.logprobs.token_logprobs
     if len(token_ids) != len(logprobs):
-        raise Fault(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities", "once")
+        raise RequestFailed(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities", "once")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
         text=choice.text,
         finish_reason=choice.finish_reason,
-        weight_version=version,
+        versions=versions(version, len(token_ids)),
     )
+
+
+def versions(header: str, num_tokens: int) -> tuple[int | None, ...]:
+    """Return the version of each token of a completion by the server's version header.
+
+    A request that was in flight during a publication gets a range such as `3-4`, which says nothing of a single token.
+    """
+    return (int(header) if header.isdecimal() else None,) * num_tokens
 
 
 def _token_ids(url: str, choice: Choice, logprobs: Logprobs, ids_of: IdsOf | None) -> tuple[int, ...]:
@@ -140,7 +173,7 @@ def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
     found = ids_of(token)
     if len(found) != 1:
         raise UsageError(
-            f"the server at {url} tells its tokens by their text alone, and {token!r} is the text of"
+            f"the server at {url} returns its tokens as text alone, and {token!r} is the text of"
             f" {len(found) or 'no'} tokens of this model, expected one",
             remedy=TAKE_ANOTHER,
         )

@@ -1,20 +1,20 @@
-"""Sample completions from OpenAI-compatible servers: token ids, log-probabilities and the version that made them.
+"""Sample completions from OpenAI-compatible servers: token ids, log-probabilities and the versions that made them.
 
-Every prompt has one answer that is accepted, whatever was sent before it and failed; the same call asks for the same
-seeds, whichever server answers.
-
-Not covered: how one prompt is asked for (`asking.py`), and what is made of the answer (`openai_api.py`).
+Each prompt gets exactly one accepted answer, however many tries failed before it. The same call sends the same seeds,
+whichever server answers.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from bridge.rollouts.asking import Asking, Sleep
-from bridge.rollouts.connections import Connections
+from bridge.config import SamplingConfig
+from bridge.rollouts import openai_api
+from bridge.rollouts.connections import Connections, RequestFailed
 from bridge.rollouts.event_loop import EventLoop
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.servers import Health, Server, Servers
@@ -22,26 +22,31 @@ from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 
 Result = TypeVar("Result")
+Sleep = Callable[[float], Awaitable[None]]
 Arrival = tuple[int, tuple[Completion, ...]]
 """The index of a prompt, and its completions."""
 AHEAD = 2
-"""Prompts that are asked for or whose completions wait to be taken, for each request that may be under way: a caller
-who is busy for a moment keeps no server waiting, and one who is slow is not flooded."""
+"""Prompts begun and not yet yielded, for each request that may be in flight: a caller that is busy for a moment does
+not stall the servers, and a slow one is not flooded."""
+FIRST_WAIT_S = 0.5
+"""Longest wait before the first retry, doubled for each further one up to the limit. With the default number of retries
+that is less than 8 s in all: whoever runs a server wants to know soon that it is dead."""
+WAIT_LIMIT_S = 8.0
 CALL_SEEDS = 1_000_003
 """Between the first seeds of one call and the next: more than any call has completions."""
 NUM_CALLS = 2**62 // CALL_SEEDS
 """Calls with seeds of their own: a completion's seed stays below 2**63."""
 RUN_CALLS = int(NUM_CALLS * (5**0.5 - 1) / 2)
-"""Calls between two neighbouring run seeds: the golden section of all calls, whose multiples keep the largest distance
+"""Calls between two neighboring run seeds: the golden section of all calls, whose multiples keep the largest distance
 from one another that so many points can."""
 
 
 @dataclass
 class _Opened:
-    """What lasts from the first call until the sampler is closed."""
+    """What lives from the first call until the sampler is closed."""
 
     turns: asyncio.Semaphore
-    """As many as requests may be under way."""
+    """Limits the requests in flight."""
     loop: EventLoop = field(default_factory=EventLoop)
     connections: Connections = field(default_factory=Connections)
 
@@ -55,7 +60,7 @@ def seed_of(run_seed: int, call: int) -> int:
 
 
 class Sampler:
-    """How completions are sampled, over connections that are kept; made once per run."""
+    """Samples with the same parameters throughout a run, over connections that are kept."""
 
     def __init__(
         self,
@@ -68,6 +73,10 @@ class Sampler:
         ids_of: IdsOf | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
+        """Open no connection yet.
+
+        `timeout_s` limits one try of a request. `ids_of` looks up tokens for servers that return them as text.
+        """
         self.num_retries = 0
         """Requests that were sent again, in all calls so far."""
         self._max_new_tokens, self._temperature, self._timeout_s = max_new_tokens, temperature, timeout_s
@@ -77,25 +86,35 @@ class Sampler:
         self._servers: Servers | None = None
         self._opened: _Opened | None = None
 
+    @classmethod
+    def of(cls, config: SamplingConfig, *, ids_of: IdsOf) -> Self:
+        """Return the sampler of a run."""
+        return cls(
+            max_new_tokens=config.longest,
+            temperature=config.temperature,
+            timeout_s=config.request_timeout_s,
+            max_retries=config.max_retries,
+            max_concurrency=config.max_concurrency,
+            ids_of=ids_of,
+        )
+
     def __enter__(self) -> Self:
-        """Use the connections in a `with` block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connections."""
         self.close()
 
     def close(self) -> None:
-        """End what is under way, and close the connections; a later call opens new ones."""
+        """Cancel what is in flight, and close the connections; a later call opens new ones."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.loop.close(opened.connections.aclose())
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What training has to do without at the servers of the last call, a sentence each."""
+        """What training lacks with the servers of the last call, a sentence each."""
         return () if self._servers is None else self._servers.lacks(self._temperature)
 
     def sample(
@@ -104,8 +123,8 @@ class Sampler:
         """Return `num_samples` completions per prompt, in the order of the prompts.
 
         Raises:
-            UsageError: a server refuses a request, such as one that is longer than its model allows, or tells no ids.
-            ServerUnreachableError: no server answers a request as it should, however often it is asked.
+            UsageError: a server rejects a request, such as one that is too long for its model, or returns no token ids.
+            ServerUnreachableError: no server answers a request properly, however often it is retried.
         """
 
         async def gathered() -> dict[int, tuple[Completion, ...]]:
@@ -116,7 +135,7 @@ class Sampler:
         return [found[index] for index in range(len(prompts))]
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that may `stream`; Ctrl-C cancels it. No request is under way once it has ended."""
+        """Run a coroutine that may `stream`; Ctrl-C cancels it. When it has ended, no request is in flight."""
         return self._open().loop.run(coroutine)
 
     async def stream(
@@ -125,14 +144,16 @@ class Sampler:
         """Yield each prompt's index and its `num_samples` completions as they arrive, in a coroutine under `run`.
 
         Raises:
-            BridgeError: as `sample`; the other requests are ended then.
+            BridgeError: as `sample`; the other requests are cancelled then.
         """
-        opened, asking = self._open(), self._asking(endpoints)
+        opened = self._open()
+        servers = Servers([Server(one, self._health.setdefault(one.url, Health())) for one in endpoints])
+        self._servers = servers
         first = seed * CALL_SEEDS  # vLLM gives the i-th completion of a request the request's seed + i
 
         async def arrival(index: int, prompt: tuple[int, ...]) -> Arrival:
-            seed = (first + index * num_samples) % 2**62
-            return index, await asking.group(prompt, num_samples=num_samples, seed=seed)
+            body = {"prompt": prompt, "n": num_samples, "seed": (first + index * num_samples) % 2**62}
+            return index, await self._completions(opened, servers, body)
 
         arrivals = (arrival(index, prompt) for index, prompt in enumerate(prompts))
         async with aclosing(opened.loop.each(arrivals, at_once=AHEAD * self._max_concurrency)) as groups:
@@ -144,21 +165,74 @@ class Sampler:
             self._opened = _Opened(asyncio.Semaphore(self._max_concurrency))
         return self._opened
 
-    def _asking(self, endpoints: Sequence[Endpoint]) -> Asking:
-        opened = self._open()
-        self._servers = Servers([Server(one, self._health.setdefault(one.url, Health())) for one in endpoints])
-        return Asking(
-            max_new_tokens=self._max_new_tokens,
-            temperature=self._temperature,
-            timeout_s=self._timeout_s,
-            max_retries=self._max_retries,
-            ids_of=self._ids_of,
-            sleep=self._sleep,
-            turns=opened.turns,
-            connections=opened.connections,
-            servers=self._servers,
-            retrying=self._count,
-        )
+    async def _completions(self, opened: _Opened, servers: Servers, body: dict[str, Any]) -> tuple[Completion, ...]:
+        """Return the completions of one prompt, retrying while there are tries left."""
+        tries = _Tries(servers, self._max_retries)
+        while True:
+            try:
+                async with opened.turns:
+                    return await self._try(opened.connections, tries.next_server(), body)
+            except RequestFailed as failure:
+                delay_s = tries.wait_after(failure)
+            await self._sleep(delay_s)
+            self.num_retries += 1
 
-    def _count(self) -> None:
-        self.num_retries += 1
+    async def _try(self, connections: Connections, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+        with server.health.watched():
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._request(connections, server, body)
+            except TimeoutError as error:
+                raise RequestFailed(f"no answer within {self._timeout_s:g} s", "elsewhere") from error
+
+    async def _request(self, connections: Connections, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+        models = await server.list_models(connections)
+        fields = openai_api.request(server.dialect, max_new_tokens=self._max_new_tokens, temperature=self._temperature)
+        name = server.endpoint.model or models.data[0].id
+        answer, version = await server.complete(connections, {**fields, **body, "model": name})
+        choices = openai_api.in_order(answer, body["n"])
+        url = server.endpoint.url
+        return tuple(openai_api.completion(url, choice, version, self._ids_of) for choice in choices)
+
+
+class _Tries:
+    """The tries of one request, at all servers together."""
+
+    def __init__(self, servers: Servers, max_retries: int) -> None:
+        self._servers, self._max_retries = servers, max_retries
+        self._slow: set[Server] = set()
+        """Servers that took too long for this request, and would again."""
+        self._last: Server | None = None
+        self._num_failed = self._num_unusable = 0
+
+    def next_server(self) -> Server:
+        self._last = self._servers.next(self._slow)
+        return self._last
+
+    def wait_after(self, failure: RequestFailed) -> float:
+        """Return how many seconds to wait before the next try.
+
+        Raises:
+            ServerUnreachableError: there is no next try.
+        """
+        assert self._last is not None, "nothing was tried"
+        self._num_failed += 1
+        self._num_unusable += failure.retry == "once"
+        if failure.retry == "elsewhere":
+            self._slow.add(self._last)
+        if failure.retry == "never" or self._num_unusable > 1 or self._are_used_up():
+            raise failure.final(self._last.endpoint.url, self._num_failed) from failure
+        requested_s = 0.0 if self._servers.another_is_well(self._last, self._slow) else failure.retry_after_s
+        return requested_s + wait_s(self._num_failed)
+
+    def _are_used_up(self) -> bool:
+        return self._num_failed > self._max_retries or self._servers.are_all_among(self._slow)
+
+
+def wait_s(num_failed: int) -> float:
+    """Return how long to wait after a request has failed `num_failed` times.
+
+    Source: "full jitter" of Marc Brooker, Exponential Backoff And Jitter (AWS Architecture Blog, 2015).
+    """
+    longest = min(WAIT_LIMIT_S, FIRST_WAIT_S * 2 ** min(num_failed - 1, 16))
+    return random.uniform(0.0, longest)  # noqa: S311  a delay, not a secret

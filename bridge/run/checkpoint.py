@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bridge.core import whole_folder
 from bridge.errors import CheckpointError
 from bridge.server.protocol import Version
+from bridge.types import TrainedProblems
 
 MARKER_NAME = "bridge_checkpoint.json"
 """Written last: a folder that holds it is a checkpoint of ours."""
@@ -40,9 +41,16 @@ class Progress(_Record):
     weight_version: Version
     """Version under which the server served these weights."""
     problems_drawn: int
-    """Problems that the weights were trained on: a resumed run skips so many."""
+    """The weights were trained on every problem with a smaller number: a resumed run skips them."""
+    problems_beyond: tuple[int, ...] = ()
+    """Problems that they were trained on ahead of an earlier one; left out of the marker if there are none."""
     run_dir: Path
     """The run directory, absolute."""
+
+    @property
+    def trained(self) -> TrainedProblems:
+        """Return the problems that the weights were trained on."""
+        return TrainedProblems(below=self.problems_drawn, beyond=frozenset(self.problems_beyond))
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def _marker(progress: Progress, files: Mapping[str, _File]) -> bytes:
     """Return the marker's very bytes, so that one that was changed in any way is told by comparing."""
     held = {name: file.model_dump() for name, file in files.items()}
-    body = {"progress": progress.model_dump(mode="json"), "files": held}
+    body = {"progress": progress.model_dump(mode="json", exclude_defaults=True), "files": held}
     whole = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
     return (json.dumps(whole, indent=1) + "\n").encode()
 

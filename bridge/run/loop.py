@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from contextlib import closing
 
-from bridge.atropos.experience import AtroposExperience
+from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.learn import reference
 from bridge.learn.opening import MakeOptimizer
@@ -15,14 +15,14 @@ from bridge.modes import MODES
 from bridge.modes.mode import Engine
 from bridge.optimizers import factory
 from bridge.rollouts import limits
-from bridge.rollouts.experience import Experience
-from bridge.rollouts.source import Source
+from bridge.rollouts.environment import EnvironmentStream
+from bridge.rollouts.stream import Stream
 from bridge.run.checkpoint import Found
 from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
-from bridge.run.run_directory import RunDirectory
+from bridge.run.run_directory import CHECKPOINTS, RunDirectory
 from bridge.run.trainer import Trainer
-from bridge.scoring.scoring import Scores
+from bridge.scoring.score import Scores
 from bridge.types import Environment
 
 
@@ -55,8 +55,8 @@ def train(
     mode = MODES[config.mode](config.changed(resume=resume is not None), run, engine)
     try:
         config = limits.fit_completions(config, mode.max_model_len, run.note)
-        with closing(_source(config, environment, run, reporter, recipe)) as source:
-            trainer = Trainer(config, source, run, mode, engine, reporter, make_optimizer)
+        with closing(_stream(config, environment, run, reporter, recipe)) as stream:
+            trainer = Trainer(config, stream, run, mode, engine, reporter, make_optimizer)
             if resume is not None:
                 trainer.resume(resume)
             elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
@@ -77,14 +77,17 @@ def train(
         mode.close()
 
 
-def _source(
+def _stream(
     config: TrainConfig,
     environment: Environment | None,
     run: RunDirectory,
     reporter: Reporter,
     recipe: Callable[[], Scores] | None,
-) -> Source:
+) -> Stream:
     if config.rollouts.source == "atropos":
-        return AtroposExperience(config, run.note)
+        assert config.checkpoints.save_path is not None, "derived from the run directory"
+        folder = config.checkpoints.save_path.absolute()
+        name = (folder.parent if folder.name == CHECKPOINTS else folder).name or "bridge"
+        return AtroposStream(config, run.note, run_name=name)
     assert environment is not None, "nothing to sample for"
-    return Experience(config, environment, run.note, recipe=recipe, progress=reporter.progress)
+    return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress)

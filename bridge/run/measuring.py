@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from bridge.learn.advantages import has_signal
 from bridge.learn.gradients import Learnt
 from bridge.learn.mismatch import share
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
@@ -167,20 +168,13 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
 
 def no_signal_share(groups: Sequence[Group]) -> float:
     """Return the share of the groups from which nothing can be learnt; not a number where there are no groups."""
-    return share(sum(not _has_signal(group) for group in groups), len(groups))
-
-
-def _has_signal(group: Group) -> bool:
-    if group.advantages is not None:
-        return any(any(advantages) for advantages in group.advantages)
-    return len(set(group.rewards)) > 1
+    return share(sum(not has_signal(group) for group in groups), len(groups))
 
 
 def _staleness(completions: Sequence[Completion], served: int) -> float:
-    """Return how many versions older than `served` the oldest is; not a number where one's version is unknown."""
-    versions = [completion.weight_version for completion in completions]
-    known = [version for version in versions if version is not None]
-    return math.nan if len(known) < len(versions) else float(served - min(known, default=served))
+    """Return how many versions older than `served` the oldest token of known version is; NaN if no version is known."""
+    known = {version for completion in completions for version in completion.versions if version is not None}
+    return float(served - min(known)) if known else math.nan
 
 
 def _mean_tokens(completions: Sequence[Completion]) -> float:

@@ -108,7 +108,7 @@ class StepMetrics:
     staleness: float = metric("Staleness", "versions", over="max", curve="rollout/staleness")
     """Most versions that were published between the sampling of a token and the step that trains on it.
 
-    Not finite when the version of a token is unknown.
+    Over the tokens whose version is known; not finite when none is.
     """
     changed_weight_share: float = share("Weights changed", curve="train/changed_weight_share")
     """Share of the weights whose bytes this step changed."""

@@ -32,5 +32,13 @@ def _of_completion(group: Group, place: int) -> dict[str, Any]:
         "parts": {name: parts[place] for name, parts in group.reward_parts.items()},
         "tokens": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
-        "weight_version": completion.weight_version,
+        "weight_version": _version(completion),
     }
+
+
+def _version(completion: Completion) -> int | str | None:
+    """Return the version of all tokens, a range such as "3-4" if there are several, or None if one is unknown."""
+    known = [version for version in set(completion.versions) if version is not None]
+    if not known or None in completion.versions:
+        return None
+    return known[0] if len(known) == 1 else f"{min(known)}-{max(known)}"

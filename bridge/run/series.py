@@ -14,6 +14,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.run import checkpoint, trainer_state
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.run_directory import RunDirectory
+from bridge.types import TrainedProblems
 
 
 class Series:
@@ -54,8 +55,10 @@ class Series:
         interval = self._config.checkpoints.save_interval
         return step == self._config.training_steps or (interval > 0 and step % interval == 0)
 
-    def save(self, step: int, *, problems_drawn: int) -> Path:
-        """Save what is in memory, which is of `step`, unless it is saved already; return its folder.
+    def save(self, step: int, trained: TrainedProblems) -> Path:
+        """Save the weights in memory, unless they were saved already, and return the folder.
+
+        They are of `step`, and were trained on the problems in `trained`.
 
         Raises:
             UsageError: the disk is full or refuses, or something of somebody else's is in the way.
@@ -64,7 +67,8 @@ class Series:
             progress = Progress(
                 step=step,
                 weight_version=self._mode.version,
-                problems_drawn=problems_drawn,
+                problems_drawn=trained.below,
+                problems_beyond=tuple(sorted(trained.beyond)),
                 run_dir=self._run.path.absolute(),
             )
             folder = self._folder / f"{self._mode.checkpoint_prefix}{step}"

@@ -2,7 +2,7 @@
 
 A server that is ours and dies is started again with the newest weights, and what it interrupted is done over.
 
-Not covered: opening and closing what it works with (`loop.py`), rollouts (`source.py`), what is learnt from them
+Not covered: opening and closing what it works with (`loop.py`), rollouts (`stream.py`), what is learnt from them
 (`learner.py`), checkpoints (`series.py`), how weights reach vLLM (`bridge/modes`).
 """
 
@@ -19,14 +19,14 @@ from bridge.errors import ServerUnreachableError, UsageError
 from bridge.learn import mismatch
 from bridge.learn.opening import MakeOptimizer, learner_of
 from bridge.modes.mode import Engine, Mode
-from bridge.rollouts.source import Source
+from bridge.rollouts.stream import Stream
 from bridge.run import measuring
 from bridge.run.checkpoint import Found
-from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.series import Series
-from bridge.types import Group
+from bridge.types import Group, TrainedProblems
 
 Result = TypeVar("Result")
 RESTARTS_PER_STEP = 3
@@ -41,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        source: Source,
+        stream: Stream,
         run: RunDirectory,
         mode: Mode,
         engine: Engine | None,
@@ -49,7 +49,7 @@ class Trainer:
         make_optimizer: MakeOptimizer,
     ) -> None:
         self._config, self._run, self._mode, self._engine = config, run, mode, engine
-        self._source, self._reporter = source, reporter
+        self._stream, self._reporter = stream, reporter
         self._opened = mode.open()
         self._device = self._opened.device
         self._learner = learner_of(
@@ -68,8 +68,10 @@ class Trainer:
         """The step that a checkpoint was of, where the run goes on from one."""
         self._written = 0
         """The step whose weights are in memory."""
-        self._used = 0
-        """Problems that those weights were trained on."""
+        self._trained = TrainedProblems()
+        """The problems that those weights were trained on."""
+        self._taken = frozenset[int]()
+        """Numbers of the problems of the step at hand."""
         self._half_written = False
         """Whether an error stopped a write: what is in memory is no model then."""
 
@@ -86,12 +88,12 @@ class Trainer:
                 remedy=f"--training-steps {step + wanted}, or begin another run without --resume",
             )
         self._checkpoints.load(found)
-        for _ in range(found.progress.problems_drawn):
-            self._source.draw(1)  # one at a time: together they may not fit into memory
-        self._begun_at, self._written, self._used = step, step, found.progress.problems_drawn
+        self._stream.resume(found.progress.trained)
+        self._begun_at, self._written, self._trained = step, step, found.progress.trained
 
     def run(self) -> Summary:
         """Take every step, evaluating before, in between and after if asked to."""
+        self._tell_stream()
         before, last = self._before(), self._config.training_steps
         nobody_asks_again = (
             self._engine is not None and not self._config.evaluation.samples
@@ -110,6 +112,7 @@ class Trainer:
             raise
         if not nobody_asks_again:
             self._surviving(self._mode.catch_up)
+            self._tell_stream()
         after = self._evaluate()
         return measuring.summary(
             self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
@@ -119,8 +122,9 @@ class Trainer:
     def _step(self, step: int) -> None:
         start = time.perf_counter()
         self._reporter.phase("rollouts")
-        problems = self._source.draw(self._config.rollouts.batch_size // self._config.sampling.group_size)
-        groups = self._surviving(lambda: self._source.groups(self._mode.endpoint, problems, step=step))
+        count = self._config.rollouts.batch_size // self._config.sampling.group_size
+        groups = self._surviving(lambda: self._stream.take(count, step=step))
+        self._taken = frozenset(group.number for group in groups if group.number is not None)
         sampled = time.perf_counter()
         self._reporter.phase("train")
         self._learner.take(groups)
@@ -129,6 +133,7 @@ class Trainer:
         seconds = sampled - start, time.perf_counter() - sampled
         self._reporter.phase("fence")
         metrics = self._surviving(lambda: self._publish(step, groups, seconds))
+        self._tell_stream()
         self._reporter.step(metrics, groups)
         self._count_skipped(metrics)
 
@@ -193,6 +198,7 @@ class Trainer:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
         self._mode.revive(self._engine, newest)
+        self._tell_stream()
         self._run.note(f"the server was started again with the weights of step {self._written}")
 
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
@@ -207,7 +213,7 @@ class Trainer:
             learnt = self._learner.learnt()
             metrics = measuring.step(
                 step, groups, learnt, times,
-                served=served, retries=self._source.num_retries, rollout_s=seconds[0], train_s=seconds[1],
+                served=served, retries=self._stream.num_retries, rollout_s=seconds[0], train_s=seconds[1],
                 changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._device,
             )  # fmt: skip
             self._steps.append(metrics)
@@ -230,7 +236,7 @@ class Trainer:
             return
         self._half_written = True
         self._learner.write()
-        self._written, self._half_written, self._used = step, False, self._source.num_drawn
+        self._written, self._half_written, self._trained = step, False, self._trained.including(self._taken)
 
     def _before(self) -> float | None:
         """Return the held-out reward before the first step; a resumed run has measured it already."""
@@ -239,15 +245,24 @@ class Trainer:
 
     def _evaluate(self) -> float | None:
         self._reporter.phase("evaluation")
-        found = self._surviving(
-            lambda: self._source.evaluate(self._mode.endpoint, step=self._written, version=self._mode.version)
-        )
+        found = self._surviving(self._evaluation)
         if found is None:
             return None
         self._run.append_evaluation(found)
         self._reporter.evaluation(found)
         return found.reward_mean
 
+    def _evaluation(self) -> Evaluation | None:
+        start = time.perf_counter()
+        groups = self._stream.evaluate(step=self._written)
+        if groups is None:
+            return None
+        seconds = time.perf_counter() - start
+        return measuring.evaluation(groups, step=self._written, version=self._mode.version, seconds=seconds)
+
+    def _tell_stream(self) -> None:
+        self._stream.served(self._mode.endpoint, self._mode.version)
+
     def _save(self) -> Path:
         self._reporter.phase("save")
-        return self._checkpoints.save(self._written, problems_drawn=self._used)
+        return self._checkpoints.save(self._written, self._trained)

@@ -2,7 +2,8 @@
 
 It lies in a folder of its own: vLLM loads every file of safetensors that lies beside the weights of a small model.
 
-Not covered: hyperparameters, which the configuration gives anew, the weights, and the data's order (`data.py`).
+Not covered: hyperparameters, which the configuration gives anew, the weights, and the order of the problems
+(`bridge/rollouts/problems.py`).
 """
 
 import base64

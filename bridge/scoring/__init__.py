@@ -1,7 +1,6 @@
-"""Rewards: call the score of an environment, which is foreign code, and take nothing but finite numbers from it.
+"""Rewards: call an environment's score, which is foreign code, and accept nothing but finite numbers from it.
 
-Words: *score* (what an environment makes of a completion), *reward* (the finite number that is learnt from), *fault*
-(what a score did instead of giving one), *worker* (a process that scores), *supervisor* (the parent of a worker),
-*recipe* (makes what scores, in a worker).
-May import: `bridge.errors` and `bridge.types`.
+Words: *score* (the method that judges a completion), *reward* (the finite number that is trained on), *recipe* (makes
+the object that scores), *worker* (a process that scores), *supervisor* (the parent of a worker).
+May import: `bridge.errors`, `bridge.types` and `bridge.core`.
 """

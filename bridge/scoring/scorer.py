@@ -1,34 +1,61 @@
-"""Score completions in processes of their own, so that a score may take its time, hang or crash and nothing else does.
+"""Score completions in processes of their own, so that a score that hangs or crashes harms nothing else.
 
-Not covered: one process (`worker_process.py`), what becomes of faults (`faults.py`).
+A worker is not a fork, because this process may have threads, and CUDA. It is a Python of its own that runs nothing of
+the script that was started here, so that such a script needs no `if __name__ == "__main__"`. What it prints goes to
+stderr. Every wait has a deadline, and an answer counts only if it has the number of the question.
+
+Not covered: what runs in these processes, and how all that a score has started is ended (`worker.py`).
 """
 
 import asyncio
+import contextlib
+import json
 import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from bridge.core.foreign_code import foreign_code
-from bridge.scoring.scoring import Fault, Origin, Score, Scores, score_one
-from bridge.scoring.worker import framed
-from bridge.scoring.worker_process import WorkerProcess
+from bridge.core.foreign_code import foreign_code, place_in
+from bridge.errors import RewardError
+from bridge.scoring import wire
+from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, score_one
+from bridge.scoring.wire import HEADER, Answer, BadAnswerError, CannotScore
+from bridge.scoring.worker import GRACE_S, STATUS, STOP
 from bridge.types import Problem
 
-MOST_PROCESSES = 4
-"""Unless more are asked for: a trainer and a server need cores too."""
+DEFAULT_PROCESSES = 4
+"""At most so many by default: a trainer and a server need cores too."""
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from bridge.scoring import worker; worker.supervise(*map(int, sys.argv[2:]))"
+)
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
+"""A line of the stack that `faulthandler` writes, the innermost first."""
+START_LIMIT_S = 600.0
+"""Time for a worker to make what scores; this process did the same before."""
+SPOILED = "wrote to the connection of its process"
+MAX_STACK_BYTES = 2**16
+"""Read of the file that `faulthandler` writes: a score may write to it, too."""
 
 
 class Scorer:
-    """Processes that score, or this one; used from one event loop, and closed by the thread that made it."""
+    """Workers, or this process if there are none; used from one event loop, and closed by the thread that made it."""
 
     def __init__(self, recipe: Callable[[], Scores], *, processes: int | None, timeout_s: float) -> None:
-        """Start the processes, and wait for none; each makes what scores by `recipe`, which can be pickled.
+        """Start the workers without waiting for them; each makes what scores by `recipe`, which is pickled.
 
         `processes`: None: as many as there are cores, at most 4; 0: score in this process, without a time limit.
 
         Raises:
             RewardError: the recipe cannot be pickled, or fails in this process.
         """
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[_Worker] = []
         self._pid = os.getpid()
         if processes == 0:
             with foreign_code("making what scores completions", ""):
@@ -36,22 +63,22 @@ class Scorer:
                 self._origin = Origin.of(self._own)
             return
         cores = len(os.sched_getaffinity(0))
-        pickled = framed(recipe)
-        for _ in range(processes or min(MOST_PROCESSES, cores)):
-            self._workers.append(WorkerProcess(pickled, timeout_s=timeout_s))
-        self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
+        pickled = wire.question(recipe)
+        for _ in range(processes or min(DEFAULT_PROCESSES, cores)):
+            self._workers.append(_Worker(pickled, timeout_s=timeout_s))
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def score(self, problem: Problem, completions: Sequence[str]) -> list[Score | Fault]:
-        """Score the completions of one problem, as many at once as there are processes; the result is in their order.
+    async def score(self, problem: Problem, completions: Sequence[str]) -> list[Score | FailedScore]:
+        """Score the completions of one problem, in parallel; the results are in their order.
 
         Raises:
-            RewardError: nothing can be scored: a process cannot make what scores, or the problem cannot be pickled.
+            RewardError: a worker cannot make what scores, or the problem cannot be pickled.
         """
         if not self._workers:
             return [await self._here(problem, completion) for completion in completions]
-        tasks = [asyncio.create_task(self._there(problem, completion)) for completion in completions]
+        tasks = [asyncio.create_task(self._in_worker(problem, completion)) for completion in completions]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -61,22 +88,215 @@ class Scorer:
             raise
 
     def close(self) -> None:
-        """End the processes."""
+        """End the workers."""
         for worker in self._workers:
             worker.dismiss()
         for worker in self._workers:
             worker.kill()
 
-    async def _here(self, problem: Problem, completion: str) -> Score | Fault:
-        await asyncio.sleep(0)  # whoever waits for a server goes on in between
+    async def _here(self, problem: Problem, completion: str) -> Score | FailedScore:
+        await asyncio.sleep(0)  # lets requests to servers proceed
         found = score_one(self._own, self._origin, problem, completion)
         if os.getpid() != self._pid:
             os._exit(0)  # a child that the score forked: it would be a second trainer
         return found
 
-    async def _there(self, problem: Problem, completion: str) -> Score | Fault:
+    async def _in_worker(self, problem: Problem, completion: str) -> Score | FailedScore:
         worker = await self._idle.get()
         try:
             return await worker.score(problem, completion)
         finally:
             self._idle.put_nowait(worker)
+
+
+class _Worker:
+    """A worker as seen from here: started, asked one question at a time, killed and replaced."""
+
+    def __init__(self, recipe: bytes, *, timeout_s: float) -> None:
+        self._recipe, self._timeout_s = recipe, timeout_s
+        self._start()
+
+    async def score(self, problem: Problem, completion: str) -> Score | FailedScore:
+        """Return the score, or what happened instead; a process that came to harm is replaced.
+
+        Raises:
+            RewardError: the process cannot make what scores, or the problem cannot be pickled.
+        """
+        question = wire.question((problem, completion))
+        if self._is_gone():
+            self.kill()
+            self._start()
+        try:
+            origin = await self._ready()
+            answer = await self._answer(question)
+        except BaseException:  # an answer that nobody waits for would be taken for the next one's
+            self.kill()
+            raise
+        if not isinstance(answer, str):
+            return answer
+        self._start()
+        kind = f"{origin.name} {answer}"
+        return failed(problem, completion, kind, f"{kind} ({place_in(self._stack, origin.file) or origin.place})")
+
+    def dismiss(self) -> None:
+        """Let it end by itself; `kill` makes sure that it does."""
+        if self._origin is not None and not self._is_gone():
+            self._channel.shutdown(socket.SHUT_WR)
+            self._channel.settimeout(GRACE_S)
+
+    def kill(self) -> None:
+        """End it, with all that it has started; one that was dismissed first gets a moment."""
+        if self._channel.fileno() < 0:
+            return
+        try:
+            if self._channel.gettimeout():
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    self._channel.recv(1)
+        finally:
+            self._channel.close()
+            self._control.close()
+            self._reap()
+            self._read_stack()
+
+    def _start(self) -> None:
+        (self._channel, channel), (self._control, control) = socket.socketpair(), socket.socketpair()
+        self._last_words = tempfile.TemporaryFile()  # noqa: SIM115  closed once it is read
+        given = control.fileno(), channel.fileno(), self._last_words.fileno()
+        path = json.dumps([str(folder) for folder in sys.path])
+        command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0)
+        channel.close()
+        control.close()
+        with contextlib.suppress(ConnectionError):  # it is gone already: the next question will notice
+            self._channel.sendall(self._recipe)
+        self._channel.setblocking(False)
+        self._control.setblocking(False)
+        self._origin: Origin | None = None
+        self._received = bytearray()
+        self._number = 0
+        """Of the last question."""
+        self._status = b""
+        """What the supervisor reports when the process has ended."""
+
+    def _is_gone(self) -> bool:
+        return self._channel.fileno() < 0 or (self._origin is not None and self._has_spoken())
+
+    def _has_spoken(self) -> bool:
+        """Return whether an answer, or the end of the connection, can be read."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        return bool(poll.poll(0))
+
+    async def _ready(self) -> Origin:
+        """Wait until it has made what scores, and return whose code that is."""
+        if self._origin is None:
+            try:
+                async with asyncio.timeout(START_LIMIT_S):
+                    made = await self._next()
+            except TimeoutError:
+                raise _no_start(f"has not made it in {START_LIMIT_S:g} s") from None
+            except (EOFError, ConnectionError):
+                await self._wait_for_the_end()
+                raise _no_start(self._how_it_ended()) from None
+            except BadAnswerError:
+                raise _no_start(SPOILED) from None
+            assert isinstance(made, Origin)
+            self._origin = made
+        return self._origin
+
+    async def _answer(self, question: bytes) -> Score | FailedScore | str:
+        """Return the answer, or what the process did instead of answering, after which it has ended."""
+        loop = asyncio.get_running_loop()
+        self._is_late, self._timer = False, loop.call_later(self._timeout_s, self._end)
+        self._number += 1
+        try:
+            await loop.sock_sendall(self._channel, question)
+            answer = await self._next()
+        except BadAnswerError:
+            self.kill()
+            return SPOILED
+        except (EOFError, ConnectionError):
+            await self._wait_for_the_end()
+            return f"took longer than {self._timeout_s:g} s" if self._is_late else self._how_it_ended()
+        finally:
+            self._timer.cancel()
+        if self._is_late:  # the answer came while it was being ended
+            self.kill()
+        assert isinstance(answer, Score | FailedScore)
+        return answer
+
+    def _end(self, *, has_spoken: bool = False) -> None:
+        """End it by a signal on which it writes its stack; not if this process was too busy to read its answer."""
+        loop = asyncio.get_running_loop()
+        if not has_spoken and self._has_spoken():  # what is there may be no whole answer: it has a moment to be read
+            self._timer = loop.call_later(GRACE_S, partial(self._end, has_spoken=True))
+            return
+        self._is_late = True
+        with contextlib.suppress(OSError):
+            self._control.send(STOP)
+        self._timer = loop.call_later(3 * GRACE_S, self._abandon)
+
+    def _abandon(self) -> None:
+        """Stop waiting for a supervisor that does not end it: a score may have stopped or killed that, too."""
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    async def _next(self) -> Answer:
+        """Return the answer to the last question.
+
+        Raises:
+            RewardError: the worker can score nothing.
+            EOFError: the connection ended.
+            BadAnswerError: what came is not an answer to that question.
+        """
+        while (end := wire.num_bytes(self._received)) is None or end > len(self._received):
+            if not (piece := await asyncio.get_running_loop().sock_recv(self._channel, 2**16)):
+                raise EOFError
+            self._received += piece
+        number, answer = wire.read(self._received[HEADER.size : end])
+        del self._received[:end]
+        if isinstance(answer, CannotScore):
+            raise RewardError(answer.message, remedy=answer.remedy)
+        if number != self._number or isinstance(answer, Origin) != (number == 0):
+            raise BadAnswerError("the answer to another question")
+        return answer
+
+    async def _wait_for_the_end(self) -> None:
+        """Let the supervisor report how the process ended; it reports nothing if only the connection was closed."""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(2 * GRACE_S):
+                self._status = await asyncio.get_running_loop().sock_recv(self._control, STATUS.size)
+        self.kill()
+
+    def _reap(self) -> None:
+        """Wait for the supervisor, which ends everything once its connection is closed."""
+        try:
+            self._process.wait(2 * GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+
+    def _read_stack(self) -> None:
+        with self._last_words:
+            self._last_words.seek(0)
+            written = self._last_words.read(MAX_STACK_BYTES).decode(errors="replace")
+        self._stack = [(file, int(line)) for file, line in reversed(FRAME.findall(written))]
+
+    def _how_it_ended(self) -> str:
+        if len(self._status) < STATUS.size:
+            return "closed the connection of its process"
+        (status,) = STATUS.unpack(self._status)
+        if status >= 0:
+            return f"ended its process with exit status {status}"
+        memory = " (out of memory?)" if status == -signal.SIGKILL else ""
+        names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
+        return f"ended its process by {names.get(-status, f'signal {-status}')}{memory}"
+
+
+def _no_start(what: str) -> RewardError:
+    return RewardError(
+        f"a process for scoring completions cannot make what scores them: it {what}",
+        remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
+    )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bridge.atropos import enrolment, feeder
-from bridge.atropos.tally import FeedProgress
+from bridge.atropos import feeder
+from bridge.atropos.sending import FeedProgress
 from cli import env
 from cli.main import answer
 from tests.models import tiny
@@ -62,7 +62,7 @@ def test_it_feeds_the_environment_that_is_named(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeder, "REPORT_S", 0.0)
-    monkeypatch.setattr(enrolment, "POLL_S", 0.01)
+    monkeypatch.setattr(feeder, "JOIN_POLL_S", 0.01)
     api = FakeApi(num_steps=2)
     with serving(api) as atropos, serving(openai_server.openai()) as vllm:
         more = ("--environment", "no_such_one", "--json", "arithmetic")
@@ -91,7 +91,7 @@ def test_an_api_that_is_not_there_is_one_clear_line(
 ) -> None:
     with serving(FakeApi()) as gone:
         pass
-    monkeypatch.setattr("bridge.atropos.client.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("bridge.atropos.api.FIRST_WAIT_S", 0.0)
     assert answer(arguments(model, gone.url, gone.url)) == 5
     error, _, hint = capsys.readouterr().err.partition("\n\n")
     assert error.startswith(f"error: the Atropos API at {gone.url}")

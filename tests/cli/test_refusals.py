@@ -276,7 +276,7 @@ class Raises(Chat):
     ("environment", "told"),
     [
         ("Chat", "the environment's prompts are chat messages, and the model's tokenizer has no chat template"),
-        ("Raises", "none has a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
+        ("Raises", "got a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
     ],
 )
 def test_what_would_fail_at_the_first_step_is_refused_before_anything_is_started(

@@ -127,7 +127,7 @@ def test_the_default_is_named_by_time_and_task_and_never_taken_twice(
 
 def completion(text: str, **changed: Any) -> Completion:
     known: dict[str, Any] = {"token_ids": (7, 8), "logprobs": (-0.5, -0.5), "finish_reason": "stop"}
-    return Completion(**(known | {"text": text, "weight_version": 4} | changed))
+    return Completion(**(known | {"text": text, "versions": (4, 4)} | changed))
 
 
 def group(*texts: str, prompt: str | list[Message] = "2+3=", **changed: Any) -> Group:

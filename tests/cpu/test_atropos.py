@@ -1,6 +1,6 @@
 """Atropos as it comes from PyPI on both sides of us: its API, an environment of its own kind, our server and trainer.
 
-Not covered: what goes wrong (`tests/unit/test_atropos_experience.py`), environments of ours (`bridge env`).
+Not covered: what goes wrong (`tests/unit/test_atropos_stream.py`), environments of ours (`bridge env`).
 """
 
 import os

@@ -69,7 +69,6 @@ def generated(answer: dict[str, Any]) -> list[Group]:
             logprobs=tuple(next(iter(entry[0].values())) for entry in tokens),
             text=text,
             finish_reason=reason,
-            weight_version=None,
         )
         for tokens, text, reason in zip(answer["logprobs"], answer["text"], answer["finish_reasons"], strict=True)
     ]
@@ -97,7 +96,6 @@ def told(answer: httpx.Response) -> list[Group]:
                 logprobs=tuple(choice["logprobs"]["token_logprobs"]),
                 text=choice["text"],
                 finish_reason=choice["finish_reason"],
-                weight_version=None,
             )
             for choice in answer.json()["choices"]
         ]

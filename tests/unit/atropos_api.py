@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.atropos.waiting import Clock
+from bridge.atropos.stream import Clock
 from tests.unit.http_server import Answer, Asked, as_json
 
 Batch = list[dict[str, Any]]

@@ -18,7 +18,7 @@ from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import Engine
 from bridge.passes import preparation
-from bridge.rollouts import data
+from bridge.rollouts.problems import WINDOW
 from bridge.run import checkpoint, loop
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
@@ -60,7 +60,7 @@ class Endless(Letters):
 
     def __iter__(self) -> Iterator[Problem]:
         for number in count():
-            assert number < 10 * data.WINDOW, "read without an end"
+            assert number < 10 * WINDOW, "read without an end"
             yield {"prompt": f"say {number % 26}"}
 
 

@@ -23,7 +23,7 @@ def completion(length: int, reason: FinishReason = "stop") -> Completion:
         logprobs=tuple(-index / 10 for index in range(length)),
         text="",
         finish_reason=reason,
-        weight_version=0,
+        versions=(0,) * length,
     )
 
 
@@ -78,7 +78,7 @@ def test_rewards_that_differ_by_rounding_alone_have_next_to_no_advantage() -> No
 def test_advantages_from_outside_are_taken_as_they_are_and_stay_out_of_the_batchs_deviation() -> None:
     theirs = group([100, -100], [2, 3], advantages=((1.5, -2.5), (7.0,)))
     filled = with_advantages([theirs, group([0, 2])], "batch")
-    assert filled[0] is theirs
+    assert filled[0] == theirs
     assert [value for (value,) in filled[1].advantages or ()] == pytest.approx([-1, 1], abs=1e-5)
     assert [sample.advantages for sample in made([theirs])] == [(1.5, -2.5), (7.0, 7.0, 7.0)]
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bridge.atropos import asked, registration
+from bridge.atropos import feeder, stream
 from bridge.errors import UsageError
 from bridge.modes import handover
 from bridge.server import api_key
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 NO_KEY_NEEDED = {
     "bridge/server/client.py": "the manifest's token",
     "bridge/checks/server.py": "the manifest's token, and /health",
-    "bridge/atropos/client.py": "an Atropos API, which must not see the key",
+    "bridge/atropos/api.py": "an Atropos API, which must not see the key",
     "patches/exporter.py": "/health",
 }
 
@@ -48,7 +48,7 @@ def adapters(url: str) -> None:
 
 CLIENTS: dict[str, Callable[[str], object]] = {
     "rollouts": lambda url: sampled(Endpoint(url=url)),
-    "endpoints": asked.endpoints,
+    "endpoints": feeder.endpoints,
     "adapters": adapters,
 }
 
@@ -84,7 +84,7 @@ def test_a_server_that_is_watched_by_another_route_than_health_is_sent_it(
 
 def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
-    registration.longest_sequence(server.url, 1024)
+    stream.longest_sequence(server.url, 1024)
     assert server.asked[-1].headers["authorization"] == f"Bearer {KEY}"
 
 

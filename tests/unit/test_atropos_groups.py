@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from bridge.atropos.faults import Bounds, find
-from bridge.atropos.groups import learnt_from
-from bridge.atropos.protocol import ScoredGroup
+from bridge.atropos.api import ScoredGroup
+from bridge.atropos.groups import Bounds, first_flaw, to_train_on
 from bridge.types import Group
 from tests.unit.atropos_api import pair, scored
 
@@ -19,8 +18,8 @@ def read(document: dict[str, Any]) -> ScoredGroup:
 
 
 def learnt(document: dict[str, Any]) -> Group:
-    assert find(read(document), BOUNDS) is None
-    return learnt_from(read(document), lambda token_ids: "".join(chr(60 + token) for token in token_ids))
+    assert first_flaw(read(document), BOUNDS) is None
+    return to_train_on(read(document), lambda token_ids: "".join(chr(60 + token) for token in token_ids))
 
 
 def known(logprobs: tuple[float, ...]) -> list[float | None]:
@@ -32,7 +31,7 @@ def test_a_plain_group_becomes_its_prompt_and_completions_without_a_mask() -> No
     assert (group.problem, group.prompt_token_ids, group.rewards) == ({"prompt": "AB"}, (5, 6), (0.0, 1.0))
     first, second = group.completions
     assert (first.token_ids, first.logprobs, first.text, first.sampled) == ((7, 8), (-0.5, -0.5), "CD", None)
-    assert (second.token_ids, second.sampled, second.weight_version) == ((9,), None, None)
+    assert (second.token_ids, second.sampled, second.versions) == ((9,), None, ())
     assert group.advantages is None
 
 
@@ -128,8 +127,8 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
     ],
 )
 def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], kind: str, found: str) -> None:
-    fault = find(read(pair() | change), BOUNDS)
-    assert fault is not None
-    assert fault.kind == kind
-    assert found in fault.found
-    assert "\n" not in fault.found
+    flaw = first_flaw(read(pair() | change), BOUNDS)
+    assert flaw is not None
+    assert flaw.kind == kind
+    assert found in flaw.found
+    assert "\n" not in flaw.found

@@ -1,6 +1,6 @@
 """Training runs on batches of a fake Atropos API, through the loop.
 
-Not covered: the batches themselves (`test_atropos_experience.py`), the real API (`tests/cpu/test_atropos.py`).
+Not covered: the batches themselves (`test_atropos_stream.py`), the real API (`tests/cpu/test_atropos.py`).
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.atropos import waiting
+from bridge.atropos import stream
 from bridge.errors import AtroposError
 from tests.unit.atropos_api import FakeApi, pair, scored
 from tests.unit.http_server import serving
@@ -46,6 +46,7 @@ def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
     for row in run.metrics:
         assert row["changed_weight_share"] > 0
         assert (row["unscored"], row["reward_mean"], row["retries"]) == (2, 0.5, 0)
+        assert row["staleness"] is None  # the API does not report versions
         assert json.dumps(row["loss"]) not in ("null", "NaN")
     assert sum("is left out: sequence 2 of 2 has the score nan" in line for line in run.told) == 1
 
@@ -53,11 +54,11 @@ def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
 def test_an_api_that_stays_empty_ends_the_run_with_its_steps_saved(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(stream, "SHORTEST_PAUSE_S", 0.01)
     api = FakeApi(batches=[batch()], num_waiting=2, largest=3)
     with serving(api) as server, running() as run:
         error = run.stopped(AtroposError, atropos_url=server.url, atropos_timeout_s=0.05, **CHOICES)
-    assert "16 is no multiple of 3" in str(error)
+    assert "they make no batch of 16, which is not a multiple of 3" in str(error)
     assert list(run.saved()) == ["step_1"]
 
 
@@ -75,7 +76,7 @@ class LateEngine(FakeEngine):
 def test_a_server_that_dies_while_environments_wait_for_it_is_started_again(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a question: it looks dead
+    monkeypatch.setattr(stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a question: it looks dead
     api = FakeApi(batches=[batch()])
     with serving(api) as server, running() as run:
         engine = LateEngine(api=api)

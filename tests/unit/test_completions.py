@@ -102,7 +102,7 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     answer = http.post(COMPLETIONS, json=ASKED)
     assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "3")
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
-    made = openai_api.completion("url", first, 3, None)
+    made = openai_api.completion("url", first, "3", None)
     assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
     assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the token that ends it is no part of the text"
     assert (second.text, second.finish_reason) == ("<11><21><31>", "length")

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from bridge.atropos import asked, enrolment, feeder
-from bridge.atropos.client import AtroposApi
-from bridge.atropos.enrolment import Enrolment
-from bridge.atropos.scored import scored
-from bridge.atropos.tally import FeedProgress, Tally
+from bridge.atropos import feeder
+from bridge.atropos.api import AtroposApi
+from bridge.atropos.sending import FeedProgress, Membership, Tally, scored_group
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
 from bridge.rollouts.sampler import CALL_SEEDS
@@ -107,8 +105,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (feeder, enrolment):
-        monkeypatch.setattr(module, "POLL_S", 0.01)
+    for name in ("POLL_S", "JOIN_POLL_S"):
+        monkeypatch.setattr(feeder, name, 0.01)
 
 
 class Fed:
@@ -128,7 +126,7 @@ class Fed:
             self.vllm: HttpServer = vllm
             wanted: dict[str, Any] = {"model_name": str(model), "atropos_url": atropos.url, "server_url": vllm.url}
             wanted |= {"group_size": GROUP, "reward_processes": 0, "temperature": 1.5}
-            config = FeedConfig.model_validate(wanted | choices)
+            config = FeedConfig.of(**(wanted | choices))
             self.last = feeder.feed(
                 config, environment(), environment, tell=self.told.append, report=self.reports.append
             )
@@ -215,7 +213,7 @@ def test_it_waits_for_a_trainer_and_says_so_once(model: Path) -> None:
     waited = [line.partition("waiting for ")[2] for line in fed.told if "waiting" in line]
     assert waited == [
         "a trainer to register (bridge train --rollouts atropos ...)",
-        "the trainer to ask for its first batch",
+        "the trainer to request its first batch",
     ]
     assert api.registration == {
         "max_token_length": 100,
@@ -239,8 +237,8 @@ def test_where_all_batches_were_formed_before_it_feeds_without_an_end(model: Pat
     api.step = 2
     config = FeedConfig.of(model_name=str(model), group_size=GROUP)
     with serving(api) as atropos, AtroposApi(atropos.url) as client:
-        joined = enrolment.enrol(client, config, lambda _: None)
-    assert joined == Enrolment(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)
+        joined = feeder.join(client, config, lambda _: None)
+    assert joined == Membership(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)
 
 
 def test_a_group_whose_answer_was_lost_is_not_sent_again(model: Path) -> None:
@@ -336,8 +334,8 @@ def test_reports_come_now_and_then(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_log_probability_that_is_no_number_is_sent_as_unknown() -> None:
-    nan = Completion(token_ids=(7, 8), logprobs=(math.nan, -1.0), text="x", finish_reason="stop", weight_version=None)
-    group = scored({"prompt": "p"}, (5,), [nan], [1.0], env_id=0, generation_params={})
+    nan = Completion(token_ids=(7, 8), logprobs=(math.nan, -1.0), text="x", finish_reason="stop")
+    group = scored_group({"prompt": "p"}, (5,), [nan], [1.0], env_id=0, generation_params={})
     assert group.inference_logprobs == ((1.0, 1.0, -1.0),)
     assert "null" not in group.model_dump_json(include={"inference_logprobs"})
 
@@ -348,7 +346,7 @@ def models(*names: str) -> Callable[[Asked], Answer]:
 
 def test_the_adapter_that_is_trained_is_sampled_from() -> None:
     with serving(models("base", ADAPTER)) as one, serving(models("base")) as other:
-        found = asked.endpoints(f"{one.url}, {other.url}/")
+        found = feeder.endpoints(f"{one.url}, {other.url}/")
     assert [(endpoint.url, endpoint.model) for endpoint in found] == [(one.url, ADAPTER), (other.url, None)]
 
 
@@ -357,27 +355,27 @@ def test_an_adapter_that_changes_its_name_is_refused() -> None:
         serving(models("base", f"{ADAPTER}-4")) as server,
         pytest.raises(UsageError, match=f"now {ADAPTER}-4") as caught,
     ):
-        asked.endpoints(server.url)
+        feeder.endpoints(server.url)
     assert "--lora-handover memory" in caught.value.remedy
 
 
 @pytest.mark.parametrize("urls", ["", " , "])
 def test_no_server_is_refused(urls: str) -> None:
     with pytest.raises(UsageError, match="no server is named"):
-        asked.endpoints(urls)
+        feeder.endpoints(urls)
 
 
 def test_the_servers_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     with serving(models("base")) as server:
-        asked.endpoints(server.url)
+        feeder.endpoints(server.url)
     assert server.asked[0].headers["authorization"] == "Bearer the key"
 
 
 def test_a_line_tells_of_what_came_since_the_last() -> None:
     times = iter([0.0, 2.0, 6.0])
     tally = Tally(clock=lambda: next(times))
-    completion = Completion(token_ids=(1,) * 5, logprobs=(0.0,) * 5, text="", finish_reason="stop", weight_version=None)
+    completion = Completion(token_ids=(1,) * 5, logprobs=(0.0,) * 5, text="", finish_reason="stop")
     line = functools.partial(tally.line, step=1, num_steps=2, queued_batches=0.5, retries=0)
     tally.add([1.0, 3.0], [completion] * 2)
     first = line()

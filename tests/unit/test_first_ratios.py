@@ -49,7 +49,9 @@ def groups(lengths: Sequence[int] = LENGTHS) -> list[Group]:
             tuple(torch.randint(3, tiny.VOCABULARY, (length,)).tolist()) for length in (5, *lengths)
         )
         rows = tuple(
-            Completion(token_ids=ids, logprobs=(math.nan,) * len(ids), text="", finish_reason="stop", weight_version=0)
+            Completion(
+                token_ids=ids, logprobs=(math.nan,) * len(ids), text="", finish_reason="stop", versions=(0,) * len(ids)
+            )
             for ids in completions
         )
         made.append(

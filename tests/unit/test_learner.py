@@ -62,7 +62,7 @@ def made_by(sampler: PreTrainedModel) -> list[Group]:
     def completion(prompt: tuple[int, ...], length: int) -> Completion:
         ids = tokens(length)
         logprobs = tuple(naive_logprobs(sampler, prompt, ids).tolist())
-        return Completion(token_ids=ids, logprobs=logprobs, text="", finish_reason="stop", weight_version=0)
+        return Completion(token_ids=ids, logprobs=logprobs, text="", finish_reason="stop", versions=(0,) * len(ids))
 
     made = []
     for number in range(NUM_GROUPS):

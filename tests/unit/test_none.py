@@ -20,7 +20,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.none import NoneMode
-from bridge.rollouts.vocabulary import Vocabulary
+from bridge.rollouts.openai_api import Vocabulary
 from bridge.run import loop
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory

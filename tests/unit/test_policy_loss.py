@@ -102,7 +102,7 @@ RATIOS = (1.1, 1.5, 0.5, 0.9)
 
 def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
     completions = tuple(
-        Completion(token_ids=(5,) * n, logprobs=(-1.0,) * n, text="", finish_reason="stop", weight_version=0)
+        Completion(token_ids=(5,) * n, logprobs=(-1.0,) * n, text="", finish_reason="stop", versions=(0,) * n)
         for n in lengths
     )
     return Group(problem={"prompt": "?"}, prompt_token_ids=(1,), completions=completions, rewards=tuple(rewards))
@@ -539,7 +539,7 @@ def test_by_sequence_a_token_that_is_left_out_gets_no_gradient_through_the_other
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_the_model_did_not_sample_changes_neither_loss_nor_gradient(loss: str) -> None:
     spec = spec_of(loss=loss)
-    plain = Completion(token_ids=(5, 6), logprobs=(-2.0, -2.0), text="", finish_reason="stop", weight_version=0)
+    plain = Completion(token_ids=(5, 6), logprobs=(-2.0, -2.0), text="", finish_reason="stop", versions=(0, 0))
     spoken = replace(
         plain, token_ids=(5, 9, 9, 6), logprobs=(-2.0, math.nan, math.nan, -2.0), sampled=(True, False, False, True)
     )

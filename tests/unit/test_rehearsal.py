@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bridge.config import TrainConfig
+from bridge.config import TaskConfig
 from bridge.errors import RewardError
 from bridge.rollouts import rehearsal
-from bridge.scoring.scoring import Scores
+from bridge.scoring.score import Scores
 from bridge.types import Problem
 from tests.models import tiny
 from tests.unit import scores_sample
@@ -53,9 +53,9 @@ class Task:
 
 def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, **choices: Any) -> list[str]:
     """Return what is told."""
-    fixed = {"model_name": str(model), "reward_processes": 1 if recipe else 0}
+    chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
     told: list[str] = []
-    rehearsal.check(TrainConfig.of(**fixed | choices), task, recipe or (lambda: task), told.append)
+    rehearsal.check(str(model), chosen, task, recipe or (lambda: task), told.append)
     return told
 
 
@@ -71,7 +71,7 @@ def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> Non
     with pytest.raises(RewardError) as caught:
         tried(model, Task(lambda _: 1 / 0))
     message = caught.value.message
-    assert message.startswith("15 completions were made up for the first problems, and none has a reward: Task.score ")
+    assert message.startswith("none of 15 completions made up for the first problems got a reward: Task.score ")
     assert "raised ZeroDivisionError: division by zero (test_rehearsal.py line " in message
     assert message.endswith("on prompt '3+4=' and completion '7'")
     assert "--max-unscored-share 1" in caught.value.remedy
@@ -110,7 +110,7 @@ def test_faults_of_several_kinds_or_that_are_allowed_are_told(model: Path) -> No
 
     for told in (tried(model, Task(differs)), tried(model, Task(lambda _: 1 / 0), max_unscored_share=1)):
         assert len(told) == 1
-        assert "none has a reward: Task.score raised " in told[0]
+        assert "got a reward: Task.score raised " in told[0]
 
 
 def test_a_score_that_takes_its_time_is_judged_in_training(

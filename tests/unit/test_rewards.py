@@ -9,9 +9,8 @@ import pytest
 
 from bridge.core.foreign_code import foreign_code
 from bridge.errors import RewardError
-from bridge.scoring import answers
-from bridge.scoring.faults import Faults
-from bridge.scoring.scoring import Fault, Origin, Score, score_one
+from bridge.scoring import wire
+from bridge.scoring.score import FailedScore, FailedScores, Origin, Score, score_one
 from bridge.types import Problem
 from tests.unit.scores_sample import Several
 
@@ -19,13 +18,13 @@ PROBLEM: Problem = {"prompt": "3+4="}
 TASK = "import json\nclass Task:\n    def score(self, problem, completion):\n        return "
 
 
-def scored(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Score | Fault:
+def scored(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Score | FailedScore:
     return score_one(scores, Origin.of(scores), problem, completion)
 
 
-def fault(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Fault:
+def fault(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> FailedScore:
     found = scored(scores, completion, problem)
-    assert isinstance(found, Fault)
+    assert isinstance(found, FailedScore)
     assert "\n" not in found.line
     return found
 
@@ -65,7 +64,7 @@ def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
 )
 def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
     found = fault(scoring(value))
-    assert found.kind == "Task.score returned something else than a finite number"
+    assert found.kind == "Task.score returned something other than a finite number"
     assert found.line.startswith("Task.score returned ")
     assert "expected a finite number (test_rewards.py line" in found.line
     assert found.line.endswith("on prompt '3+4=' and completion '7'")
@@ -125,15 +124,15 @@ def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> Non
     [
         Origin(name="Task.score", several=False, file="task.py", place="task.py line 3"),
         Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e300}),
-        Fault(kind="k", line="l"),
-        answers.Refusal(message="m", remedy="r"),
+        FailedScore(kind="k", line="l"),
+        wire.CannotScore(message="m", remedy="r"),
     ],
 )
-def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: answers.Answer) -> None:
-    frame = answers.framed(3, answer)
-    assert answers.num_bytes(frame) == len(frame)
-    assert answers.num_bytes(frame[:7]) is None
-    assert answers.read(frame[8:]) == (3, answer)
+def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: wire.Answer) -> None:
+    frame = wire.answer(3, answer)
+    assert wire.num_bytes(frame) == len(frame)
+    assert wire.num_bytes(frame[:7]) is None
+    assert wire.read(frame[8:]) == (3, answer)
 
 
 @pytest.mark.parametrize(
@@ -148,44 +147,44 @@ def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: answers.Answer) ->
         '[1, "Score", {"reward": 1.0, "parts": {"a": "1"}}]',
         '[1, "Score", {"reward": 1.0, "parts": {"a": -1e999}}]',
         '[1, "Score", {"reward": 1.0, "parts": {}, "more": 1}]',
-        '[1, "Fault", {"kind": "k", "line": 3}]',
+        '[1, "FailedScore", {"kind": "k", "line": 3}]',
     ],
 )
 def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:
-    with pytest.raises(answers.BadAnswerError):
-        answers.read(text.encode())
+    with pytest.raises(wire.BadAnswerError):
+        wire.read(text.encode())
 
 
 def test_an_answer_that_is_too_long_is_refused_by_its_header() -> None:
-    with pytest.raises(answers.BadAnswerError, match="expected at most 1,048,576"):
-        answers.num_bytes((2**20 + 1).to_bytes(8, "big"))
+    with pytest.raises(wire.BadAnswerError, match="expected at most 1,048,576"):
+        wire.num_bytes((2**20 + 1).to_bytes(8, "big"))
 
 
 def test_each_kind_of_fault_is_told_once_with_its_count() -> None:
     told: list[str] = []
     known: set[str] = set()
-    batch = Faults("step 1", num_completions=8, max_share=1)
-    batch.add([Fault(kind="a", line="a, on 1"), Score(reward=1.0), Fault(kind="b", line="b, on 2")])
-    batch.add([Fault(kind="a", line="a, on 3")])
+    batch = FailedScores("step 1", num_completions=8, max_share=1)
+    batch.add([FailedScore(kind="a", line="a, on 1"), Score(reward=1.0), FailedScore(kind="b", line="b, on 2")])
+    batch.add([FailedScore(kind="a", line="a, on 3")])
     batch.tell(told.append, known)
     assert [line.partition(" (")[0] for line in told] == [
-        "step 1: 2 completions without a reward, left out: a, on 1",
-        "step 1: 1 completion without a reward, left out: b, on 2",
+        "step 1: 2 completions left out for lack of a reward: a, on 1",
+        "step 1: 1 completion left out for lack of a reward: b, on 2",
     ]
-    later = Faults("step 2", num_completions=8, max_share=1)
-    later.add([Fault(kind="b", line="b, on 4"), Fault(kind="c", line="c, on 5")])
+    later = FailedScores("step 2", num_completions=8, max_share=1)
+    later.add([FailedScore(kind="b", line="b, on 4"), FailedScore(kind="c", line="c, on 5")])
     later.tell(told.append, known)
     assert [line.partition(" (")[0] for line in told[2:]] == [
-        "step 2: 1 completion without a reward, left out: c, on 5"
+        "step 2: 1 completion left out for lack of a reward: c, on 5"
     ]
 
 
 def test_past_a_share_of_the_batch_faults_end_the_run_and_the_commonest_is_named() -> None:
-    batch = Faults("step 1", num_completions=8, max_share=0.25)
+    batch = FailedScores("step 1", num_completions=8, max_share=0.25)
     batch.add([Score(reward=1.0)] * 4)
-    batch.add([Fault(kind="b", line="b, on 1"), Fault(kind="a", line="a, on 2")])
+    batch.add([FailedScore(kind="b", line="b, on 1"), FailedScore(kind="a", line="a, on 2")])
     with pytest.raises(RewardError) as caught:
-        batch.add([Fault(kind="a", line="a, on 3")])
+        batch.add([FailedScore(kind="a", line="a, on 3")])
     assert caught.value.message == (
         "step 1: at least 3 of 8 completions without a reward, more than a share of 0.25; 2 of them: a, on 2"
     )
@@ -194,8 +193,8 @@ def test_past_a_share_of_the_batch_faults_end_the_run_and_the_commonest_is_named
 
 @pytest.mark.parametrize(("share", "add"), [(0.0, 1), (1.0, 9)])
 def test_the_share_may_be_none_or_all(share: float, add: int) -> None:
-    batch = Faults("step 1", num_completions=8, max_share=share)
+    batch = FailedScores("step 1", num_completions=8, max_share=share)
     for _ in range(add - 1):
-        batch.add([Fault(kind="a", line="a")])
+        batch.add([FailedScore(kind="a", line="a")])
     with pytest.raises(RewardError):
-        batch.add([Fault(kind="a", line="a")])
+        batch.add([FailedScore(kind="a", line="a")])

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from bridge.errors import RewardError
-from bridge.scoring import worker_process
+from bridge.scoring import scorer as scorer_module
+from bridge.scoring.score import FailedScore, Score, Scores
 from bridge.scoring.scorer import Scorer
-from bridge.scoring.scoring import Fault, Score, Scores
-from bridge.scoring.worker import framed
+from bridge.scoring.wire import question
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -56,15 +56,15 @@ class Scoring:
     scorer: Scorer
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
-    def score(self, *completions: str) -> list[Score | Fault]:
+    def score(self, *completions: str) -> list[Score | FailedScore]:
         return self.runner.run(self.scorer.score(PROBLEM, completions))
 
     def rewards(self, *completions: str) -> list[float | None]:
         return [found.reward if isinstance(found, Score) else None for found in self.score(*completions)]
 
-    def fault(self, completion: str) -> Fault:
+    def fault(self, completion: str) -> FailedScore:
         (found,) = self.score(completion)
-        assert isinstance(found, Fault)
+        assert isinstance(found, FailedScore)
         assert "\n" not in found.line
         return found
 
@@ -136,16 +136,16 @@ def test_whatever_goes_wrong_with_some_the_others_are_scored_in_their_order(tmp_
     assert sorted(begun) == sorted(given), "each was begun once"
     scored = {completion: one.reward for completion, one in zip(given, found, strict=True) if isinstance(one, Score)}
     assert scored == {"good": 4, "fine": 4, "well": 4, "enough": 6}
-    told = {completion: one.line for completion, one in zip(given, found, strict=True) if isinstance(one, Fault)}
+    told = {completion: one.line for completion, one in zip(given, found, strict=True) if isinstance(one, FailedScore)}
     assert {completion: line.partition(", on prompt")[0] for completion, line in told.items()} == {
         "raises": f"Sample.score raised ValueError: could not convert string to float: 'seven' ({line('raises', 1)})",
         "spins": f"Sample.score took longer than 3 s ({line('spins', 1)})",
         "is_nan": f"Sample.score returned nan, expected a finite number ({line('score')})",
-        "dies": f"Sample.score ended its process, by exit status 3 ({line('score')})",
-        "crashes": f"Sample.score ended its process, by SIGSEGV ({line('crashes', 5)})",
+        "dies": f"Sample.score ended its process with exit status 3 ({line('score')})",
+        "crashes": f"Sample.score ended its process by SIGSEGV ({line('crashes', 5)})",
         "matches": f"Sample.score took longer than 3 s ({line('matches', 1)})",
         "is_text": f"Sample.score returned '1.0' of type str, expected a finite number ({line('score')})",
-        "runs_out_of_memory": f"Sample.score ended its process, by SIGKILL, as where memory runs out ({line('score')})",
+        "runs_out_of_memory": f"Sample.score ended its process by SIGKILL (out of memory?) ({line('score')})",
         "starts_another": f"Sample.score took longer than 3 s ({line('starts_another', 3)})",
         "exits": f"Sample.score raised SystemExit: enough ({line('exits', 1)})",
     }
@@ -170,7 +170,7 @@ def test_what_a_score_has_started_ends_with_it(tmp_path: Path) -> None:
         until(lambda: not alive(ours.processes))
 
 
-ENDED = "Sample.score ended its process, by "
+ENDED = "Sample.score ended its process "
 SPOILED = "Sample.score wrote to the connection of its process"
 LATE = "Sample.score took longer than 2 s"
 
@@ -179,26 +179,26 @@ LATE = "Sample.score took longer than 2 s"
     ("completion", "kind"),
     [
         *[(name, None) for name in ("forks", "forks_in_c", "forks_and_exits", "leaves_a_daemon")],
-        ("leaves_a_daemon_and_dies", ENDED + "exit status 3"),
+        ("leaves_a_daemon_and_dies", ENDED + "with exit status 3"),
         ("leaves_a_daemon_and_hangs", LATE),
-        ("hangs_in_a_child_of_c", ENDED + "exit status 3"),
+        ("hangs_in_a_child_of_c", ENDED + "with exit status 3"),
         *[(name, LATE) for name in ("will_not_stop", "stops", "stops_its_parent")],
         *[(name, SPOILED) for name in ("scribbles", "writes_a_pickle", "answers_by_itself 7", "answers_by_itself 0")],
         ("scribbles abc", SPOILED),
         ("scribbles_and_hangs", LATE),
-        ("closes_everything", ENDED + "exit status 1"),
+        ("closes_everything", ENDED + "with exit status 1"),
         ("kills_its_parent", "Sample.score closed the connection of its process"),
-        ("ends_by_a_nameless_signal", ENDED + f"signal {signal.SIGRTMIN + 5}"),
+        ("ends_by_a_nameless_signal", ENDED + f"by signal {signal.SIGRTMIN + 5}"),
     ],
 )
 def test_whatever_a_score_does_to_its_process_the_next_rewards_are_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str, kind: str | None
 ) -> None:
-    monkeypatch.setattr(worker_process, "GRACE_S", 0.5)
+    monkeypatch.setattr(scorer_module, "GRACE_S", 0.5)
     with scoring(tmp_path, timeout_s=2) as ours:
         first, *others = ours.score(completion, "good", "process", "enough", "process")
-        assert (first.kind if isinstance(first, Fault) else None) == kind
-        assert isinstance(first, Fault) or first.reward == 1
+        assert (first.kind if isinstance(first, FailedScore) else None) == kind
+        assert isinstance(first, FailedScore) or first.reward == 1
         rewards = [other.reward for other in others if isinstance(other, Score)]
         assert rewards[::2] == [4, 6]
         assert rewards[1] == rewards[3], "the same process scored both"
@@ -236,7 +236,7 @@ def test_a_process_that_was_killed_while_idle_is_no_fault_of_a_completion(tmp_pa
 def test_an_answer_that_came_in_time_counts_however_late_it_is_read(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
 
-        async def held_up() -> list[Score | Fault]:
+        async def held_up() -> list[Score | FailedScore]:
             answer = asyncio.create_task(ours.scorer.score(PROBLEM, ["waits"]))
             await begun(ours, "waits")
             ours.log.with_suffix(".go").touch()
@@ -307,7 +307,7 @@ def test_a_recipe_that_raises_ends_the_run_by_one_clear_line(processes: int) -> 
 
 def test_a_recipe_that_ends_its_process_says_how() -> None:
     error = refused(scores_sample.ends)
-    assert error.message.endswith("cannot make what scores them: it ended its process, by exit status 3")
+    assert error.message.endswith("cannot make what scores them: it ended its process with exit status 3")
     assert "--reward-processes 0" in error.remedy
 
 
@@ -335,7 +335,7 @@ def test_every_kind_of_script_can_score_and_nothing_of_it_is_run_again(tmp_path:
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(PROGRAM)
     stdout, stderr = output(sys.executable, str(script), str(log), "good", "raises")
-    assert stdout.startswith("[Score(reward=4.0, parts={}), Fault("), stderr
+    assert stdout.startswith("[Score(reward=4.0, parts={}), FailedScore("), stderr
     assert stdout.count("\n") == 1
     assert sorted(noted(log)) == ["good", "raises"]
 
@@ -380,14 +380,14 @@ def test_a_connection_that_is_closed_before_the_answer_is_read_ends_the_process_
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()
-    code = "import os, sys; from bridge.scoring import worker; worker.main(*map(int, sys.argv[1:]), os.getppid())"
+    code = "import os, sys; from bridge.scoring import worker; worker.work(*map(int, sys.argv[1:]), os.getppid())"
     with theirs, (tmp_path / "last_words").open("w") as last_words:
         given = theirs.fileno(), last_words.fileno()
         command = [sys.executable, "-c", code, *map(str, given)]
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=given, stderr=subprocess.PIPE, text=True)
     with ours:
         ours.settimeout(PATIENCE_S)
-        ours.sendall(framed(partial(Sample, tmp_path / "log")))
+        ours.sendall(question(partial(Sample, tmp_path / "log")))
         ours.recv(1, socket.MSG_PEEK)  # the answer is there, and stays unread
     _, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")

@@ -123,10 +123,10 @@ def test_runs_of_neighbouring_seeds_are_far_apart_and_seed_0_begins_at_0() -> No
 
 
 @pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
-def test_the_version_is_the_one_that_made_all_of_it_or_none(header: str, version: int | None) -> None:
+def test_the_version_of_each_token_is_known_or_unknown_and_never_guessed(header: str, version: int | None) -> None:
     with serving(openai(version=lambda: header)) as server:
         groups = sampled(Endpoint(url=server.url))
-    assert {done.weight_version for group in groups for done in group} == {version}
+    assert {done.versions for group in groups for done in group} == {(version,) * 3}
 
 
 @pytest.mark.parametrize("reason", get_args(FinishReason))
@@ -168,12 +168,12 @@ def test_a_server_without_token_ids_is_told_from_one_that_is_unwell(changes: dic
 
 
 @pytest.mark.parametrize("keep", [0, 2, 4])
-def test_another_number_of_completions_is_told(keep: int) -> None:
+def test_another_number_of_completions_is_reported(keep: int) -> None:
     def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
         extra = {**document["choices"][0], "index": 3}
         return {**document, "choices": [*document["choices"], extra][:keep]}
 
-    assert f"asked for 3 completions, got {keep}" in error_of(openai(bend)).message
+    assert f"requested 3 completions, got {keep}" in error_of(openai(bend)).message
 
 
 def test_a_completion_of_no_tokens_is_one() -> None:
@@ -260,7 +260,7 @@ def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
 def test_a_version_that_the_caller_knows_comes_before_the_servers() -> None:
     with serving(openai(version=lambda: "3")) as server:
         groups = sampled(Endpoint(url=server.url, version=0))
-    assert groups[0][0].weight_version == 0
+    assert groups[0][0].versions == (0, 0, 0)
 
 
 def test_another_model_of_the_server_is_asked_for_by_its_name() -> None:

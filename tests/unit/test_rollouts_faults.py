@@ -16,8 +16,9 @@ import pytest
 
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.rollouts import connections, event_loop, faults, retries
-from bridge.rollouts.sampler import Sampler
+from bridge.rollouts import connections, event_loop
+from bridge.rollouts.connections import RequestFailed
+from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, Servers
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
@@ -119,8 +120,8 @@ def test_a_server_that_answers_500_for_a_while_is_asked_after_ever_longer_waits(
 
 
 def test_waits_grow_no_further_than_their_limit() -> None:
-    assert max(retries.wait_s(10**9) for _ in range(100)) <= retries.WAIT_LIMIT_S
-    assert max(retries.wait_s(1) for _ in range(100)) <= retries.FIRST_WAIT_S
+    assert max(wait_s(10**9) for _ in range(100)) <= WAIT_LIMIT_S
+    assert max(wait_s(1) for _ in range(100)) <= FIRST_WAIT_S
 
 
 def error_of(script: Script, **choices: Any) -> tuple[BridgeError, FaultyServer]:
@@ -142,8 +143,8 @@ def test_a_server_that_stays_unwell_is_given_up_with_its_last_words(max_retries:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("too few", "asked for 3 completions, got 2"), ("too many", "asked for 3 completions, got 4"),
-     ("one twice", "asked for 3 completions, got those numbered 0, 1, 1"), ("no JSON", "answered nonsense")],
+    [("too few", "requested 3 completions, got 2"), ("too many", "requested 3 completions, got 4"),
+     ("one twice", "requested 3 completions, got those numbered 0, 1, 1"), ("no JSON", "answered nonsense")],
 )  # fmt: skip
 def test_who_answers_nonsense_twice_means_it(fault: str, words: str) -> None:
     error, server = error_of(always(FAULTS[fault]))
@@ -215,7 +216,7 @@ def test_a_server_that_says_when_to_come_back_is_asked_then_within_limits(wanted
     with faulty(at_first(1, lambda _: Answer("busy", 429, headers))) as server, sampler(sleep=waits) as ours:
         assert sample(ours, server) == EXPECTED
     assert len(waits) == len(PROMPTS)
-    assert all(waited <= wait <= waited + retries.FIRST_WAIT_S for wait in waits)
+    assert all(waited <= wait <= waited + FIRST_WAIT_S for wait in waits)
 
 
 def test_a_busy_server_keeps_nobody_waiting_while_another_one_is_well() -> None:
@@ -224,7 +225,7 @@ def test_a_busy_server_keeps_nobody_waiting_while_another_one_is_well() -> None:
     with faulty(busy) as one, faulty(react) as other, sampler(sleep=waits) as ours:
         assert sample(ours, one, other) == EXPECTED
     assert waits
-    assert max(waits) <= retries.FIRST_WAIT_S
+    assert max(waits) <= FIRST_WAIT_S
 
 
 def test_groups_of_a_server_that_dies_in_mid_run_are_sampled_by_the_other() -> None:
@@ -308,7 +309,7 @@ def test_versions_names_and_what_is_lacking_are_each_servers_own() -> None:
         endpoints = [Endpoint(url=one.url, model="adapter"), Endpoint(url=other.url, version=5)]
         groups = ours.sample(endpoints, PROMPTS, num_samples=NUM_SAMPLES, seed=0)
         assert [other.url in line for line in ours.lacks] == [True]
-    assert [group[0].weight_version for group in groups] == [3, 5] * (len(PROMPTS) // 2)
+    assert [group[0].versions[0] for group in groups] == [3, 5] * (len(PROMPTS) // 2)
     assert {body["model"] for body in one.completions} == {"adapter"}
     assert {body["model"] for body in other.completions} == {"theirs"}
 
@@ -542,8 +543,8 @@ class Clock:
 
 
 def failing(health: Health) -> None:
-    with pytest.raises(faults.Fault), health.watched():
-        raise faults.Fault("no", "anywhere")
+    with pytest.raises(RequestFailed), health.watched():
+        raise RequestFailed("no", "anywhere")
 
 
 def test_a_server_that_fails_is_left_out_for_a_growing_while_and_tried_with_one_request() -> None:

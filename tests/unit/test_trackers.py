@@ -37,7 +37,7 @@ def evaluation(step: int) -> Evaluation:
 
 
 def groups(text: str = "5") -> list[Group]:
-    completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", weight_version=1)
+    completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", versions=(1,))
     return [
         Group(problem={"prompt": "nobody answers"}, prompt_token_ids=(1,), completions=(), rewards=()),
         Group(problem={"prompt": "2+3="}, prompt_token_ids=(1,), completions=(completion,), rewards=(1.0,)),

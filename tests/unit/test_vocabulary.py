@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bridge.rollouts.vocabulary import Vocabulary
+from bridge.rollouts.openai_api import Vocabulary
 from bridge.weights import skeleton
 from tests.models import tiny
 

@@ -1,22 +1,24 @@
 """Batches of a fake Atropos API: what is registered, the guards that the protocol lacks, and every wait in vain."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from bridge.atropos.experience import AtroposExperience
+from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, BridgeError, RewardError, ServerUnreachableError, UsageError
+from bridge.learn.advantages import with_advantages
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.atropos_api import LOST, FakeApi, FakeTime, pair, scored
 from tests.unit.http_server import Answer, Asked, HttpServer, serving
 
+Scale = Literal["group", "batch", "none"]
 LONGEST = 1024
 """The fake server's: the model could take twice as much."""
 OURS = {"batch_size": 8, "max_token_len": LONGEST + 1}
@@ -29,15 +31,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Run:
-    """An experience that is asked for its steps, and what it says."""
+    """A stream whose batches are taken, and what it says."""
 
-    experience: AtroposExperience
+    stream: AtroposStream
     server: HttpServer
     time: FakeTime
     said: list[str] = field(default_factory=list)
 
     def step(self, number: int = 1) -> list[Group]:
-        return self.experience.groups(Endpoint(url=self.server.url), [], step=number)
+        return self.stream.take(4, step=number)
 
     def fails(self, kind: type[BridgeError] = AtroposError) -> BridgeError:
         with pytest.raises(kind) as caught:
@@ -55,13 +57,11 @@ def running(model: Path, api: FakeApi, time: FakeTime | None = None, **choices: 
     with serving(api) as server:
         fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
-        config = TrainConfig.model_validate(fixed | sizes | choices)
+        config = TrainConfig.of(**(fixed | sizes | choices))
         said: list[str] = []
-        experience = AtroposExperience(config, said.append, clock=time.clock)
-        try:
-            yield Run(experience, server, time, said)
-        finally:
-            experience.close()
+        with closing(AtroposStream(config, said.append, run_name="saved", clock=time.clock)) as stream:
+            stream.served(Endpoint(url=server.url), 3)
+            yield Run(stream, server, time, said)
 
 
 # Registration
@@ -83,7 +83,7 @@ def test_a_trainer_registers_with_its_first_step_and_says_for_how_long_sequences
         "num_steps": 20,
     }
     (line,) = run.said
-    assert "has this trainer now: batches of 8 sequences, each of at most 1,024 tokens (the server's bound)" in line
+    assert "registered this trainer: batches of 8 sequences, each of at most 1,024 tokens (the server's limit)" in line
 
 
 def test_where_the_server_tells_no_length_the_models_own_is_the_bound(model: Path) -> None:
@@ -92,15 +92,15 @@ def test_where_the_server_tells_no_length_the_models_own_is_the_bound(model: Pat
         run.step()
     assert api.settings is not None
     assert api.settings["max_token_len"] == 2048 + 1
-    assert "at most 2,048 tokens (the model's max_position_embeddings bound)" in run.said[0]
+    assert "at most 2,048 tokens (the model's max_position_embeddings limit)" in run.said[0]
 
 
-def test_an_api_that_keeps_the_same_settings_goes_on(model: Path) -> None:
+def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
     api = FakeApi(settings=dict(OURS), batches=[[pair()]])
     with running(model, api) as run:
         assert len(run.step()) == 1
         assert run.asked("/register") == []
-    assert "goes on with what a trainer of the same settings left" in run.said[0]
+    assert "continues with a trainer of the same settings" in run.said[0]
 
 
 def test_another_trainers_batch_size_is_refused_before_anything_else(model: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_api_that_was_started_again_or_reset_gets_its_trainer_again(model: Pa
         api.settings = None
         assert len(run.step(2)) == 1
         assert [asked.body["starting_step"] for asked in run.asked("/register")] == [0, 1]
-    assert "knows no trainer any more" in run.said[1]
+    assert "no longer knows a trainer" in run.said[1]
     assert len(run.said) == 3
 
 
@@ -154,17 +154,17 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
 @pytest.mark.parametrize(
     ("state", "found", "remedy"),
     [
-        ({"is_connected": False}, "no environment is there, and nothing waits", "--env.rollout_server_url http"),
-        ({"is_connected": False, "num_waiting": 3}, "no environment is there, and 3 groups wait", "start one"),
-        ({}, "environments have registered, and nothing waits", "scores are all equal"),
+        ({"is_connected": False}, "no environment is connected, and no groups wait", "--env.rollout_server_url http"),
+        ({"is_connected": False, "num_waiting": 3}, "no environment is connected, and 3 groups wait", "start one"),
+        ({}, "environments have registered, and no groups wait", "scores are all equal"),
         (
             {"num_waiting": 40, "largest": 3},
-            "40 groups wait, of up to 3 sequences each, and no batch of 8 can be made of them: 8 is no multiple of 3",
+            "40 groups wait, of up to 3 sequences each, and they make no batch of 8, which is not a multiple of 3",
             "--batch-size 9 --group-size 3",
         ),
         (
             {"num_waiting": 1, "largest": 4},
-            "1 groups wait, of up to 4 sequences each, and they do not make a batch of 8",
+            "1 groups wait, of up to 4 sequences each, and they make no batch of 8",
             "min_batch_allocation",
         ),
     ],
@@ -175,7 +175,7 @@ def test_an_empty_api_is_explained_now_and_then_and_ends_the_run_after_its_time(
     with running(model, FakeApi(**state), atropos_timeout_s=200) as run:
         error = run.fails()
     assert found in error.message
-    assert "gave no batch for 200 s" in error.message
+    assert "had no batch for 200 s" in error.message
     assert remedy in error.remedy
     assert error.exit_code == 5
     words = [line for line in run.said if line.startswith("no batch from the Atropos API for ")]
@@ -197,10 +197,10 @@ def test_the_time_is_that_of_one_step(model: Path) -> None:
 def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> None:
     with serving(FakeApi(is_gone=lambda _: True)) as server:
         choices = {"model_name": "/nowhere", "rollouts": "atropos", "atropos_url": server.url, "max_retries": 2}
-        config = TrainConfig.model_validate(choices)
+        config = TrainConfig.of(**(choices))
         time = FakeTime()
         with pytest.raises(AtroposError) as caught:
-            AtroposExperience(config, print, clock=time.clock)
+            AtroposStream(config, print, run_name="saved", clock=time.clock)
         assert len(server.asked) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
@@ -220,20 +220,20 @@ def test_a_connection_that_drops_now_and_then_is_a_retry(model: Path) -> None:
     api = FakeApi(batches=[[pair()]], is_gone=lambda asked: asked.path == "/batch" and next(drops, False))
     with running(model, api) as run:
         assert len(run.step()) == 1
-        assert run.experience.num_retries == 1
+        assert run.stream.num_retries == 1
         api.batches.append([pair()])
         run.step(2)
-        assert run.experience.num_retries == 1
+        assert run.stream.num_retries == 1
         api.batches.append([pair()])
         run.step(3)
-        assert run.experience.num_retries == 0
+        assert run.stream.num_retries == 0
 
 
 def test_a_batch_that_the_api_lost_is_told_once_and_the_next_is_taken(model: Path) -> None:
     api = FakeApi(batches=[[pair()], LOST, LOST])
     with running(model, api) as run:
         assert len(run.step()) == 1
-        assert run.experience.num_retries == 2
+        assert run.stream.num_retries == 2
     assert sum("lost a whole batch" in line and "NaN" in line for line in run.said) == 1
     assert run.said[-1] == "2 batches were lost in the Atropos API"
 
@@ -313,8 +313,7 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
     with running(model, FakeApi(batches=[[odd, odd], [odd]]), eval_samples=2, mask_truncated=True) as run:
         assert len(run.step()) == 1
         assert len(run.step(2)) == 2
-        assert run.experience.evaluate(Endpoint(url=""), step=2, version=2) is None  # type: ignore[func-returns-value]
-        assert (run.experience.draw(4), run.experience.num_drawn) == ([], 0)
+        assert run.stream.evaluate(step=2) is None  # type: ignore[func-returns-value]
     parts = [
         "--eval-samples",
         "--mask-truncated",
@@ -327,6 +326,7 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
     ]
     assert [sum(part in line for line in run.said) for part in parts] == [1] * len(parts)
     assert len(run.said) == len(parts) + 1
+    assert "their staleness is unknown" in run.said[2]
 
 
 def test_empty_lists_are_nothing_as_atropos_own_environments_send_them(model: Path) -> None:
@@ -338,10 +338,10 @@ def test_empty_lists_are_nothing_as_atropos_own_environments_send_them(model: Pa
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("none", 0.5), ("batch", 0.5 / 0.5), ("group", 0.5 / 0.5)])
-def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts(model: Path, scale: str, expected: float) -> None:
+def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts(model: Path, scale: Scale, expected: float) -> None:
     first = pair(overrides=[{"set_advantage_to_zero": True}, {}])
     with running(model, FakeApi(batches=[[first, pair()]]), advantage_scale=scale) as run:
-        zeroed, other = run.step()
+        zeroed, other = with_advantages(run.step(), scale)
     assert zeroed.rewards == other.rewards == (0.0, 1.0)
     assert [value for (value,) in zeroed.advantages or ()] == [0.0, pytest.approx(expected, rel=1e-4)]
     assert [value for (value,) in other.advantages or ()] == pytest.approx([-expected, expected], rel=1e-4)

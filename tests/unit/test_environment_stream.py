@@ -5,9 +5,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn.advantages import with_advantages
-from bridge.rollouts.experience import Experience
-from bridge.scoring.scoring import Scores
+from bridge.rollouts.environment import EnvironmentStream
+from bridge.rollouts.problems import endless
+from bridge.run import measuring
+from bridge.scoring.score import Scores
 from bridge.server.endpoint import Endpoint
-from bridge.types import Group, Problem
+from bridge.types import Group, Problem, TrainedProblems
 from tests.models import tiny
 from tests.unit.http_server import Asked, serving
 from tests.unit.openai_server import Bend, openai, unbent
@@ -51,18 +54,16 @@ class Task:
 
 @dataclass
 class Sampled:
-    """An experience of a fake server."""
+    """The stream of a fake server."""
 
-    experience: Experience
+    stream: EnvironmentStream
     endpoint: Endpoint
     asked: list[Asked]
     told: list[str]
     progress: list[tuple[int, int]]
-    problems: list[Problem] = field(default_factory=list)
 
-    def groups(self, step: int = 1) -> list[Group]:
-        self.problems = self.problems or self.experience.draw(3)
-        return self.experience.groups(self.endpoint, self.problems, step=step)
+    def groups(self, step: int = 1, count: int = 3) -> list[Group]:
+        return self.stream.take(count, step=step)
 
     @property
     def seeds(self) -> list[int]:
@@ -92,15 +93,14 @@ def sampled(
     model: Path, task: Task, bend: Bend, recipe: Callable[[], Scores] | None = None, **choices: Any
 ) -> Iterator[Sampled]:
     fixed: dict[str, Any] = {"model_name": str(model), "batch_size": 24, "group_size": 8, "max_new_tokens": 8}
-    config = TrainConfig.model_validate(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices)
+    config = TrainConfig.of(**(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices))
     told: list[str] = []
     progress: list[tuple[int, int]] = []
-    experience = Experience(config, task, told.append, recipe=recipe, progress=lambda *done: progress.append(done))
-    with serving(openai(bend)) as server:
-        try:
-            yield Sampled(experience, Endpoint(url=server.url), server.asked, told, progress)
-        finally:
-            experience.close()
+    stream = EnvironmentStream(config, task, told.append, recipe=recipe, progress=lambda *done: progress.append(done))
+    with serving(openai(bend)) as server, closing(stream):
+        endpoint = Endpoint(url=server.url)
+        stream.served(endpoint, 3)
+        yield Sampled(stream, endpoint, server.asked, told, progress)
 
 
 def test_what_cannot_be_scored_is_left_out_named_and_told_once_and_the_rest_keeps_its_order(
@@ -110,9 +110,10 @@ def test_what_cannot_be_scored_is_left_out_named_and_told_once_and_the_rest_keep
     choices = {"reward_processes": 4, "reward_timeout_s": 2.0}
     with sampled(model, Task(), saying(), recipe, **choices) as ours:
         first = ours.groups(step=1)
-        second = ours.experience.groups(ours.endpoint, ours.problems[:1], step=2)
+        second = ours.groups(step=2, count=1)
+    order = list(islice(endless(Task(), seed=0), 4))
+    assert [(group.number, group.problem) for group in (*first, *second)] == list(enumerate(order))
     for groups in (first, second):
-        assert [group.problem for group in groups] == ours.problems[: len(groups)]
         for group in groups:
             kept = [completion.text for completion in group.completions]
             left_out = [one.completion.text for one in group.unscored]
@@ -123,12 +124,14 @@ def test_what_cannot_be_scored_is_left_out_named_and_told_once_and_the_rest_keep
                 "Sample.score raised ValueError: could not convert string to float: 'seven'",
                 "Sample.score returned nan, expected a finite number",
                 "Sample.score took longer than 2 s",
-                "Sample.score ended its process, by exit status 3",
+                "Sample.score ended its process with exit status 3",
             ]
     begun = [line.split(" ", 1)[1] for line in (tmp_path / "log").read_text().splitlines()]
     assert sorted(begun) == sorted([*WORDS] * 4), "each was scored once"
     assert len(ours.told) == 4
-    assert all(line.startswith("step 1: 3 completions without a reward, left out: Sample.score") for line in ours.told)
+    assert all(
+        line.startswith("step 1: 3 completions left out for lack of a reward: Sample.score") for line in ours.told
+    )
     assert ours.progress == [(1, 3), (2, 3), (3, 3), (1, 1)]
 
 
@@ -140,7 +143,7 @@ def test_past_the_share_the_batch_is_given_up_by_a_line_that_names_the_commonest
         ours.groups(step=7)
     message = caught.value.message
     assert message.startswith("step 7: at least 6 of 24 completions without a reward, more than a share of 0.2; 5 of ")
-    assert "of them: Task.score returned nan, expected a finite number (test_experience.py line " in message
+    assert "of them: Task.score returned nan, expected a finite number (test_environment_stream.py line " in message
     assert message.endswith(" and completion 'is_nan'")
     assert "\n" not in message
 
@@ -179,6 +182,26 @@ def test_a_step_that_failed_is_sampled_anew_as_if_it_had_not_been_begun(model: P
         assert len(undisturbed.seeds) == len(asked) == 3
 
 
+def test_a_resumed_run_skips_the_very_problems_that_were_trained_on(model: Path) -> None:
+    with sampled(model, Task(), saying()) as straight:
+        groups = [group for step in (1, 2, 3) for group in straight.groups(step=step)]
+    trained = TrainedProblems().including([0, 1, 2, 4, 7])
+    assert trained == TrainedProblems(below=3, beyond=frozenset({4, 7}))
+    with sampled(model, Task(), saying()) as resumed:
+        resumed.stream.resume(trained)
+        found = [group for step in (2, 3) for group in resumed.groups(step=step, count=2)]
+    assert [group.number for group in found] == [3, 5, 6, 8]
+    assert [group.problem for group in found] == [groups[number].problem for number in (3, 5, 6, 8)]
+
+
+def test_the_next_version_of_the_weights_may_be_at_another_endpoint(model: Path) -> None:
+    with sampled(model, Task(), saying()) as ours:
+        assert {version for group in ours.groups() for one in group.completions for version in one.versions} == {3}
+        ours.stream.served(Endpoint(url=ours.endpoint.url, model="adapter-4", version=4), 4)
+        assert {version for group in ours.groups(2) for one in group.completions for version in one.versions} == {4}
+    assert [asked.body["model"] for asked in ours.asked if asked.method == "POST"] == ["tiny"] * 3 + ["adapter-4"] * 3
+
+
 def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(model: Path) -> None:
     drops = [True] * 5  # both tries of the first two calls, and one of the third
 
@@ -189,11 +212,11 @@ def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(m
         for _ in range(2):
             with pytest.raises(ServerUnreachableError):
                 ours.groups(step=1)
-        assert ours.experience.num_retries == 2
+        assert ours.stream.num_retries == 2
         ours.groups(step=1)
-        assert ours.experience.num_retries == 3
+        assert ours.stream.num_retries == 3
         ours.groups(step=2)
-        assert ours.experience.num_retries == 0
+        assert ours.stream.num_retries == 0
 
 
 def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
@@ -201,7 +224,7 @@ def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) 
     asked = list[int]()
     for seed in (0, 1, 2):
         with sampled(model, Task(), saying(), seed=seed, eval_samples=3) as ours:
-            ours.experience.evaluate(ours.endpoint, step=0, version=3)
+            ours.stream.evaluate(step=0)
             for step in (1, 2, 3):
                 ours.groups(step=step)
             asked += ours.seeds
@@ -209,30 +232,32 @@ def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) 
     assert max(asked) < 2**62
 
 
-def test_an_evaluation_asks_for_the_same_each_time_and_counts_what_was_scored(model: Path) -> None:
+def test_an_evaluation_requests_the_same_each_time_and_counts_what_was_scored(model: Path) -> None:
     def score(_: Problem, text: str) -> float:
         return {"good": 1.0, "raises": 4.0}.get(text, float("nan"))
 
     with sampled(model, Task(score), saying(), eval_samples=3) as ours:
-        found = ours.experience.evaluate(ours.endpoint, step=0, version=3)
+        first = ours.stream.evaluate(step=0)
         asked = ours.seeds
         ours.asked.clear()
         ours.groups(step=1)
         assert not set(asked) & set(ours.seeds)
         ours.asked.clear()
-        again = ours.experience.evaluate(ours.endpoint, step=5, version=8)
+        second = ours.stream.evaluate(step=5)
         assert ours.seeds == asked
-    assert found is not None
-    assert again is not None
-    assert (found.step, found.weight_version, again.step, again.weight_version) == (0, 3, 5, 8)
+    assert first is not None
+    assert second is not None
+    assert [group.number for group in first] == [None, None]
+    found, again = (measuring.evaluation(groups, step=5, version=8, seconds=1) for groups in (first, second))
+    assert found == again
     assert (found.reward_mean, found.reward_std, found.unscored, found.num_problems) == (2.5, 1.5, 2, 2)
     assert (again.reward_mean, again.completion_tokens_mean, again.truncated_share) == (2.5, 3, 0)
-    assert ours.told[0].startswith("evaluation after step 0: 2 completions without a reward, left out: ")
+    assert ours.told[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
 
 
 def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:
     with sampled(model, Task(), saying()) as ours:
-        assert ours.experience.evaluate(ours.endpoint, step=0, version=3) is None
+        assert ours.stream.evaluate(step=0) is None
         assert ours.asked == []
 
 

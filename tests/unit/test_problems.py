@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from bridge.errors import RewardError
-from bridge.rollouts import data
+from bridge.rollouts.problems import WINDOW, encode, endless, held_out
 from bridge.types import Message, Problem
 from bridge.weights import skeleton
 from tests.models import tiny
@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 
 def taken(seed: int, count: int) -> list[str | list[Message]]:
-    return [problem["prompt"] for problem in islice(data.endless(PROBLEMS, seed), count)]
+    return [problem["prompt"] for problem in islice(endless(PROBLEMS, seed), count)]
 
 
 def test_each_pass_holds_every_problem_once_in_an_order_of_its_own() -> None:
@@ -69,7 +69,7 @@ def test_few_problems_are_shuffled_as_a_whole_whether_they_are_a_list_or_not() -
         random.Random(f"5/{number}").shuffle(order)
         expected += [PROBLEMS[index] for index in order]
     for problems in (PROBLEMS, Sums()):
-        assert list(islice(data.endless(problems, 5), 60)) == expected
+        assert list(islice(endless(problems, 5), 60)) == expected
 
 
 class Numbers:
@@ -80,28 +80,28 @@ class Numbers:
 
     def __iter__(self) -> Iterator[Problem]:
         for number in count() if self._size is None else range(self._size):
-            assert number < 10 * data.WINDOW, "read without an end"
+            assert number < 10 * WINDOW, "read without an end"
             self.num_read += 1
             yield {"prompt": str(number)}
 
 
 def numbers(problems: Iterable[Problem], seed: int, number: int) -> list[int]:
-    return [int(str(problem["prompt"])) for problem in islice(data.endless(problems, seed), number)]
+    return [int(str(problem["prompt"])) for problem in islice(endless(problems, seed), number)]
 
 
 def test_problems_without_an_end_are_read_as_they_are_needed() -> None:
     problems = Numbers(None)
-    drawn = numbers(problems, 0, 3 * data.WINDOW)
-    assert problems.num_read <= 4 * data.WINDOW
+    drawn = numbers(problems, 0, 3 * WINDOW)
+    assert problems.num_read <= 4 * WINDOW
     assert len(set(drawn)) == len(drawn)
-    assert drawn == numbers(Numbers(None), 0, 3 * data.WINDOW)
-    assert drawn != numbers(Numbers(None), 1, 3 * data.WINDOW)
-    assert max(drawn[:100]) < data.WINDOW + 100
-    assert sum(drawn[:100]) / 100 > data.WINDOW / 4, "from all of the window"
+    assert drawn == numbers(Numbers(None), 0, 3 * WINDOW)
+    assert drawn != numbers(Numbers(None), 1, 3 * WINDOW)
+    assert max(drawn[:100]) < WINDOW + 100
+    assert sum(drawn[:100]) / 100 > WINDOW / 4, "from all of the window"
 
 
 def test_problems_that_end_past_the_window_come_once_in_each_pass() -> None:
-    size = 2 * data.WINDOW + 7
+    size = 2 * WINDOW + 7
     problems = Numbers(size)
     drawn = numbers(problems, 0, 2 * size)
     assert sorted(drawn[:size]) == sorted(drawn[size:]) == list(range(size))
@@ -110,8 +110,8 @@ def test_problems_that_end_past_the_window_come_once_in_each_pass() -> None:
 
 
 def test_a_list_is_shuffled_as_a_whole_however_long_it_is() -> None:
-    size = 4 * data.WINDOW
-    assert max(numbers(list(Numbers(size)), 0, 100)) > 3 * data.WINDOW
+    size = 4 * WINDOW
+    assert max(numbers(list(Numbers(size)), 0, 100)) > 3 * WINDOW
 
 
 class Exhausted:
@@ -126,43 +126,43 @@ class Exhausted:
 
 @pytest.mark.parametrize("size", [0, 2])
 def test_a_pass_without_problems_is_no_endless_search(size: int) -> None:
-    problems = data.endless(Exhausted(size), 0)
+    problems = endless(Exhausted(size), 0)
     assert len(list(islice(problems, size))) == size
-    with pytest.raises(RewardError, match=f"pass {1 + bool(size)} over the environment's problems has none"):
+    with pytest.raises(RewardError, match=f"pass {1 + bool(size)} over the environment's problems yielded none"):
         next(problems)
 
 
 def test_held_out_problems_are_the_environments() -> None:
-    assert data.held_out(SumsWithHeldOut(PROBLEMS[:2])) == PROBLEMS[:2]
+    assert held_out(SumsWithHeldOut(PROBLEMS[:2])) == PROBLEMS[:2]
 
 
 @pytest.mark.parametrize("environment", [Sums(), SumsWithHeldOut([])])
 def test_an_evaluation_without_held_out_problems_is_refused(environment: Sums) -> None:
     with pytest.raises(RewardError, match="held-out"):
-        data.held_out(environment)
+        held_out(environment)
 
 
 def test_text_is_encoded_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert data.encode(tokenizer, {"prompt": "1+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
+    assert encode(tokenizer, {"prompt": "1+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
 
 
 def test_messages_go_through_the_template_with_the_cue_to_answer(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    encoded = data.encode(tokenizer, {"prompt": [{"role": "user", "content": "1+2="}]})
+    encoded = encode(tokenizer, {"prompt": [{"role": "user", "content": "1+2="}]})
     assert encoded == tuple(tokenizer.convert_tokens_to_ids(list("1+2=>")))
 
 
 def test_messages_without_a_template_are_encoded_as_the_text_beside_them(tokenizer: PreTrainedTokenizerBase) -> None:
     beside: Any = {"prompt": [{"role": "user", "content": "1+2"}], "plain_prompt": "1+2="}
-    assert data.encode(tokenizer, beside) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
-    assert data.encode(tokenizer, beside | {"prompt": "2+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("2+2=")))
+    assert encode(tokenizer, beside) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
+    assert encode(tokenizer, beside | {"prompt": "2+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("2+2=")))
 
 
 def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RewardError, match="no chat template"):
-        data.encode(tokenizer, {"prompt": [{"role": "user", "content": "hello"}]})
+        encode(tokenizer, {"prompt": [{"role": "user", "content": "hello"}]})
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{% for %}", "{{ messages.nothing.more }}"])
@@ -171,10 +171,10 @@ def test_messages_that_the_template_refuses_are_the_environments_fault(
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(RewardError, match="chat template") as caught:
-        data.encode(tokenizer, {"prompt": [{"role": "system", "content": "hello"}]})
+        encode(tokenizer, {"prompt": [{"role": "system", "content": "hello"}]})
     assert "\n" not in caught.value.message
 
 
 def test_a_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RewardError, match="no tokens"):
-        data.encode(tokenizer, {"prompt": ""})
+        encode(tokenizer, {"prompt": ""})

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from bridge.atropos.client import AtroposApi
-from bridge.atropos.protocol import EnvironmentRegistration, ScoredGroup
+from bridge.atropos.api import AtroposApi, EnvironmentRegistration, ScoredGroup
 from bridge.errors import AtroposError, UsageError
 from tests.unit.atropos_api import pair
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
@@ -25,7 +24,7 @@ def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "", "http://a:port"])
 def test_what_is_no_address_is_refused_at_once(url: str) -> None:
-    with pytest.raises(UsageError, match="is no address of an Atropos API"):
+    with pytest.raises(UsageError, match="is not the address of an Atropos API"):
         AtroposApi(url)
 
 

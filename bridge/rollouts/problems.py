@@ -1,7 +1,4 @@
-"""The order of the problems, and their prompts as token ids.
-
-Not covered: what a problem is (`environments`), and sampling (`bridge/rollouts`).
-"""
+"""A run's problems: their endless order, those held out for evaluation, and their prompts as token ids."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -17,16 +14,16 @@ from bridge.errors import RewardError
 from bridge.types import Environment, Message, Problem
 
 WINDOW = 4096
-"""Problems that are held to be shuffled, unless there are fewer, or all are in memory anyway."""
+"""Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
 
 
 def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
-    """Yield the problems for ever, each pass over them in an order of its own that `seed` decides.
+    """Yield the problems forever, reshuffled by `seed` in each pass over them.
 
-    They are read as they are needed, so that a pass may have no end.
+    They are read as they are needed: an environment may yield problems without end.
 
     Raises:
-        RewardError: a pass has no problems. Whatever reading them raises is raised.
+        RewardError: a pass has no problems.
     """
     for number in range(2**63):
         order = random.Random(f"{seed}/{number}")  # noqa: S311  an order, not a secret
@@ -35,13 +32,13 @@ def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
             yield problem
         if problem is None:
             raise RewardError(
-                f"pass {number + 1} over the environment's problems has none",
+                f"pass {number + 1} over the environment's problems yielded none",
                 remedy="let __iter__ return a new iterator each time, over at least one problem",
             )
 
 
 def _shuffled(problems: Iterator[Problem], order: random.Random) -> Iterator[Problem]:
-    """Yield each problem once: a random one of those held, whose place the next one takes; a list is held whole."""
+    """Yield each problem once: a random one of the buffer, whose place the next problem takes."""
     held = list(islice(problems, max(WINDOW, length_hint(problems))))
     for problem in problems:
         index = order.randrange(len(held))
@@ -52,27 +49,25 @@ def _shuffled(problems: Iterator[Problem], order: random.Random) -> Iterator[Pro
 
 
 def held_out(environment: Environment) -> list[Problem]:
-    """Return the problems that the environment keeps from training.
+    """Return the problems that the environment holds out.
 
     Raises:
-        RewardError: it keeps none.
+        RewardError: there are none.
     """
     problems = list(getattr(environment, "held_out", list)())
     if not problems:
         raise RewardError(
             "the environment has no held-out problems to evaluate on",
-            remedy="give it some, by --eval-data or a method held_out() of its class, or leave --eval-samples at 0",
+            remedy="add some with --eval-data or a method held_out() of its class, or leave --eval-samples at 0",
         )
     return problems
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, ...]:
-    """Return the prompt's token ids; chat messages go through the model's chat template.
-
-    A model without a template gets the problem's `plain_prompt` in place of messages, if there is one.
+    """Return the prompt's token ids; chat messages go through the model's chat template, or `plain_prompt` without one.
 
     Raises:
-        RewardError: messages alone without a chat template or that it refuses, or a prompt of no tokens.
+        RewardError: the messages have no template or do not fit it, or the prompt has no tokens.
     """
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
@@ -82,13 +77,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, .
     elif tokenizer.chat_template is None:
         raise RewardError(
             "the environment's prompts are chat messages, and the model's tokenizer has no chat template",
-            remedy="give the prompts as text, or as text under plain_prompt too, or take a model with a chat template",
+            remedy="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
         ids = _render(tokenizer, prompt)
     if not ids:
         raise RewardError(
-            f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt that says something"
+            f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt of at least one token"
         )
     return tuple(ids)
 
@@ -100,7 +95,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list
         )
     except TemplateError as error:
         raise RewardError(
-            f"the model's chat template refuses the prompt {shortened(repr(messages))}: {error.message}",
-            remedy="give messages in the order and the roles that the model knows",
+            f"the model's chat template rejects the prompt {shortened(repr(messages))}: {error.message}",
+            remedy="use the roles that the model's template supports, in the order that it expects",
         ) from error
     return ids

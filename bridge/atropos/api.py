@@ -1,0 +1,296 @@
+"""An Atropos API: the bodies that both sides send and get, and the client of a trainer or an environment.
+
+Answers of other versions of the API are accepted: unknown keys are ignored.
+
+Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from bridge.errors import AtroposError, UsageError
+
+MASKED = -100
+"""In `masks`, the place of a token that the model did not sample."""
+UNKNOWN_LOGPROB = 1.0
+"""In `inference_logprobs`, the place of a masked token, and of a sampled one whose log-probability is unknown."""
+NOBODY = -1
+"""What an API returns in place of a trainer's settings before one has registered."""
+LIMIT_S = 120.0
+"""Longest wait for an answer: a batch of long sequences is some ten megabytes of JSON."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
+"""Seconds before a request is sent again, doubled each time."""
+
+Numbers = tuple[float | None, ...]
+"""An API writes null for NaN."""
+
+
+class Body(BaseModel):
+    """A frozen body."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class TrainerRegistration(Body):
+    """The body of `POST /register`; an API keeps the first one, and silently ignores every later one."""
+
+    wandb_group: str
+    """Group of the environments' own runs in Weights & Biases."""
+    wandb_project: str
+    """Project of the same."""
+    batch_size: int
+    """Sequences of one batch, which is made of whole groups."""
+    max_token_len: int
+    """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
+    checkpoint_dir: str
+    """Folder in which environments may keep a state of their own."""
+    save_checkpoint_interval: int
+    """Steps between two of those; 0 or less: none."""
+    starting_step: int
+    """Steps that were taken before."""
+    num_steps: int
+    """Step after which environments stop, unless they are configured otherwise."""
+
+
+class TrainerInfo(Body):
+    """The answer of `GET /info`, as the trainer registered it; -1 if none has."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class QueueStatus(Body):
+    """The answer of `GET /status`."""
+
+    current_step: int
+    """Batches that were formed, counted from the trainer's first step."""
+    queue_size: int
+    """Groups that wait and are in no batch yet."""
+
+
+class EnvironmentRegistration(Body):
+    """The body of `POST /register-env`."""
+
+    max_token_length: int
+    """Longest sequence that the environment makes, in tokens."""
+    desired_name: str
+    """Its name, to which the API adds a number."""
+    weight: float
+    """Its share among several environments, relative to theirs."""
+    group_size: int
+    """Sequences of each group."""
+    min_batch_allocation: float | None = None
+    """Least share of each batch, 0 to 1; None: whatever comes."""
+
+
+class RegisteredEnvironment(Body):
+    """The answer of `POST /register-env`."""
+
+    status: str
+    """`success`, or in words what the environment has to wait for: a trainer that requests its first batch."""
+    env_id: int | None = None
+    """Number of the environment, from 0, which goes with everything that it sends."""
+    starting_step: int | None = None
+    """The current step."""
+    num_steps: int | None = None
+    """As the trainer registered it."""
+
+
+class EnvironmentId(Body):
+    """The body of `GET /status-env` and of `POST /disconnect-env`."""
+
+    env_id: int
+
+
+class EnvironmentStatus(Body):
+    """The answer of `GET /status-env`."""
+
+    current_step: int
+    """Batches that were formed, counted from the trainer's first step."""
+    queue_size: int
+    """Groups that wait, counted in this environment's group size."""
+    max_group_size: int = 1
+    """Sequences of the largest group that waits."""
+
+
+class ScoredGroup(Body):
+    """The body of `POST /scored_data`, one of `/scored_data_list`, and one of a batch: sequences of one problem.
+
+    The API checks the types, but neither that lengths agree nor that numbers are finite: one that is not may cost the
+    whole batch. An empty list stands for None.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    """Each sequence from its first token: the prompt, the completion, and whatever came between several."""
+    masks: tuple[tuple[int, ...], ...]
+    """For each token -100 if the model did not sample it, else the token itself; not shifted."""
+    scores: Numbers
+    """One reward per sequence."""
+    advantages: tuple[Numbers, ...] | None = None
+    """One per token, prompt included, or one per sequence; None: they come from the scores."""
+    ref_logprobs: Any = None
+    """A reference model's log-probabilities."""
+    messages: Any = None
+    """The sequences as chat messages."""
+    generation_params: dict[str, Any] | None = None
+    """Sampling parameters."""
+    inference_logprobs: tuple[Numbers, ...] | None = None
+    """Log-probability of each token when it was sampled, in nats; 1 where masked or unknown. None: unknown."""
+    overrides: tuple[dict[str, Any], ...] | None = None
+    """Per sequence: `set_advantage_to_zero`, `temperature`."""
+    group_overrides: dict[str, Any] | None = None
+    """For the whole group: `temperature`, `group_size`."""
+    images: Any = None
+    """Images of the prompt."""
+    env_id: int | None = None
+    """Number of the environment that sent it."""
+    distill_token_ids: Any = None
+    """A teacher's likeliest tokens at each place."""
+    distill_logprobs: Any = None
+    """Their log-probabilities."""
+
+
+class Received(Body):
+    """The answer of `POST /scored_data` and `/scored_data_list`."""
+
+    status: Literal["received", "buffered"]
+    """`buffered`: the group is smaller than its environment's groups are, and waits for the rest."""
+
+
+class BatchAnswer(Body):
+    """The answer of `GET /batch`."""
+
+    batch: tuple[ScoredGroup, ...] | None
+    """The newest batch; None: there is none yet."""
+    status: str | None = None
+    """`error` if no trainer is registered; the batch is empty then."""
+
+
+Answer = TypeVar("Answer", bound=BaseModel)
+GROUPS = TypeAdapter(tuple[ScoredGroup, ...])
+
+
+class AtroposApi:
+    """The connection of one trainer, or of one environment, to an API.
+
+    A request that did not reach the API is retried. One that the API may have accepted is not, if accepting it twice
+    would make a difference. Every call raises AtroposError if there is no answer, or one that cannot be used.
+    """
+
+    def __init__(self, url: str, *, max_retries: int = 4, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Open no connection yet.
+
+        Raises:
+            UsageError: `url` is not an address.
+        """
+        self.url = url.rstrip("/")
+        self.num_retries = 0
+        """Requests that were sent again, so far."""
+        self._max_retries, self._sleep = max_retries, sleep
+        _check_address(self.url)
+        self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def info(self) -> TrainerInfo:
+        """Return what the trainer registered."""
+        return self._ask("GET", "info", None, TrainerInfo)
+
+    def register(self, trainer: TrainerRegistration) -> None:
+        """Register a trainer; an API that has one silently keeps that one: compare `info` afterwards."""
+        self._checked(self._send("POST", "register", trainer.model_dump_json()))
+
+    def batch(self) -> BatchAnswer | None:
+        """Take the newest batch out of the API; None: the API could not encode one, which is lost.
+
+        The first call lets environments begin.
+        """
+        response = self._send("GET", "batch", None)
+        return None if response.is_server_error else self._parsed(response, BatchAnswer)
+
+    def status(self) -> QueueStatus:
+        """Return how many groups wait."""
+        return self._ask("GET", "status", None, QueueStatus)
+
+    def register_environment(self, environment: EnvironmentRegistration) -> RegisteredEnvironment:
+        """Register an environment, which has to wait until a trainer has requested its first batch."""
+        return self._ask("POST", "register-env", environment.model_dump_json(), RegisteredEnvironment)
+
+    def environment_status(self, env_id: int) -> EnvironmentStatus | None:
+        """Return what waits, as one environment sees it; None: no environment of that number is connected."""
+        response = self._send("GET", "status-env", EnvironmentId(env_id=env_id).model_dump_json())
+        return None if response.is_server_error else self._parsed(response, EnvironmentStatus)
+
+    def send(self, groups: Sequence[ScoredGroup]) -> None:
+        """Put groups into the queue; a number in them that is not finite would cost a whole batch."""
+        body = GROUPS.dump_json(tuple(groups), exclude_none=True).decode()
+        answer = self._ask("POST", "scored_data_list", body, Received)
+        assert answer.status == "received", answer
+
+    def disconnect_environment(self, env_id: int) -> None:
+        """Report that an environment sends nothing more."""
+        self._checked(self._send("POST", "disconnect-env", EnvironmentId(env_id=env_id).model_dump_json()))
+
+    def _ask(self, method: str, route: str, content: str | None, kind: type[Answer]) -> Answer:
+        return self._parsed(self._send(method, route, content), kind)
+
+    def _send(self, method: str, route: str, content: str | None) -> httpx.Response:
+        retried = httpx.TransportError if method == "GET" else httpx.ConnectError
+        waits = [min(FIRST_WAIT_S * 2**number, LONGEST_WAIT_S) for number in range(self._max_retries)]
+        for wait_s in (*waits, None):
+            try:
+                return self._http.request(
+                    method, f"/{route}", content=content, headers={"content-type": "application/json"}
+                )
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                if wait_s is None or not isinstance(error, retried):
+                    raise self._gone(f"{type(error).__name__}: {error}") from error
+                self.num_retries += 1
+                self._sleep(wait_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if not response.is_success:
+            words = " ".join(response.text.split())[:200]
+            raise self._gone(f"{response.request.url.path} answered {response.status_code}: {words}")
+        return response
+
+    def _parsed(self, response: httpx.Response, kind: type[Answer]) -> Answer:
+        try:
+            return kind.model_validate_json(self._checked(response).content)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"])) or "body"
+            route = response.request.url.path
+            raise self._gone(f"{route} answered nonsense: {place}: {fault['msg']}") from error
+
+    def _gone(self, reason: str) -> AtroposError:
+        return AtroposError(
+            f"the Atropos API at {self.url} does not answer as expected ({reason})",
+            remedy="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"
+            " stopped resumes with --resume",
+        )
+
+
+def _check_address(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL()
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise UsageError(f"{url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000")

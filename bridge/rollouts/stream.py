@@ -1,0 +1,42 @@
+"""The stream of finished groups that the trainer takes its batches from.
+
+Not covered: the implementations, `environment.py` and `bridge/atropos/stream.py`.
+"""
+
+from typing import Protocol
+
+from bridge.server.endpoint import Endpoint
+from bridge.types import Group, TrainedProblems
+
+
+class Stream(Protocol):
+    """Groups to train on, in the order in which they are trained on."""
+
+    num_retries: int
+    """Requests that were sent again for the last step."""
+
+    def served(self, endpoint: Endpoint, version: int) -> None:
+        """Hear that `endpoint` serves `version` of the weights from now on.
+
+        Called before the first `take`, after each publication, and after each restart of the server.
+        """
+        ...
+
+    def resume(self, trained: TrainedProblems) -> None:
+        """Skip the problems in `trained`; called before the first `take`."""
+        ...
+
+    def take(self, count: int, *, step: int) -> list[Group]:
+        """Wait for the `count` groups of a step, and return them.
+
+        After a failure the call can be repeated, and returns groups of the same problems.
+        """
+        ...
+
+    def evaluate(self, *, step: int) -> list[Group] | None:
+        """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
+        ...
+
+    def close(self) -> None:
+        """Release connections and processes."""
+        ...

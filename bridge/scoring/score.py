@@ -1,0 +1,164 @@
+"""The score of one completion by foreign code, and how many of a batch failed."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self, SupportsFloat, SupportsIndex
+
+from bridge.core.foreign_code import place_of, said, shortened, source_file
+from bridge.errors import BridgeError, RewardError
+from bridge.types import Problem
+
+
+class Scores(Protocol):
+    """What scores completions.
+
+    It may have `scores(problem, completion) -> tuple[float, dict[str, float]]`, which is called instead of `score`: the
+    reward, and the parts that it is a weighted sum of, unweighted.
+    """
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """Return the reward of one completion, a finite number."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The reward of one completion."""
+
+    reward: float
+    """A finite number."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The finite numbers that it is a weighted sum of, by name, unweighted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedScore:
+    """Why one completion has no reward."""
+
+    kind: str
+    """What happened and where: the same text for every completion that it happened to."""
+    line: str
+    """The same with the prompt and the completion, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Whose code scores, for error messages."""
+
+    name: str
+    """The method with its class: `Class.score`."""
+    several: bool
+    """Whether it is `scores`, which returns the parts of the reward too."""
+    file: str
+    """The file of its class."""
+    place: str
+    """Where the method begins: the file's name and a line."""
+
+    @classmethod
+    def of(cls, scores: Scores) -> Self:
+        """Find out."""
+        file, several = source_file(type(scores)), callable(getattr(scores, "scores", None))
+        method = "scores" if several else "score"
+        code = getattr(getattr(scores, method), "__code__", None)
+        place = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
+        return cls(name=f"{type(scores).__name__}.{method}", several=several, file=file, place=place)
+
+
+def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str) -> Score | FailedScore:
+    """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
+    try:
+        value = getattr(scores, "scores" if origin.several else "score")(problem, completion)
+        score = _read(value if origin.several else (value, {}))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
+        return failed(problem, completion, *_raised(error, origin))
+    return score or failed(problem, completion, *_returned(value, origin))
+
+
+def failed(problem: Problem, completion: str, kind: str, what: str) -> FailedScore:
+    """Return the failure "`what`, on prompt ... and completion ..."; `kind` is `what` without its variable parts."""
+    subject = f"on prompt {shortened(repr(problem['prompt']))} and completion {shortened(repr(completion))}"
+    return FailedScore(kind=kind, line=f"{what}, {subject}")
+
+
+def _raised(error: BaseException, origin: Origin) -> tuple[str, str]:
+    first = error.__cause__ or error if isinstance(error, BridgeError) else error
+    place = place_of(first, origin.file) or origin.place
+    raised = f"{origin.name} raised {type(first).__name__}"
+    what = error.message if isinstance(error, BridgeError) else f"{raised}{said(error)} ({place})"
+    return f"{raised} ({place})", what
+
+
+def _returned(value: object, origin: Origin) -> tuple[str, str]:
+    expected = "a finite number" + (" and a dict of finite numbers" if origin.several else "")
+    found = shortened(repr(value)) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
+    kind = f"{origin.name} returned something other than {expected}"
+    return kind, f"{origin.name} returned {found}, expected {expected} ({origin.place})"
+
+
+def _read(value: object) -> Score | None:
+    """Return a reward and its parts as a score; None if they are not finite numbers."""
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
+        return None
+    reward, parts = _finite(value[0]), {str(name): _finite(part) for name, part in value[1].items()}
+    whole = {name: part for name, part in parts.items() if part is not None}
+    return None if reward is None or len(whole) < len(parts) else Score(reward=reward, parts=whole)
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, SupportsFloat | SupportsIndex):  # text is refused: "1.0" is a bug of the environment
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or tensor of several elements
+        return None
+    return number if math.isfinite(number) else None
+
+
+class FailedScores:
+    """The failed scores of one batch: counted, reported once per kind, and beyond a share the end of the run."""
+
+    def __init__(self, batch: str, *, num_completions: int, max_share: float) -> None:
+        """`batch` names it in messages; at most `max_share` of its `num_completions` may fail."""
+        self._batch, self._num_completions, self._max_share = batch, num_completions, max_share
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        """The first line of each kind."""
+
+    def add(self, results: Iterable[Score | FailedScore]) -> None:
+        """Count the failures among the results.
+
+        Raises:
+            RewardError: too many of the batch failed.
+        """
+        for result in results:
+            if isinstance(result, FailedScore):
+                self._counts[result.kind] += 1
+                self._examples.setdefault(result.kind, result.line)
+        if self._counts.total() > self._max_share * self._num_completions:
+            raise self._too_many()
+
+    def tell(self, tell: Callable[[str], None], told: set[str]) -> None:
+        """Report each kind that is not in `told`, and add it."""
+        for kind, count in self._counts.items():
+            if kind not in told:
+                told.add(kind)
+                tell(
+                    f"{self._batch}: {_completions(count)} left out for lack of a reward: {self._examples[kind]}"
+                    " (reported once; all are counted)"
+                )
+
+    def _too_many(self) -> RewardError:
+        kind, count = self._counts.most_common(1)[0]
+        return RewardError(
+            f"{self._batch}: at least {self._counts.total()} of {_completions(self._num_completions)} without a reward,"
+            f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
+            remedy="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
+            " --max-unscored-share allows more completions without a reward",
+        )
+
+
+def _completions(count: int) -> str:
+    return f"{count} completion{'' if count == 1 else 's'}"
