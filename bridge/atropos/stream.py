@@ -135,8 +135,9 @@ class AtroposStream:
         longest, whose = longest_sequence(self._server_url, getattr(self._model, "max_position_embeddings", None))
         how = self._registered(longest, step)
         self._bounds = Bounds(longest=longest, num_words=self._model.vocab_size)
+        batch_size = self._config.rollouts.batch_size
         self._tell(
-            f"the Atropos API at {self._api.url} {how}: batches of {self._config.rollouts.batch_size} sequences, each of at most"
+            f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
             f" {longest:,} tokens ({whose} limit); their staleness is unknown, because Atropos does not report it"
         )
 

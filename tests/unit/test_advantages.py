@@ -9,7 +9,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.learn.advantages import samples, with_advantages
+from bridge.learn.advantages import has_signal, samples, with_advantages
 from bridge.learn.policy_loss import LOSSES, LossSpec
 from bridge.passes.samples import Sample
 from bridge.types import Completion, FinishReason, Group
@@ -81,6 +81,35 @@ def test_advantages_from_outside_are_taken_as_they_are_and_stay_out_of_the_batch
     assert filled[0] == theirs
     assert [value for (value,) in filled[1].advantages or ()] == pytest.approx([-1, 1], abs=1e-5)
     assert [sample.advantages for sample in made([theirs])] == [(1.5, -2.5), (7.0, 7.0, 7.0)]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts_for_the_others(scale: Scale) -> None:
+    plain = [group([0, 1, 5]), group([2, 3])]
+    zeroed = [group([0, 1, 5], zero_advantage=(False, True, True)), plain[1]]
+    (first, _, _), second = advantages(plain, scale)
+    assert advantages(zeroed, scale) == [[first, 0.0, 0.0], second]
+    assert with_advantages(with_advantages(zeroed, scale), scale) == with_advantages(zeroed, scale)
+    theirs = group([0, 1], [2, 3], advantages=((1.5, -2.5), (7.0,)), zero_advantage=(True, False))
+    assert with_advantages([theirs], scale)[0].advantages == ((0.0,), (7.0,))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "given", "expected"),
+    [
+        ([1, 1, 1], {}, False),
+        ([0.1 + 0.2, 0.3], {}, True),
+        ([], {}, False),
+        ([1, 0], {"zero_advantage": (True, True)}, False),
+        ([1, 0], {"zero_advantage": (True, False)}, True),
+        ([1, 1], {"advantages": ((0.0,), (1.0,))}, True),
+        ([1, 0], {"advantages": ((0.0,), (0.0,))}, False),
+    ],
+)
+def test_a_group_has_a_signal_where_an_advantage_is_not_zero(
+    rewards: list[float], given: dict[str, Any], expected: bool
+) -> None:
+    assert has_signal(group(rewards, **given)) is expected
 
 
 def test_filled_groups_stay_as_they_are_so_that_a_cut_batch_keeps_its_own_scale() -> None:

@@ -15,6 +15,7 @@ from bridge.core import whole_folder
 from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
+from bridge.types import TrainedProblems
 from tests.unit.killed_saver import KILLS
 from tests.unit.test_whole_folder import largest_file, names
 
@@ -54,6 +55,16 @@ def test_the_marker_is_written_last_and_knows_every_other_file(tmp_path: Path) -
     assert {name: file["num_bytes"] for name, file in marker["files"].items()} == {
         name: len(content) for name, content in FILES.items()
     }
+
+
+def test_problems_that_were_trained_on_ahead_of_others_are_kept_and_named_only_if_there_are_any(tmp_path: Path) -> None:
+    ahead = progress(3).model_copy(update={"problems_beyond": (26, 30)})
+    folder = checkpoint.save(tmp_path / "step_3", fill, ahead)
+    found = read(folder).progress
+    assert found == ahead
+    assert found.trained == TrainedProblems(below=24, beyond=frozenset({26, 30}))
+    assert [number for number in range(20, 35) if number not in found.trained] == [24, 25, 27, 28, 29, 31, 32, 33, 34]
+    assert found.trained.including([24, 25, 27]) == TrainedProblems(below=28, beyond=frozenset({30}))
 
 
 def cut(path: Path) -> None:

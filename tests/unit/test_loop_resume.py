@@ -9,8 +9,11 @@ import torch
 
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.run import trainer, trainer_state
+from bridge.rollouts.environment import EnvironmentStream
+from bridge.run import checkpoint, trainer, trainer_state
 from bridge.run.metrics import StepMetrics
+from bridge.server.endpoint import Endpoint
+from bridge.types import Group, TrainedProblems
 from bridge.weights.attach import attach
 from tests.unit.loop_runs import STEPS, Endless, FakeEngine, Killed, Run, Running, once, runner, spoil
 
@@ -181,6 +184,32 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
         assert (before, [first, second]) == (run.told_before, run.told)
         assert began == f"training {run.mode.server.manifest.model} by --mode shared_vllm: steps 1 to 3"
         assert done == f"all steps done; checkpoint {run.folder / 'saved' / 'step_3'}"
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_stream_hears_of_each_version_before_it_is_sampled_from(
+    running: Running, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    heard: list[str | int] = []
+    served, take = EnvironmentStream.served, EnvironmentStream.take
+
+    def serve(self: Any, endpoint: Endpoint, version: int) -> None:
+        heard.append(version)
+        served(self, endpoint, version)
+
+    def taken(self: Any, count: int, *, step: int) -> list[Group]:
+        heard.append(f"step {step}")
+        return take(self, count, step=step)
+
+    monkeypatch.setattr(EnvironmentStream, "served", serve)
+    monkeypatch.setattr(EnvironmentStream, "take", taken)
+    engine = FakeEngine()
+    with running(engine.bend(once(step))) as run:
+        run.train(engine=engine)
+        assert checkpoint.read(run.folder / "saved" / "step_3").progress.trained == TrainedProblems(below=2 * STEPS)
+    died = {1: [3, "step 1", 4, "step 1", 5, "step 2", 6, "step 3", 7]}
+    died[3] = [3, "step 1", 4, "step 2", 5, "step 3", 6, "step 3", 7]
+    assert heard == died[step]
 
 
 def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(running: Running) -> None:
