@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from patches import cpu_experts
+from patches import cpu_backend
 
 TOKENS, EXPERTS, CHOSEN, HIDDEN, INNER = 7, 4, 2, 16, 12
 
@@ -47,11 +47,11 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def finalize_weight_and_reduce_impl(self) -> None: ...
 
-    module = ModuleType(cpu_experts.MODULE)
-    module.__spec__ = ModuleSpec(cpu_experts.MODULE, loader=None)
+    module = ModuleType(cpu_backend.EXPERTS)
+    module.__spec__ = ModuleSpec(cpu_backend.EXPERTS, loader=None)
     module.CPUUnquantizedExperts = CPUUnquantizedExperts  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, cpu_experts.MODULE, module)
-    cpu_experts.patch()
+    monkeypatch.setitem(sys.modules, cpu_backend.EXPERTS, module)
+    cpu_backend.patch_experts()
     made = CPUUnquantizedExperts()
     made.process_weights_after_loading(SimpleNamespace(activation=Activation.SILU, expert_map=None))
     return made
@@ -111,4 +111,4 @@ def test_a_compiled_model_calls_its_experts_as_one_operator(experts: Any) -> Non
 )
 def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known: bool) -> None:
     layer = SimpleNamespace(**{"activation": SimpleNamespace(value="gelu"), "expert_map": None, **changes})
-    assert cpu_experts.is_known(layer) == known
+    assert cpu_backend.is_known(layer) == known

@@ -1,9 +1,8 @@
 """Inside vLLM, with layer objects made by hand: how fused parameters are cut, moved into shared memory and watched."""
 
-import importlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import patches
 from bridge.errors import UnsupportedModelError
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
 from bridge.weights.shard import View
-from patches import model_runner
+from patches import loading, model_runner
 from patches.loading import RECORDS, Record
+from patches.worker import BridgeWorker
 
 HIDDEN, HEAD = 8, 4
 VOCABULARY, PADDED = 11, 16
@@ -113,24 +112,17 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Import `patches.layers` over a fake of the module of vLLM that it reads."""
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the module of vLLM that `patches.loading` reads."""
     vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
     vars(vocabulary).update(VocabParallelEmbedding=VocabParallelEmbedding)
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, vocabulary.__name__, vocabulary)
-    for name in ("layers", "worker"):
-        monkeypatch.setattr(patches, name, None, raising=False)  # so that the real one comes back afterwards
-        monkeypatch.delitem(sys.modules, f"patches.{name}", raising=False)
-    yield importlib.import_module("patches.layers")
-    for name in ("layers", "worker"):
-        sys.modules.pop(f"patches.{name}", None)
 
 
-def laid_out(layers: Any, model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
-    views: dict[str, View] = layers.views(model, skeleton(shapes))
-    return views
+def laid_out(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, View]:
+    return loading.views(model, skeleton(shapes))
 
 
 def cut(model: nn.Module, view: View) -> Tensor:
@@ -138,10 +130,13 @@ def cut(model: nn.Module, view: View) -> Tensor:
     return whole.view(-1)[view.offset :].as_strided(view.shape, view.stride)
 
 
-def test_every_parameter_is_cut_where_vllms_own_layers_say(layers: Any) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_every_parameter_is_cut_where_vllms_own_layers_say() -> None:
     model: Any = Model()
-    views = laid_out(layers, model, SHAPES)
-    check_coverage(SHAPES, {name: tuple(p.shape) for name, p in model.named_parameters()}, views, layers.padding(model))
+    views = laid_out(model, SHAPES)
+    check_coverage(
+        SHAPES, {name: tuple(p.shape) for name, p in model.named_parameters()}, views, loading.padding(model)
+    )
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
     for name, expected in {
         "attn.q_proj.weight": qkv.weight[:16], "attn.k_proj.weight": qkv.weight[16:20],
@@ -169,26 +164,28 @@ def with_lora() -> Any:
     return model
 
 
-def test_the_padding_is_what_no_token_owns(layers: Any) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_the_padding_is_what_no_token_owns() -> None:
     model: Any = Model()
-    assert layers.padding(model) == {"embed.weight": (PADDED - VOCABULARY) * HIDDEN}
+    assert loading.padding(model) == {"embed.weight": (PADDED - VOCABULARY) * HIDDEN}
     model.embed.shard_indices.num_org_elements = PADDED
-    assert layers.padding(model) == {}
+    assert loading.padding(model) == {}
 
 
-def test_learning_the_layout_leaves_the_weights_alone(layers: Any) -> None:
+def test_learning_the_layout_leaves_the_weights_alone() -> None:
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    laid_out(layers, model, SHAPES)
+    laid_out(model, SHAPES)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_with_lora_names_go_on_to_lead_to_the_wrapped_layers(layers: Any) -> None:
-    names = layers.plain_names(with_lora())
+@pytest.mark.usefixtures("vllm")
+def test_with_lora_names_go_on_to_lead_to_the_wrapped_layers() -> None:
+    names = loading.plain_names(with_lora())
     assert names["attn.qkv_proj.weight"] == "attn.qkv_proj.base_layer.weight"
     assert names["norm.weight"] == "norm.weight"
-    assert names.keys() == layers.plain_names(Model()).keys()
-    assert layers.padding(with_lora()) == {"embed.base_layer.weight": (PADDED - VOCABULARY) * HIDDEN}
+    assert names.keys() == loading.plain_names(Model()).keys()
+    assert loading.padding(with_lora()) == {"embed.base_layer.weight": (PADDED - VOCABULARY) * HIDDEN}
 
 
 class Doubling(Model):
@@ -220,15 +217,15 @@ class Choosing(Model):
         (Choosing, "attn.k_proj.bias: vLLM loads it into none of its parameters"),
     ],
 )
-def test_what_vllm_does_not_copy_as_it_is_is_refused_by_name(layers: Any, kind: type[Model], words: str) -> None:
+def test_what_vllm_does_not_copy_as_it_is_is_refused_by_name(kind: type[Model], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words) as caught:
-        laid_out(layers, kind(), SHAPES)
+        laid_out(kind(), SHAPES)
     assert "lora_only" in caught.value.remedy
 
 
-def test_a_parameter_that_vllm_has_no_place_for_is_refused(layers: Any) -> None:
+def test_a_parameter_that_vllm_has_no_place_for_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="extra"):
-        laid_out(layers, Model(), {**SHAPES, "extra.weight": (3,)})
+        laid_out(Model(), {**SHAPES, "extra.weight": (3,)})
 
 
 def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> None:
@@ -267,7 +264,7 @@ def test_a_parameter_that_moves_or_goes_is_noticed() -> None:
     assert sorted(places.moved()) == ["mlp.gate_up_proj.weight", "norm.weight"]
 
 
-def test_a_runner_is_wrapped_once_and_its_weights_are_watched_after_the_load() -> None:
+def test_the_weights_of_a_runner_are_watched_after_the_load() -> None:
     order: list[str] = []
 
     class Runner:
@@ -280,8 +277,7 @@ def test_a_runner_is_wrapped_once_and_its_weights_are_watched_after_the_load() -
         def get_model(self) -> nn.Module:
             return self.model
 
-    for _ in range(3):
-        model_runner._wrap(Runner, lambda _: order.append("after"))
+    model_runner._wrap(Runner, lambda _: order.append("after"))
     runner = Runner()
     runner.load_model()
     assert order == ["load", "after"]
@@ -290,10 +286,9 @@ def test_a_runner_is_wrapped_once_and_its_weights_are_watched_after_the_load() -
 
 def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker of vLLM that has loaded `model`, whose layers LoRA may have wrapped since."""
-    module = importlib.import_module("patches.worker")
-    record = Record(expected=dict(SHAPES), views=module.layers.views(Model(), skeleton(SHAPES)))
+    record = Record(expected=dict(SHAPES), views=loading.views(Model(), skeleton(SHAPES)))
     monkeypatch.setitem(RECORDS, model, record)
-    made = module.BridgeWorker()
+    made: Any = BridgeWorker()
     made.rank = 0
     config = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=False)
     made.vllm_config = SimpleNamespace(model_config=config, parallel_config=SimpleNamespace(tensor_parallel_size=1))
@@ -301,7 +296,8 @@ def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_a_worker_exports_what_another_process_can_open(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_a_worker_exports_what_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model_runner._move_to_shared_memory(model)
     shard = json.loads(worker(model, monkeypatch).bridge_export())
@@ -313,7 +309,7 @@ def test_a_worker_exports_what_another_process_can_open(layers: Any, monkeypatch
     assert torch.equal(tensor, model.norm.weight)
 
 
-def test_a_worker_refuses_weights_of_another_type_by_name(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_refuses_weights_of_another_type_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model.norm.weight = nn.Parameter(torch.ones(HIDDEN, dtype=torch.int8), requires_grad=False)
     answer = json.loads(worker(model, monkeypatch).bridge_export())
@@ -321,14 +317,15 @@ def test_a_worker_refuses_weights_of_another_type_by_name(layers: Any, monkeypat
     assert answer["remedy"]
 
 
-def test_a_worker_refuses_a_parameter_without_a_partner(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_a_worker_refuses_a_parameter_without_a_partner(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model.k_scale = parameter(1)
     model_runner._move_to_shared_memory(model)
     assert "k_scale" in json.loads(worker(model, monkeypatch).bridge_export())["error"]
 
 
-def test_a_worker_reads_writes_digests_and_settles(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reads_writes_digests_and_settles(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     made = worker(model, monkeypatch)
     element = {"parameter": "mlp.down_proj.weight", "index": 13}

@@ -10,9 +10,7 @@ from torch import nn
 
 from bridge.errors import UnsupportedModelError
 from patches.loading import RECORDS, Record, record_of, watching
-
-# The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
-from tests.unit.test_layers import SHAPES, Model, layers, parameter, skeleton  # noqa: F401
+from tests.unit.test_layers import SHAPES, Model, parameter, skeleton
 
 CONFIG = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=False)
 
@@ -46,7 +44,6 @@ def loaded(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> R
     return watch.finish(model)
 
 
-@pytest.mark.usefixtures("layers")
 def test_a_model_that_stays_as_it_was_loaded_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def process(model: Any) -> None:
         model.norm.scale = torch.tensor(1.0)  # a single number is no weight
@@ -93,7 +90,6 @@ def _derive_a_parameter(model: Any) -> None:
         (_derive_two, "^norm.copy, norm.packed: derived"),
     ],
 )
-@pytest.mark.usefixtures("layers")
 def test_what_a_step_would_not_reach_is_refused_by_name(
     process: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +102,6 @@ def test_what_a_step_would_not_reach_is_refused_by_name(
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.usefixtures("layers")
 def test_the_first_refusal_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "load_weights", lambda *_: None)
     refusal = loaded(_derive, monkeypatch).refusal

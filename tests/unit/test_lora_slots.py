@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from bridge.weights import shared_memory
 from bridge.weights.layout import rows
 from bridge.weights.shard import Shard, View
-from patches import cpu_lora, lora_slots, model_runner
+from patches import cpu_backend, lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
-from tests.unit.test_layers import HIDDEN, SHAPES, layers, with_lora, worker  # noqa: F401
+from tests.unit.test_layers import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
@@ -153,10 +153,8 @@ def test_a_slot_that_moves_or_goes_is_noticed() -> None:
     assert len(places.moved()) == 1 + 4
 
 
-def test_a_worker_exports_slots_that_another_process_can_open(
-    layers: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
     model_runner._move_to_shared_memory(model)
     shard = Shard.model_validate_json(worker(model, monkeypatch).bridge_export())
@@ -169,10 +167,8 @@ def test_a_worker_exports_slots_that_another_process_can_open(
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-def test_under_tensor_parallelism_no_slots_are_exported(
-    layers: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_under_tensor_parallelism_no_slots_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
     model_runner._move_to_shared_memory(model)
     made = worker(model, monkeypatch)
@@ -180,7 +176,7 @@ def test_under_tensor_parallelism_no_slots_are_exported(
     assert json.loads(made.bridge_export())["lora_slots"] == {}
 
 
-def test_a_worker_tells_which_slot_an_adapter_has(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_worker_tells_which_slot_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker(model_with_slots(), monkeypatch)
     manager = SimpleNamespace(lora_index_to_id=[None, 7])
     made.model_runner.lora_manager = SimpleNamespace(_adapter_manager=manager)
@@ -195,8 +191,7 @@ def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> 
         output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
 
     inputs, weights, output = torch.ones(3, RANK), torch.ones(SLOTS, 1, 4, RANK), torch.zeros(3, 4)
-    patched = cpu_lora.without_base_rows(kernel)
+    patched = cpu_backend.without_base_rows(kernel)
     patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
     assert output.tolist() == [[0] * 4, [RANK] * 4, [0] * 4]
     assert inputs.all()
-    assert cpu_lora.without_base_rows(patched) is patched

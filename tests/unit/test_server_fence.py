@@ -540,8 +540,8 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
         engine.missing = [None, None]
         if not ends:
             await fence.release(holder)
-        assert fence._look_after
-        await fence._look_after
+        assert fence._watcher
+        await fence._watcher
         assert (fence.state, fence.holder, fence.version, engine.paused) == ("serving", None, 0, False)
 
     run(passage())

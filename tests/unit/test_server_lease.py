@@ -10,7 +10,7 @@ import pytest
 from bridge.errors import AttachError, FenceBusyError
 from bridge.process import ProcessIdentity
 from bridge.protocol import InFlight, Written
-from patches.server_fence import ServerFence
+from patches.server_fence import Phase, ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, end, living, run
 
@@ -144,8 +144,8 @@ def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_
         await fence.pause(other, "keep", writes="nothing")
         end(child)
         assert fence.state == "paused"
-        assert fence._look_after
-        await fence._look_after
+        assert fence._watcher
+        await fence._watcher
         assert (fence.state, fence.version, fence.last_checkpoint, engine.paused) == ("serving", 1, "/saved", False)
         assert engine.calls == [*PAUSED, "resume", *PAUSED, "resume"]
 
@@ -323,7 +323,8 @@ def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
-        dead = fence.holder = ME.model_copy(update={"start_ticks": 1})
+        dead = ME.model_copy(update={"start_ticks": 1})
+        fence.enter(Phase.WRITING, dead)
         pause = asyncio.ensure_future(fence.pause(other, "keep", takeover=True))
         await begun(engine, pause)
         end(child)
