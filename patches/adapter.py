@@ -9,8 +9,6 @@ Cause: vLLM 0.26 to 0.33 schedules by the number of slots, pinned or not, and fi
 none is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just taken
 out: the worker would load it again from disk.
 Why this is safe: what is refused could not have been served. vLLM's own route answers a refused load with our message.
-
-Not covered: where the slots are (`lora_slots.py`), writing them, which the trainer does while the server is paused.
 """
 
 import asyncio
@@ -74,13 +72,10 @@ class ServedAdapter:
         self._lock = asyncio.Lock()
 
     async def serve(self, name: str, path: str) -> int:
-        """Serve the adapter in folder `path` as `name` instead of the one that was seated before; return its slot.
+        """Serve the adapter in folder `path` as `name` instead of the one before, and return its slot.
 
         Whatever was served as `name` is taken out first: its in-flight requests are aborted, and every cached key and
         value is dropped, because vLLM looks up those of an adapter by its name (since 0.32 by its path too).
-
-        Raises:
-            AttachError: no LoRA, no spare slot, no adapter there, or vLLM refuses to load it.
         """
         async with self._lock:
             if self._num_slots is None:
@@ -168,21 +163,13 @@ class ServedAdapter:
         return slot
 
     async def add_request(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
-        """Pass a request on to the engine, unless its adapter was taken out in the meantime.
-
-        Raises:
-            ValueError: it was.
-        """
+        """Pass a request on to the engine; raise ValueError if its adapter was taken out in the meantime."""
         if lora_request is not None and lora_request.lora_int_id in self._retired:
             raise ValueError(f"the adapter {lora_request.lora_name} was taken out or replaced: send the request again")
         return await self._add_request(*args, lora_request=lora_request, **kwargs)
 
     async def add_lora(self, lora_request: Any) -> Any:
-        """Pass an adapter on to be loaded, unless it would overwrite the trained one or leave too few slots.
-
-        Raises:
-            ValueError: it would.
-        """
+        """Let the engine load an adapter; raise ValueError if it overwrites the trained one or leaves too few slots."""
         name, trained = lora_request.lora_name, self._trained
         served = {*self._models.lora_requests, name, *([trained] if trained else [])}
         if name == trained and not self._is_loading:
@@ -209,18 +196,17 @@ class AdapterClaim:
         models.load_lora_adapter, models.unload_lora_adapter = self.load, self.unload
 
     async def load(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on, unless a stranger names an adapter of a live training: that is an HTTPException."""
+        """Pass a request on; raise HTTPException if a stranger names an adapter of a live training."""
         self._refuse_strangers(request.lora_name)
         answer = await self._load(request, *args, **kwargs)
         self._is_expected = self._is_expected or self.served() is not None
         return answer
 
     async def unload(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on, unless a stranger names an adapter of a live training: that is an HTTPException."""
+        """Pass a request on; raise HTTPException if a stranger names an adapter of a live training."""
         self._refuse_strangers(request.lora_name)
         answer = await self._unload(request, *args, **kwargs)
-        if self._lease.held is None and self.served() is None:
-            self.give_up()
+        self._is_expected = self._is_expected and (self._lease.held is not None or self.served() is not None)
         return answer
 
     def give_up(self) -> None:
@@ -232,14 +218,10 @@ class AdapterClaim:
         return next((name for name in reversed(list(self._models.lora_requests)) if name.startswith(ADAPTER)), None)
 
     def expected(self) -> str | None:
-        """Return the name of the adapter for requests that name no model; None: the model itself.
-
-        Raises:
-            HTTPException: an adapter is trained, and none is served at this moment.
-        """
+        """Return the adapter for requests that name no model, None for the model itself; HTTPException between two."""
         name = self.served()
         if name is None and self._lease.held is None:  # the trainer that was going to load one has ended
-            self.give_up()
+            self._is_expected = False
         if name is None and self._is_expected:
             raise HTTPException(
                 UNAVAILABLE,

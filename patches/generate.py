@@ -76,10 +76,9 @@ class _OtherAnswer(Exception):  # noqa: N818  not an error of ours: what vLLM an
 
 
 async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any:
-    """Let this same server answer `document`, as if the client of `request` had sent it, and return its answer.
+    """Return this same server's answer to `document`, as if the client of `request` had sent it, or raise _OtherAnswer.
 
-    Raises:
-        _OtherAnswer: it refuses or fails, or the client has hung up, which ends its request.
+    If the client hangs up, its request ends.
     """
     body = json.dumps(document).encode()
     unread, sent, is_gone = [body], list[Message](), False
@@ -118,11 +117,7 @@ def _scope(outer: Scope, route: str, length: int) -> Scope:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """Return the request with its prompt as text or token ids.
-
-    Raises:
-        HTTPException: it does not parse, or asks for what `/generate` does not do.
-    """
+    """Return the request with its prompt as text or token ids; HTTPException if it asks for anything else."""
     try:
         asked = json.loads(body)
     except ValueError as error:

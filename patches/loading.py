@@ -89,11 +89,7 @@ def patch() -> None:
 
 
 def record_of(model: nn.Module) -> Record:
-    """Return how `model` was loaded.
-
-    Raises:
-        UnsupportedModelError: its loader was not watched, or it cannot be shared.
-    """
+    """Return how `model` was loaded; UnsupportedModelError if it cannot be shared."""
     record = RECORDS.get(model)
     if record is None:
         raise UnsupportedModelError(
@@ -105,10 +101,9 @@ def record_of(model: nn.Module) -> Record:
 
 
 def views(model: Any, theirs: PreTrainedModel) -> dict[str, View]:
-    """Return where each parameter of transformers' model goes in vLLM's `model`, whose weights are not loaded yet.
+    """Return where each parameter of `theirs`, transformers' model, goes in vLLM's `model`, which is still empty.
 
-    Raises:
-        UnsupportedModelError: vLLM does not copy a parameter unchanged, or not to one place.
+    UnsupportedModelError if vLLM does not copy one of them unchanged to one place.
     """
     sources = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
     saved = saved_form(theirs, sources)

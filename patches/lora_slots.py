@@ -5,12 +5,9 @@ rank, input) and B of shape (slots, 1, output, largest rank). vLLM reads them at
 adapter is loaded into a slot; writing a slot in between changes that adapter. Slots of other shapes are left out: those
 cut by tensor parallelism or `--fully-sharded-loras`, and those of experts and embeddings.
 Seen in vLLM 0.26 to 0.33, `vllm/lora/layers`.
-
-Not covered: which adapter has which slot (`adapter.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,16 +26,8 @@ vllm.lora.lora_weights: call LoRALayerWeights.optimize()  # multiplies the scali
 vllm.lora.model_manager: LoRAModelManager: model, modules, packed_modules_mapping  # as model.lora_manager
 """
 SIDES = ("lora_a_stacked", "lora_b_stacked")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """The slots of one Hugging Face module."""
-
-    lora_a: torch.Tensor
-    """Shape (slots, 1, largest rank, input)."""
-    lora_b: torch.Tensor
-    """Shape (slots, 1, output, largest rank)."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A and B of one Hugging Face module."""
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -55,7 +44,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def find(model: nn.Module, views: Mapping[str, View]) -> dict[str, Slots]:
+def find(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
     """Return the slots of each Hugging Face module whose slots have the plain layout.
 
     `views` name vLLM's parameters as they would be without LoRA.
@@ -71,7 +60,7 @@ def find(model: nn.Module, views: Mapping[str, View]) -> dict[str, Slots]:
             continue
         for name, lora_a, lora_b in zip(names, *sides, strict=True):
             if _is_plain(lora_a, lora_b, views[name].shape):
-                found[name.removesuffix(".weight")] = Slots(lora_a=lora_a, lora_b=lora_b)
+                found[name.removesuffix(".weight")] = lora_a, lora_b
     return found
 
 

@@ -7,8 +7,6 @@ got half way, 0.26 maps the same memory a second time at the next attempt, which
 Why this is safe: what stays out of the pool is where it would be without sleep mode; with the tag `runtime` vLLM 0.32
 marks what a sleep has to preserve. What a failed attempt mapped is unmapped as a sleep would: it was empty.
 Seen in vLLM 0.26 to 0.33, `vllm/device_allocator/cumem.py`, `vllm/v1/worker`.
-
-Not covered: when the cache sleeps, and that no request needs it then (`server_fence.py`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -61,13 +59,17 @@ def sleep(worker: Any) -> None:
 
 def wake(worker: Any) -> str | None:
     """Allocate the KV cache of vLLM's `worker` again, empty; if that fails, free all of it and return the reason."""
+    from vllm.device_allocator.cumem import unmap_and_release
+
     asleep = _asleep()
     empty = [data for data in asleep if data.cpu_backup_tensor is None]
     try:
         if asleep:
             worker.wake_up()
     except RuntimeError as error:
-        _unmap([data for data in empty if not data.is_asleep])
+        for data in [data for data in empty if not data.is_asleep]:
+            unmap_and_release(data.handle)
+            data.is_asleep = True
         needed, free = sum(data.handle[1] for data in asleep), torch.cuda.mem_get_info()[0]
         return f"{needed / 2**30:.2f} GiB are needed, and {free / 2**30:.2f} GiB of the GPU are free ({error})"
     return None
@@ -78,11 +80,3 @@ def _asleep() -> list[Any]:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     return [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep]
-
-
-def _unmap(allocations: list[Any]) -> None:
-    from vllm.device_allocator.cumem import unmap_and_release
-
-    for data in allocations:
-        unmap_and_release(data.handle)
-        data.is_asleep = True

@@ -21,11 +21,7 @@ VARIABLES = (ENABLE, "VLLM_SKIP_WEIGHT_DAEMON")
 
 @functools.cache
 def register() -> None:
-    """Patch this process's vLLM if `VLLM_ENABLE_SHARED_WEIGHTS=1`; later calls do nothing.
-
-    Raises:
-        IncompatibleVersionError: the installed vLLM is outside the range, or a pinned symbol does not fit.
-    """
+    """Patch this process's vLLM, if `VLLM_ENABLE_SHARED_WEIGHTS=1` and it fits; later calls do nothing."""
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
     from patches import compatibility, loading, logprobs_wire, memory_pool, model_runner, prefix_cache, tether

@@ -1,7 +1,4 @@
-"""Questions to the workers of all ranks (`worker.py`) about their tensors, each with one answer.
-
-Not covered: the weights' addresses and the KV cache, which the fence asks for itself (`server_fence.py`).
-"""
+"""Questions to the workers of all ranks (`worker.py`) about their tensors, each with one answer."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -21,11 +18,7 @@ Answer = TypeVar("Answer")
 
 
 def agreed(answers: Sequence[Answer], what: str) -> Answer:
-    """Return the answer that all ranks give.
-
-    Raises:
-        AttachError: a rank answers differently.
-    """
+    """Return the answer that all ranks give, or raise AttachError that names the first rank that differs."""
     for rank, answer in enumerate(answers):
         if repr(answer) != repr(answers[0]):  # NaN equals NaN here
             raise AttachError(
@@ -45,27 +38,14 @@ async def finiteness(engine: Any) -> Finiteness:
     )
 
 
-async def digests(engine: Any) -> dict[str, str]:
-    """Digest every parameter where it is."""
-    return agreed(await engine.collective_rpc("bridge_digests"), "the digests of their parameters")
-
-
 async def read(engine: Any, elements: Sequence[Element], exported: Manifest) -> tuple[float, ...]:
-    """Read single elements.
-
-    Raises:
-        HTTPException: 404 or 422, the model does not have them.
-    """
+    """Read single elements; HTTPException if the model does not have them."""
     answers = await engine.collective_rpc("bridge_read", args=(_checked(elements, exported),))
     return tuple(agreed(answers, "the values of elements"))
 
 
 async def write(engine: Any, elements: Sequence[Element], values: Sequence[float], exported: Manifest) -> None:
-    """Set single elements.
-
-    Raises:
-        HTTPException: 404 or 422, the model does not have them, or their types cannot hold the values.
-    """
+    """Set single elements; HTTPException if the model does not have them, or their types cannot hold the values."""
     documents = _checked(elements, exported)
     for element, value in zip(elements, values, strict=True):
         dtype: torch.dtype = getattr(torch, exported.ipc_handles[element.parameter].dtype)

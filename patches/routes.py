@@ -124,7 +124,8 @@ def _authorize(request: Request) -> None:
 
 
 def _state(request: Request) -> State:
-    return request.app.state
+    state: State = request.app.state
+    return state
 
 
 def _fence(request: Request) -> ServerFence:
@@ -132,98 +133,78 @@ def _fence(request: Request) -> ServerFence:
     return fence
 
 
-Fence = Annotated[ServerFence, Depends(_fence)]
 AppState = Annotated[State, Depends(_state)]
+Fence = Annotated[ServerFence, Depends(_fence)]
 router = APIRouter(prefix="/bridge", dependencies=[Depends(_authorize)], include_in_schema=False)
 
 
 @router.get("/status")
-async def status(fence: Fence) -> Status:
-    """Report the version and where the fence stands."""
+async def _status(fence: Fence) -> Status:
     return fence.status()
 
 
 @router.post("/lease")
-async def take_lease(body: LeaseRequest, fence: Fence) -> Status:
-    """Let only the caller update this server."""
+async def _take_lease(body: LeaseRequest, fence: Fence) -> Status:
     fence.take_lease(body.holder, body.run)
     return fence.status()
 
 
 @router.delete("/lease")
-async def give_lease_back(body: HolderRequest, fence: Fence) -> Status:
-    """Free the caller's lease."""
+async def _give_lease_back(body: HolderRequest, fence: Fence) -> Status:
     fence.give_lease_back(body.holder)
     return fence.status()
 
 
 @router.post("/pause")
-async def pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
-    """Stop generating and give the fence to the caller."""
-    await fence.pause(
-        body.holder,
-        body.in_flight,
-        version=body.version,
-        last_checkpoint=body.last_checkpoint,
-        writes=body.writes,
-        takeover=body.takeover,
-        sleep=body.sleep,
-        has_left=request.is_disconnected,
-    )
+async def _pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
+    await fence.pause(body, request.is_disconnected)
     return fence.status()
 
 
 @router.post("/publish")
-async def publish(body: PublishRequest, fence: Fence) -> Status:
-    """Make what was written the next version, and resume."""
+async def _publish(body: PublishRequest, fence: Fence) -> Status:
     await fence.publish(body.holder, body.version, after=body.after)
     return fence.status()
 
 
 @router.post("/resume")
-async def resume(body: HolderRequest, fence: Fence) -> Status:
-    """Resume with the same version: nothing was written."""
+async def _resume(body: HolderRequest, fence: Fence) -> Status:
     await fence.release(body.holder)
     return fence.status()
 
 
 @router.get("/tensors/digest")
-async def digests(state: AppState) -> Digests:
-    """Digest every parameter where it is."""
-    return Digests(digests=await ranks.digests(state.bridge_engine))
+async def _digest(state: AppState) -> Digests:
+    digests = await state.bridge_engine.collective_rpc("bridge_digests")
+    return Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
 
 
 @router.get("/tensors/finite")
-async def finite(state: AppState) -> Finiteness:
-    """Look for NaN and infinity in the weights where they are."""
+async def _finite(state: AppState) -> Finiteness:
     return await ranks.finiteness(state.bridge_engine)
 
 
 @router.post("/tensors/read")
-async def read(body: ReadRequest, state: AppState) -> Response:
-    """Return the server's own view of single elements."""
+async def _read(body: ReadRequest, state: AppState) -> Response:
     values = await ranks.read(state.bridge_engine, body.elements, state.bridge_manifest)
-    return Response(Values(values=values).model_dump_json(), media_type="application/json")
+    return Response(Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
 
 
 @router.post("/tensors/write")
-async def write(body: WriteRequest, state: AppState, fence: Fence) -> Status:
-    """Set single elements, if the caller holds the fence."""
+async def _write(body: WriteRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_unless_writing(body.holder)
     await ranks.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
     return fence.status()
 
 
 @router.post("/adapter")
-async def adapter(body: AdapterRequest, state: AppState, fence: Fence) -> AdapterSlot:
-    """Serve an adapter from a fixed slot, instead of the one before."""
+async def _serve_adapter(body: AdapterRequest, state: AppState, fence: Fence) -> AdapterSlot:
     fence.lease.refuse_others(body.holder)
     return AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
-async def release_adapter(body: HolderRequest, state: AppState, fence: Fence) -> Status:
-    """Stop serving an adapter from a fixed slot."""
+async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -> Status:
     fence.lease.refuse_others(body.holder)
     await state.bridge_adapter.release()
     state.bridge_claim.give_up()

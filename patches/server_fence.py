@@ -4,10 +4,7 @@ Cached keys and values are dropped as soon as the scheduler has stopped: nothing
 vLLM refuses, no weight has changed yet. After that no request needs the KV cache, and its memory is the holder's until
 the engine resumes, if it asked for that.
 
-While a process has the lease, only that process may pause to write. A process that only reads may always pause.
-
-Not covered: HTTP (`routes.py`), the lease (`server_lease.py`), how memory is freed (`memory_pool.py`), and writing,
-which the trainer does in its own process.
+While a process has the lease (`server_lease.py`), only that process may pause to write; any process may pause to read.
 """
 
 import asyncio
@@ -17,7 +14,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from bridge.errors import AttachError, FenceBusyError
-from bridge.protocol import FenceState, InFlight, Status, Written
+from bridge.protocol import FenceState, PauseRequest, Status, Written
 from bridge.weights.manifest import Manifest
 from patches.server_lease import Holder, ServerLease, is_alive, is_same, pids, refuse_unseen
 
@@ -32,6 +29,8 @@ vllm.v1.engine.core_client
     call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
     call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
 """
+HasLeft = Callable[[], Awaitable[bool]]
+"""Whether the caller no longer waits for the answer."""
 LOOK_S = 0.1
 """Interval of the checks whether a process that waits for a pause, or reads inside one, is still alive."""
 
@@ -97,7 +96,7 @@ class ServerFence:
         return "serving" if phase is Phase.SERVING else "torn" if phase is Phase.TORN else "paused"
 
     def status(self) -> Status:
-        """Report the version, where the fence stands, who updates the server, and what would repair it."""
+        """Report where the fence stands, who updates the server, and what would repair it."""
         return Status(
             model=self._exported.model,
             version=self.version,
@@ -111,12 +110,7 @@ class ServerFence:
         )
 
     def take_lease(self, holder: Holder, run: str) -> None:
-        """Let only `holder` write from now on, until it returns the lease or dies.
-
-        Raises:
-            FenceBusyError: another living process holds the fence.
-            AttachError: another living process has the lease.
-        """
+        """Let only `holder` write until it returns the lease or dies; FenceBusyError while another holds the fence."""
         self.lease.refuse_others(holder)
         self._refuse_busy(holder)
         self.lease.take(holder, run)
@@ -126,58 +120,45 @@ class ServerFence:
         if not is_same(self.holder, holder):
             self.lease.give_back(holder)
 
-    async def pause(
-        self,
-        holder: Holder,
-        in_flight: InFlight,
-        *,
-        version: int | None = None,
-        last_checkpoint: str | None = None,
-        writes: Written = "weights",
-        takeover: bool = False,
-        sleep: bool = False,
-        has_left: Callable[[], Awaitable[bool]] | None = None,
-    ) -> None:
-        """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to `holder`.
+    async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
+        """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        Frozen requests compute their keys and values again under the new weights. With `sleep` the KV cache frees its
-        memory until the engine resumes. If `holder` dies, or `has_left` without waiting for the answer, it does not
-        get the fence.
+        Frozen requests compute their keys and values again under the new weights. A sleeping KV cache frees its memory
+        until the engine resumes. A holder that dies, or `has_left` without waiting for the answer, does not get the
+        fence.
 
         Raises:
             FenceBusyError: another living process holds the fence.
-            AttachError: another process has the lease, another `version` is served, something is torn and this is no
-                `takeover`, a weight has moved since the load, vLLM keeps its cache, or it cannot `sleep`.
+            AttachError: another process has the lease, another version is served, something is torn and this is no
+                takeover, a weight has moved since the load, vLLM keeps its cache, or it cannot sleep.
         """
         async with self._lock:
-            self._after_pause(holder, writes, takeover)
-            self._refuse_other_version(version)
-            if sleep and not self.can_sleep:
+            self._after_pause(asked)
+            self._refuse_other_version(asked.version)
+            if asked.sleep and not self.can_sleep:
                 raise AttachError(
                     "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
                     remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
                 )
             try:
-                await _unless_gone(self._stand_still(in_flight, sleep=sleep), holder, has_left)
-                after = self._after_pause(holder, writes, takeover)  # another process may have taken the lease
+                await _unless_gone(self._stand_still(asked), asked.holder, has_left)
+                after = self._after_pause(asked)  # another process may have taken the lease
             except BaseException:
                 if self.holder is None:
-                    await self._resume_for(holder)
+                    await self._resume_for(asked.holder)
                 raise
             self._published = None  # a late repetition of a publication must not end this pause
-            self.enter(after, holder)
-            if writes != "nothing":
-                kept = self.last_checkpoint if writes == self.writes else None
-                self.writes, self.last_checkpoint = writes, last_checkpoint or kept
+            self.enter(after, asked.holder)
+            if asked.writes != "nothing":
+                kept = self.last_checkpoint if asked.writes == self.writes else None
+                self.writes, self.last_checkpoint = asked.writes, asked.last_checkpoint or kept
 
     async def publish(self, holder: Holder, version: int | None = None, *, after: int | None = None) -> None:
         """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
 
-        `after` is the version that was served before: a caller that missed the answer may retry.
-
-        Raises:
-            AttachError: `holder` does not hold the fence to write, another version than `after` was served, or the KV
-                cache finds no memory; the fence is still held then.
+        `after` is the version that was served before: a caller that missed the answer may retry. AttachError if another
+        version was served, `holder` does not hold the fence to write, or the KV cache finds no memory: it still holds
+        the fence then.
         """
         async with self._lock:
             published, before = self._published or (None, None)
@@ -194,9 +175,7 @@ class ServerFence:
     async def release(self, holder: Holder) -> None:
         """Resume without a new version, because nothing was written; does nothing if the server is not paused.
 
-        Raises:
-            AttachError: another process holds the fence, `holder` took over torn weights, or the KV cache finds no
-                memory.
+        AttachError if another process holds the fence, `holder` took over torn weights, or the KV cache gets no memory.
         """
         if self.holder is None:  # the pending pause of a caller that has left is not granted
             return
@@ -233,17 +212,17 @@ class ServerFence:
             remedy=self.status().mending(),
         )
 
-    def _after_pause(self, holder: Holder, writes: Written, takeover: bool) -> Phase:
+    def _after_pause(self, asked: PauseRequest) -> Phase:
         """Return the phase of a pause, or raise what `pause` raises."""
-        refuse_unseen(holder)
-        if writes != "nothing":
-            self.lease.refuse_others(holder)
-        self._refuse_busy(holder)
-        is_rewrite = takeover and writes == self.writes
-        return self._after("rewrite" if is_rewrite else "read" if writes == "nothing" else "write", self.phase)
+        refuse_unseen(asked.holder)
+        if asked.writes != "nothing":
+            self.lease.refuse_others(asked.holder)
+        self._refuse_busy(asked.holder)
+        is_rewrite = asked.takeover and asked.writes == self.writes
+        return self._after("rewrite" if is_rewrite else "read" if asked.writes == "nothing" else "write", self.phase)
 
-    async def _stand_still(self, in_flight: InFlight, *, sleep: bool) -> None:
-        await self._engine.engine_core.pause_scheduler_async(mode=in_flight, clear_cache=False)
+    async def _stand_still(self, asked: PauseRequest) -> None:
+        await self._engine.engine_core.pause_scheduler_async(mode=asked.in_flight, clear_cache=False)
         ranks, is_dropped = await asyncio.gather(
             self._engine.collective_rpc("bridge_settle"),
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
@@ -259,7 +238,7 @@ class ServerFence:
                 "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
                 remedy="retry when no other request runs, or restart the server",
             )
-        if sleep:
+        if asked.sleep:
             self._is_asleep = True  # even if a rank fails
             await self._engine.collective_rpc("bridge_sleep")
 
@@ -317,9 +296,7 @@ class ServerFence:
             )
 
 
-async def _unless_gone(
-    work: Coroutine[Any, Any, None], holder: Holder, has_left: Callable[[], Awaitable[bool]] | None
-) -> None:
+async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left: HasLeft | None) -> None:
     """Run `work`, but cancel it as soon as `holder` has died or left, and raise AttachError."""
     task = asyncio.ensure_future(work)
     try:

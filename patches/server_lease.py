@@ -1,8 +1,6 @@
 """The server's lease: who may update it, one at a time; and the only place that compares holders.
 
 A trainer takes the lease before it changes anything, and returns it when it ends. The lease of a dead process is free.
-
-Not covered: pausing and publishing (`server_fence.py`).
 """
 
 import time
@@ -58,11 +56,7 @@ class ServerLease:
         return f"trainer (pid {pids(self.held.holder)}, run {self.held.run})"
 
     def take(self, holder: Holder, run: str) -> None:
-        """Give the lease to `holder`, under a new name if it has it already.
-
-        Raises:
-            AttachError: another living process has it, or the server could not notice the end of `holder`.
-        """
+        """Give the lease to `holder`, under a new name if it has it already, or raise AttachError."""
         refuse_unseen(holder)
         self.refuse_others(holder)
         self._taken = Lease(holder=holder, run=run, since=time.time())

@@ -2,8 +2,6 @@
 
 vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server calls the methods by
 `collective_rpc`. Answers are JSON text or plain values, which every executor can carry.
-
-Not covered: when these may be called (`server_fence.py`).
 """
 
 import json
@@ -55,8 +53,7 @@ class BridgeWorker:
         """Finish all work on this rank's device, and return the parameters that have moved since the load."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        moved: list[str] = self.model_runner.bridge_places.moved()
-        return moved
+        return list(self.model_runner.bridge_places.moved())
 
     def bridge_sleep(self) -> None:
         """Free this rank's KV cache."""
@@ -116,8 +113,7 @@ class BridgeWorker:
             },
             padding=loading.padding(model),
             lora_slots={
-                name: LoraSlot(lora_a=_handle(pair.lora_a, block), lora_b=_handle(pair.lora_b, block))
-                for name, pair in slots.items()
+                name: LoraSlot(lora_a=_handle(a, block), lora_b=_handle(b, block)) for name, (a, b) in slots.items()
             },
         )
         if is_whole:

@@ -1,4 +1,4 @@
-"""LoRA's slots in layers made by hand: whose they are, moved into shared memory, watched and exported; CPU kernels."""
+"""LoRA's slots in layers made by hand: whose they are, moved into shared memory, watched and exported."""
 
 import json
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from bridge.weights import shared_memory
 from bridge.weights.layout import rows
 from bridge.weights.shard import Shard, View
-from patches import cpu_backend, lora_slots, model_runner
+from patches import lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
-from tests.unit.test_layers import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
+from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
@@ -71,7 +71,7 @@ def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
     model = model_with_slots()
     found = lora_slots.find(model, views())
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
-    assert {name: (id(pair.lora_a), id(pair.lora_b)) for name, pair in found.items()} == {
+    assert {name: (id(a), id(b)) for name, (a, b) in found.items()} == {
         f"{block}.{name}": (id(layer.lora_a_stacked[index]), id(layer.lora_b_stacked[index]))
         for block, name, layer, index in (
             ("attn", "q_proj", qkv, 0),
@@ -90,8 +90,8 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
     model.lora_manager = SimpleNamespace(modules={"lm_head": processor})
     found = lora_slots.find(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
-    assert found["lm_head"].lora_a is processor.lora_a_stacked
-    assert found["lm_head"].lora_b is processor.lora_b_stacked
+    assert found["lm_head"][0] is processor.lora_a_stacked
+    assert found["lm_head"][1] is processor.lora_b_stacked
 
 
 @pytest.mark.parametrize(
@@ -182,16 +182,3 @@ def test_a_worker_tells_which_slot_an_adapter_has(monkeypatch: pytest.MonkeyPatc
     made.model_runner.lora_manager = SimpleNamespace(_adapter_manager=manager)
     assert made.bridge_adapter_slot(7) == 1
     assert made.bridge_adapter_slot(8) is None
-
-
-def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
-    def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
-        """As vLLM 0.26 to 0.32: -1 is the last slot."""
-        assert add
-        output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
-
-    inputs, weights, output = torch.ones(3, RANK), torch.ones(SLOTS, 1, 4, RANK), torch.zeros(3, 4)
-    patched = cpu_backend.without_base_rows(kernel)
-    patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
-    assert output.tolist() == [[0] * 4, [RANK] * 4, [0] * 4]
-    assert inputs.all()
