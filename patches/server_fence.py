@@ -190,7 +190,7 @@ class ServerFence:
         self._after("publish")
 
     def enter(self, phase: Phase, holder: Holder | None) -> None:
-        """Stand in `phase`, held by `holder`."""
+        """Switch to `phase`, held by `holder`."""
         self._phase, self.holder = phase, holder
         if phase is Phase.READING and holder is not None:
             self._watcher = asyncio.create_task(self._resume_after(holder))

@@ -6,7 +6,7 @@ vLLM mixes this class into its own worker (`--worker-extension-cls`), and the AP
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,8 @@ from bridge.protocol import Element
 from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
+from bridge.weights.shared_memory import SharedBlock
 from patches import loading, lora_slots, memory_pool, model_runner
-
-if TYPE_CHECKING:
-    from bridge.weights.shared_memory import SharedBlock
 
 PINS = """
 vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size, data_parallel_size
@@ -141,7 +139,7 @@ def _gpu_uuid(model: nn.Module) -> str | None:
     return cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None
 
 
-def _handle(tensor: torch.Tensor, block: "SharedBlock | None") -> AnyHandle:
+def _handle(tensor: torch.Tensor, block: SharedBlock | None) -> AnyHandle:
     if block is None:
         return cuda_ipc.export(tensor)
     assert tensor.untyped_storage().data_ptr() == block.storage.data_ptr(), "a weight left the shared file"
