@@ -18,8 +18,8 @@ import torch
 
 from benchmarks import _results
 from benchmarks._results import say
-from bridge import api_key
 from bridge.config import ServeConfig
+from bridge.server import api_key
 from bridge.types import Problem
 from cli import children
 from cli.serve import free_port

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import _work
-from bridge.files.run_directory import RunDirectory
+from bridge.run.run_directory import RunDirectory
 from cli.serve import free_port
 
 BRIDGE = "from cli.main import main; main()"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.process import ProcessIdentity
+from bridge.core.process import ProcessIdentity
 from cli import children
 from cli.children import Child
 

@@ -30,18 +30,18 @@ from transformers import AutoModelForCausalLM
 from benchmarks._models import SIZES, make_model, scatter
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
-from bridge import api_key, protocol
-from bridge.client import BridgeClient
+from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
-from bridge.training.loop import train
-from bridge.training.reporting import Listener
+from bridge.run.loop import train
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import api_key, fence, manifest, protocol
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
 from bridge.types import Group
-from bridge.verify import logprob_diffs, sample
-from bridge.weights import fence, manifest, model_folder
+from bridge.weights import model_folder
 from bridge.weights.attach import attach
 
 ADAPTER = "compared"

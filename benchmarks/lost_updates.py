@@ -21,14 +21,15 @@ from torch import Tensor
 
 from benchmarks import _results
 from benchmarks._results import say
-from bridge.client import BridgeClient
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
-from bridge.training import loop
-from bridge.training.reporting import Listener
-from bridge.weights import fence, manifest, model_folder
+from bridge.run import loop
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
 from cli.engine import ServedEngine
@@ -55,12 +56,14 @@ class Rival(InPlaceOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig, *, has_masters: bool) -> None:
         groups = list(groups)
-        betas = config.beta1, 0.999 if config.beta2 is None else config.beta2
-        super().__init__(groups, lr=config.lr, betas=betas, eps=EPS, weight_decay=config.weight_decay)
+        betas = config.optimizer.beta1, 0.999 if config.optimizer.beta2 is None else config.optimizer.beta2
+        super().__init__(
+            groups, lr=config.learning_rate, betas=betas, eps=EPS, weight_decay=config.optimizer.weight_decay
+        )
         self._live = [parameter for group in groups for parameter in group["params"]]
         self._stepped = [p.detach().float().clone() if has_masters else p for p in self._live]
         self._inner = torch.optim.AdamW(
-            self._stepped, lr=config.lr, betas=betas, eps=EPS, weight_decay=config.weight_decay
+            self._stepped, lr=config.learning_rate, betas=betas, eps=EPS, weight_decay=config.optimizer.weight_decay
         )
 
     def _step(self, norm: float, max_norm: float) -> None:
@@ -159,14 +162,14 @@ def _config(model: Path, exported: Path, folder: Path, steps: int, lr: float, na
 
 def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
     shares: list[float] = []
-    run = RunDirectory.create(config.run_dir, environment=config.environment)
+    run = RunDirectory.create(config.run_dir, environment=config.task.environment)
 
     def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
         if name in OURS:
             return factory.make(config, groups)
         return Rival(groups, config, has_masters=name == REFERENCE)
 
-    environment = registry.load(config)
+    environment = registry.load(config.task)
     listener = Listener(lambda metrics: shares.append(metrics.changed_weight_share))
     summary = loop.train(config, environment, run, listener, make_optimizer=make)
     return {

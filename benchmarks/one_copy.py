@@ -25,15 +25,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks._models import SIZES, make_model, scatter
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
-from bridge.client import BridgeClient
+from bridge.checks.verify import logprob_diffs, sample, verify
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
-from bridge.training.loop import train
-from bridge.training.reporting import Listener
-from bridge.verify import logprob_diffs, sample, verify
-from bridge.weights import fence, manifest
+from bridge.run.loop import train
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
 from bridge.weights.attach import attach
 
 
@@ -72,7 +72,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     endpoint, sampler = Endpoint(url=exported.url), Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     before = sample(sampler, endpoint, vocabulary)
-    config = TrainConfig(
+    config = TrainConfig.of(
         model_name=str(model), training_steps=NUM_STEPS, lr=3e-5, max_new_tokens=64, micro_batch_tokens=4096,
         gradient_checkpointing=True, vllm_config_path=folder / "manifest.json", save_path=folder / "saved",
     )  # fmt: skip

@@ -24,8 +24,8 @@ import psutil
 from benchmarks import _results
 from benchmarks._fast_server import PROMPT_TOKENS
 from benchmarks._results import say
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
+from bridge.server.endpoint import Endpoint
 
 MIB = 2**20
 CPU_AIM_MS = 1.0

@@ -4,7 +4,7 @@
 
 The model has a Qwen2 shape and random bf16 weights of this process's own; the batch is made up: 64 completions of 256
 tokens in groups of 8, of prompts of 120 tokens, and all of them with advantages. A setting is any fields of
-`bridge train`'s configuration. What is timed is what a training run does with a batch (`bridge/training/learner.py`),
+`bridge train`'s configuration. What is timed is what a training run does with a batch (`bridge/learn/learner.py`),
 from an idle device to an idle device; the first steps, in which is compiled, are left out. A setting that does not fit
 in memory, or for which no time is left, is a row that says so.
 
@@ -29,10 +29,10 @@ from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError
-from bridge.modes.mode import OpenedModel
-from bridge.training.opening import learner_of
+from bridge.learn.opening import learner_of
 from bridge.types import Group
 from bridge.weights.attach import leave_a_core
+from bridge.weights.opened_model import OpenedModel
 
 GIB = 2**30
 SETTINGS = ("", "optimizer=adamw-8bit", "gradient_checkpointing=true", "compile_layers=false")

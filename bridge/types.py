@@ -14,6 +14,12 @@ FinishReason = Literal["stop", "length", "abort", "repetition"]
 """What vLLM 0.26 to 0.33 answer; its fifth reason, `error`, always becomes an HTTP status of 500."""
 
 
+LOGPROB_DIFF_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+"""Edges of the histogram of log-prob mismatch, in nats: the first bin lies below the first, the last above the last."""
+HEALTHY_NATS = (0.013, 0.024)
+"""Mean log-prob mismatch that rounding alone makes, between vLLM and transformers in bf16."""
+
+
 class Problem(TypedDict):
     """One problem of an environment; every further key is the environment's own."""
 

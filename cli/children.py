@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from bridge.process import ProcessIdentity
+from bridge.core.process import ProcessIdentity
 
 POLL_S = 0.2
 TRACKER_S = 5.0

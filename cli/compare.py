@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from bridge.core import claim, mark
 from bridge.errors import BridgeError
-from bridge.files import claim, mark
-from bridge.files.run_directory import RunDirectory, write_json
+from bridge.run.run_directory import RunDirectory, write_json
 from cli import accelerator, console
 from cli.demo import HOST, LEARNING_RATE, Where, demo_model_folder
 from cli.options import Json

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory, write_json
+from bridge.core import mark
+from bridge.run.run_directory import RunDirectory, write_json
 from cli import console
 from cli.engine import ServedEngine
 from cli.options import Json
@@ -25,7 +25,7 @@ from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
-    from bridge.training.metrics import Summary
+    from bridge.run.metrics import Summary
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0
@@ -116,7 +116,7 @@ def _train_and_verify(
         gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
         vllm_config_path=run.manifest,
     )
-    train = TrainConfig(
+    train = TrainConfig.of(
         model_name=str(model),
         training_steps=steps,
         lr=LEARNING_RATE,
@@ -127,9 +127,9 @@ def _train_and_verify(
     )
     environment = load_environment(train)
     command = prepare(serve, [])
-    write_json(run.server_config, serve.model_dump(mode="json"))
+    write_json(run.server_config, serve.document())
     with ServedEngine(command, run.server_log, limit_s=START_LIMIT_S).running() as engine:
-        summary = train_in(run, attached_to(train, command), environment, as_json=False, engine=engine)
+        summary = train_in(run, attached_to(train, command), environment, as_json=False, engine=engine, chosen=train)
         console.note("verifying on the same live server")
         return summary, proof(command.manifest, as_json=False)
 

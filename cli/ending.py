@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from bridge import private
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
+from bridge.core import private
+from bridge.run.run_directory import RunDirectory
 from cli import console
 
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
@@ -41,7 +41,7 @@ def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | N
 
 def _lines(run: RunDirectory, config: TrainConfig) -> Iterator[str]:
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.run import checkpoint
 
     if not run.metrics.exists():
         return

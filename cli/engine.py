@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
-from bridge.interrupt import acting_interrupt, deferred_interrupt
-from bridge.weights import manifest
+from bridge.server import manifest
 from cli import children, console, server_log
 from cli.children import Child
 from cli.health import Address

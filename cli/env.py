@@ -36,10 +36,10 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
     from environments import registry
 
     if name is not None:
-        config = config.model_copy(update={"environment": name})
-    environment = registry.load(config)
+        config = config.changed(environment=name)
+    environment = registry.load(config.task)
     rehearse(config, environment)
-    recipe = functools.partial(registry.scorer, config)
+    recipe = functools.partial(registry.scorer, config.task)
 
     def report(progress: "FeedProgress") -> None:
         console.note(progress_line(progress))

@@ -30,8 +30,9 @@ from bridge.checks import (
 from bridge.checks.result import Check, failed, passed
 from bridge.checks.surroundings import environment_variables
 from bridge.config import ServeConfig
+from bridge.core import memory as host
 from bridge.errors import IncompatibleVersionError
-from bridge.weights.manifest import Manifest
+from bridge.server.manifest import Manifest
 
 DEFAULT_PORT: int = ServeConfig.model_fields["port"].default
 
@@ -113,8 +114,8 @@ def hardware_checks(known: facts.Facts, device: software.Device, live: Manifest 
         checks += [memfd.two_processes_share()]
     return [
         *checks,
-        memory.main_memory(memory.available_bytes(), memory.cgroup_left_bytes()),
-        memory.shm_space(memory.shm_free_bytes()),
+        memory.main_memory(host.available_bytes(), host.cgroup_left_bytes()),
+        memory.shm_space(host.shm_free_bytes()),
     ]
 
 

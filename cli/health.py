@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from bridge import api_key
+from bridge.server import api_key
 
 SLICE_S = 0.25
 """Silence is counted in slices of this length: one that the whole machine slept through counts once."""

@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.text import Text
 
-from bridge.interrupt import deferred_interrupt
-from bridge.training import reporting
-from bridge.training.metrics import Evaluation, StepMetrics
-from bridge.training.reporting import Phase
+from bridge.core.interrupt import deferred_interrupt
+from bridge.run import reporting
+from bridge.run.metrics import Evaluation, StepMetrics
+from bridge.run.reporting import Phase
 from bridge.types import Group
 from cli import console, panel
 from cli.steps import Lines

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from bridge import __version__, borrowed
+from bridge import __version__
+from bridge.config import borrowed
 from bridge.errors import BridgeError
 from cli import console, ending, signals
 from cli.compare import compare

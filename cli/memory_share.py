@@ -14,7 +14,7 @@ from bridge.planning.model_size import ModelSize
 
 UNKNOWN_SHARE = 0.45
 """Of the GPU, for a model whose size cannot be told."""
-FULL = TrainConfig(model_name="")
+FULL = TrainConfig.of(model_name="")
 """Trains the server's own weights, by every default."""
 
 
@@ -55,7 +55,7 @@ def expected(config: ServeConfig) -> TrainConfig:
     """Return the trainer that a server which is started alone makes room for: of an adapter, or of the weights."""
     if config.max_lora_rank is None:
         return FULL
-    return TrainConfig(model_name="", mode="lora_only", lora_r=config.max_lora_rank)
+    return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)
 
 
 def _reason(size: ModelSize, need: Need, found: Fit) -> str:

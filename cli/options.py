@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
-from bridge.choices import Config
+from bridge.config.choices import Config
 from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {
@@ -112,12 +112,12 @@ def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator
     """Yield the shown flags in the order of the panels, then every other name under which a field may be given."""
     shown: dict[str, FieldInfo] = {}
     for cls in configs:
-        for name, field in cls.model_fields.items():
+        for name, choice in cls.choices().items():
             if name not in hide and not any(known in shown for known in (name, *_synonyms(name, configs))):
-                shown[name] = field
+                shown[name] = choice.info
     for name in sorted(shown, key=_place):
         yield _shown_flag(name, shown[name], _synonyms(name, configs))
-    others = {name: cls.model_fields[str(cls.field_of(name))] for cls in configs for name in cls.names()}
+    others = {name: cls.choices()[str(cls.field_of(name))].info for cls in configs for name in cls.names()}
     for name in sorted(others.keys() - shown.keys()):
         yield _hidden_flag(name, bool if _kind(others[name].annotation) is bool else str)
     yield from (_hidden_flag(f"no_{name}", bool) for name in shown if _kind(shown[name].annotation) is bool)

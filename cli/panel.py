@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from bridge.training import reporting
-from bridge.training.metrics import Evaluation, StepMetrics
-from bridge.training.reporting import Phase, Sample
+from bridge.run import reporting
+from bridge.run.metrics import Evaluation, StepMetrics
+from bridge.run.reporting import Phase, Sample
 from cli import chart, visible
 from cli.steps import duration, or_dash, tokens_per_s
 

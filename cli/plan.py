@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from bridge.checks import model
-from bridge.checks.memory import left_bytes
 from bridge.checks.model import MODES, Obstacle
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core.memory import left_bytes
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB
@@ -29,7 +29,7 @@ SHOWN = {
     "micro_batch_tokens", "gradient_checkpointing", "kv_sleep", "max_model_len", "lora_r",
 }  # fmt: skip
 """Choices in the help text; every other one of `bridge run` is understood as well."""
-HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.model_fields} - SHOWN)
+HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
 
 GpuMemory = Annotated[
     float | None,

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.choices import flag
 from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.planning import memory
 from bridge.planning.activations import sequence_tokens
@@ -114,10 +114,10 @@ def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits, modes: Colle
     Raises:
         UsageError: there is none.
     """
-    given = {field: getattr(config, field) for field in sorted(config.model_fields_set & VARIED)}
+    given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
-    rows = [_row(size, config.model_copy(update=choices), choices, limits) for choices in agreeing]
+    rows = [_row(size, config.changed(**choices), choices, limits) for choices in agreeing]
     if not rows:
         flags = " ".join(part for field, value in given.items() for part in _flag(field, value))
         raise UsageError(f"there is no way to train with {flags}", remedy="leave one of these choices open")
@@ -173,8 +173,8 @@ def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) 
     """Return the command that trains by `row`, with whatever else `config` was given."""
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
     parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.kv_sleep)
-    for field in sorted(config.model_fields_set - VARIED - {"model_name", "kv_sleep"}):
-        parts += _flag(field, getattr(config, field))
+    for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
+        parts += _flag(key, config.get(key)) if config.was_given(key) else ()
     longest = serve.max_model_len or size.max_tokens or 0
     if longest > row.kv_tokens:  # vLLM does not start where its KV cache is too small for one sequence
         longest = max(2 ** (row.kv_tokens.bit_length() - 1), sequence_tokens(config))
@@ -183,7 +183,7 @@ def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) 
 
 
 def _name(config: TrainConfig) -> str:
-    first = config.lora_handover if config.mode == "lora_only" else config.optimizer
+    first = config.lora_handover if config.mode == "lora_only" else config.optimizer.name
     offloaded = ", offloaded" if config.offload_optimizer else ""
     return first + offloaded + (", released" if config.gradient_release else "")
 
@@ -196,4 +196,4 @@ def _flag(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _default(field: str) -> Any:
-    return TrainConfig.model_fields[field].default
+    return TrainConfig.default(field)

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.files.run_directory import RunDirectory
 from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
+from bridge.run.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def _why_not(device: str | None) -> str:
 
 def _config(run: RunDirectory) -> TrainConfig:
     try:
-        return TrainConfig.model_validate_json(run.config.read_bytes())
+        return TrainConfig.of(**run.choices())
     except OSError as error:
         raise UsageError(f"{run.path} holds no run: no {run.config.name}", remedy="--run runs/TIME-TASK") from error
     except ValidationError as error:

@@ -3,7 +3,7 @@
 Everything is checked before the server is paused: what is refused has changed nothing.
 
 Not covered: reading and writing the weights (`bridge/weights/model_folder.py`), the fence around it
-(`bridge/weights/fence.py`), the slot of an adapter (`patches/adapter.py`).
+(`bridge/server/fence.py`), the slot of an adapter (`patches/adapter.py`).
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import AttachError, UsageError
-from bridge.interrupt import deferred_interrupt
-from bridge.weights import manifest
+from bridge.server import manifest
 from cli import console
 from cli.options import Json
 from cli.verify import ManifestPath
@@ -25,11 +25,11 @@ from cli.verify import ManifestPath
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from bridge.client import BridgeClient
-    from bridge.training.checkpoint import Progress
+    from bridge.run.checkpoint import Progress
+    from bridge.server.client import BridgeClient
+    from bridge.server.fence import FenceTimes
+    from bridge.server.manifest import Manifest
     from bridge.weights.attach import AttachedModel
-    from bridge.weights.fence import FenceTimes
-    from bridge.weights.manifest import Manifest
 
 TIMEOUT_S = 600.0
 COMPUTED_WITH = (
@@ -54,8 +54,8 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     It mends a server whose trainer died while it wrote, and brings older weights back to one that is well.
     Requests under way are kept, and go on with the restored weights.
     """
-    from bridge.client import BridgeClient
-    from bridge.weights import fence
+    from bridge.server import fence
+    from bridge.server.client import BridgeClient
 
     exported = manifest.load(vllm_config_path)
     folder = folder_of(checkpoint)
@@ -129,7 +129,7 @@ def load_adapter(client: "BridgeClient", folder: Path, version: int) -> "FenceTi
         ServerUnreachableError: the server is gone.
     """
     from bridge.modes import handover
-    from bridge.weights import fence
+    from bridge.server import fence
 
     def write() -> None:
         try:
@@ -149,7 +149,7 @@ def checked(folder: Path) -> "Progress | None":
     Raises:
         CheckpointError: it was cut short or changed.
     """
-    from bridge.training import checkpoint
+    from bridge.run import checkpoint
 
     return checkpoint.read(folder).progress if checkpoint.is_checkpoint(folder) else None
 
@@ -181,7 +181,8 @@ def load(client: "BridgeClient", attached: "AttachedModel", folder: Path, versio
         AttachError: a living process holds the fence.
         ServerUnreachableError: the server is gone.
     """
-    from bridge.weights import fence, model_folder
+    from bridge.server import fence
+    from bridge.weights import model_folder
 
     def write() -> None:
         try:

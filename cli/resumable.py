@@ -1,19 +1,18 @@
 """Which run `--resume` goes on with: the one that is named, else the newest of the same model and task.
 
-Not covered: opening its directory (`train.py`), and reading the checkpoint (`bridge/training/checkpoint.py`).
+Not covered: opening its directory (`train.py`), and reading the checkpoint (`bridge/run/checkpoint.py`).
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridge.config import TrainConfig
-from bridge.files import claim, mark
-from bridge.files.run_directory import RUNS, RunDirectory
+from bridge.core import claim, mark
+from bridge.run.run_directory import RUNS, RunDirectory
 
 if TYPE_CHECKING:
-    from bridge.training.checkpoint import Found
+    from bridge.run.checkpoint import Found
 
 SAME = ("model_name", "mode", "rollouts", "environment", "data")
 """Choices in which a run has to be the same for another to go on with it unasked."""
@@ -33,11 +32,11 @@ class Resumed:
 
 def find(config: TrainConfig) -> Resumed:
     """Return what `config` resumes from: its --save-path, its --run-dir, or else the newest run that fits."""
-    if config.save_path is None and config.run_dir is None:
+    if config.checkpoints.save_path is None and config.run_dir is None:
         return _newest(config)
-    if config.save_path is None and config.run_dir is not None:
+    if config.checkpoints.save_path is None and config.run_dir is not None:
         run = RunDirectory(config.run_dir)
-        config = config.model_copy(update={"save_path": run.save_path or run.checkpoints})
+        config = config.changed(save_path=run.save_path or run.checkpoints)
     return _from(config)
 
 
@@ -49,7 +48,7 @@ def _newest(config: TrainConfig) -> Resumed:
             passed_over.append(f"{run.path} is in use by process {pid}")
             continue
         places = {"run_dir": run.path, "save_path": run.save_path or run.checkpoints}
-        resumed = _from(config.model_copy(update=places))
+        resumed = _from(config.changed(**places))
         passed_over += resumed.passed_over
         if resumed.found is not None:
             return Resumed(resumed.config, resumed.found, tuple(passed_over))
@@ -59,22 +58,22 @@ def _newest(config: TrainConfig) -> Resumed:
 
 def _from(config: TrainConfig) -> Resumed:
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.run import checkpoint
 
-    assert config.save_path is not None
-    found, passed_over = checkpoint.newest(config.save_path, MODES[config.mode].checkpoint_prefix)
+    assert config.checkpoints.save_path is not None
+    found, passed_over = checkpoint.newest(config.checkpoints.save_path, MODES[config.mode].checkpoint_prefix)
     return Resumed(config, found, passed_over)
 
 
 def _runs_of(config: TrainConfig) -> Iterator[RunDirectory]:
     """Yield the runs of the same model and task, that which was started last first."""
-    wanted = config.model_dump(mode="json", include=set(SAME))
+    wanted = {key: config.get(key) for key in SAME}
     runs = [RunDirectory(path) for path in RUNS.iterdir()] if RUNS.is_dir() else []
     known = [run for run in runs if run.config.is_file() and mark.kind_of(run.path) in ("run", None)]
     for run in sorted(known, key=lambda run: run.config.stat().st_mtime, reverse=True):
         try:
-            chosen = json.loads(run.config.read_bytes())
-        except (OSError, ValueError):
+            chosen = run.choices()
+        except (OSError, ValueError, AttributeError):
             continue
-        if isinstance(chosen, dict) and all(chosen.get(name) == value for name, value in wanted.items()):
+        if all(chosen.get(key) == value for key, value in wanted.items()):
             yield run

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from bridge import api_key
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.files.run_directory import write_json
+from bridge.run.run_directory import write_json
+from bridge.server import api_key
 from cli import console, ending
 from cli.engine import START_LIMIT_S, ServedEngine, reachable
 from cli.options import Json, from_config
@@ -46,29 +46,31 @@ def run(
     """Serve a model, train it by any mode, and stop the server; one that dies or hangs is started again."""
     from bridge.rollouts import limits
 
-    if train.start_command is not None:
+    if train.publishing.start_command is not None:
         raise UsageError("bridge run starts vLLM itself: --start-command is of no use to it", remedy="bridge train")
     environment = load_environment(train)
-    serve = for_adapters(serve, train)
-    train, directory, found = open_run(train)
+    serves = for_adapters(serve, train)
+    settled, directory, found = open_run(train)
     try:
-        train = limits.fit_completions(train, serve.max_model_len, console.note)
-        command = prepare(serve, vllm_flags or [], shares_weights=shares_weights(train), trainer=train)
-        train = attached_to(train, command)
+        settled = limits.fit_completions(settled, serve.max_model_len, console.note)
+        command = prepare(serves, vllm_flags or [], shares_weights=shares_weights(train), trainer=settled)
+        settled = attached_to(settled, command)
         send_key(vllm_flags or [])
-        rehearse(train, environment)
-        write_json(directory.server_config, serve.model_dump(mode="json"))
-        console.note(f"mode {train.mode}, vLLM at {train.server_url()}, checkpoints in {train.save_path}")
+        rehearse(settled, environment)
+        write_json(directory.server_config, serve.document(serves))
+        console.note(
+            f"mode {train.mode}, vLLM at {settled.server.url()}, checkpoints in {settled.checkpoints.save_path}"
+        )
         served = ServedEngine(command, directory.server_log, limit_s=start_limit_s)
-        with served.running() as engine, ending.told(directory, train):
-            train_in(directory, train, environment, as_json=as_json, engine=engine, resume=found)
+        with served.running() as engine, ending.told(directory, settled):
+            train_in(directory, settled, environment, as_json=as_json, engine=engine, resume=found, chosen=train)
     finally:
         directory.remove_if_unused()
 
 
 def shares_weights(train: TrainConfig) -> bool:
     """Tell whether the trainer needs the patched server; a server that is only restarted can be the stock one."""
-    return train.mode != "none" or train.reload == "in-place"
+    return train.mode != "none" or train.publishing.reload == "in-place"
 
 
 def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:
@@ -80,14 +82,14 @@ def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:
     if train.mode != "lora_only":
         return serve
     if serve.max_lora_rank is not None:
-        if serve.max_lora_rank < train.lora_r:
+        if serve.max_lora_rank < train.lora.r:
             raise UsageError(
-                f"--max-lora-rank {serve.max_lora_rank} is less than --lora-r {train.lora_r}",
+                f"--max-lora-rank {serve.max_lora_rank} is less than --lora-r {train.lora.r}",
                 remedy="leave --max-lora-rank out: it is derived",
             )
         return serve
-    console.note(f"--max-lora-rank {train.lora_r}: the rank of --lora-r", style="dim")
-    return serve.model_copy(update={"max_lora_rank": train.lora_r})
+    console.note(f"--max-lora-rank {train.lora.r}: the rank of --lora-r", style="dim")
+    return serve.model_copy(update={"max_lora_rank": train.lora.r})
 
 
 def send_key(flags: Sequence[str]) -> None:
@@ -102,4 +104,4 @@ def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:
     place = {"vllm_port": command.port, "vllm_host": reachable(command.host)}
     if command.awaited_manifest is not None:
         place |= {"vllm_config_path": command.awaited_manifest}
-    return train.model_copy(update=place)
+    return train.changed(**place)

@@ -16,9 +16,9 @@ import typer
 from bridge.checks import hub
 from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core.process import boot_id
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
-from bridge.process import boot_id
-from bridge.weights import manifest
+from bridge.server import manifest
 from cli import console, memory_share
 from cli.options import from_config
 from cli.server_command import ServerCommand

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError
-from bridge.weights import manifest
+from bridge.server import manifest
 from cli import accelerator, memory_share, vllm_flags
 from cli.accelerator import Device
 from cli.adapters import Adapters

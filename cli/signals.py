@@ -1,6 +1,6 @@
 """End a command cleanly by whatever signal ends it, and let it outlive its terminal.
 
-Not covered: when signals act (`bridge/interrupt.py`).
+Not covered: when signals act (`bridge/core/interrupt.py`).
 """
 
 import errno
@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 from typing import Any, TextIO, cast
 
-from bridge.interrupt import SIGNALS
+from bridge.core.interrupt import SIGNALS
 
 NOBODY_READS = (errno.EIO, errno.EPIPE)
 """Errors of writing to a terminal that is gone, and to a pipe that nobody reads."""

@@ -51,7 +51,7 @@ class StartCommand:
             UsageError: it cannot be taken apart, has no place for the model or no such program, or the port is taken.
         """
         assert config.start_command is not None
-        address = urlsplit(config.server_url())
+        address = urlsplit(config.server.url())
         host, port = address.hostname or "", address.port or 0
         variables, parts = _split(config.start_command)
         if not any(MODEL in part for part in parts):

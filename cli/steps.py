@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from bridge.files.run_directory import labelled_json, to_json
-from bridge.training.metrics import Evaluation, StepMetrics
-from bridge.training.reporting import Phase
+from bridge.run.metrics import Evaluation, StepMetrics
+from bridge.run.reporting import Phase
+from bridge.run.run_directory import labelled_json, to_json
 from bridge.types import Group
 from cli import console
 
 if TYPE_CHECKING:
-    from bridge.training.metrics import Summary
+    from bridge.run.metrics import Summary
 
 GAP = "  "
 """Between two figures of a line."""

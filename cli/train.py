@@ -1,6 +1,6 @@
 """`bridge train`: train on a server that is already running, and say what each step did.
 
-Not covered: the training itself (`bridge/training/loop.py`).
+Not covered: the training itself (`bridge/run/loop.py`).
 """
 
 import dataclasses
@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.config import TrainConfig
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import FeedConfig, TrainConfig
+from bridge.core import claim
 from bridge.errors import UsageError
-from bridge.files import claim
-from bridge.files.run_directory import RUNS, RunDirectory, labelled_json
+from bridge.run.run_directory import RUNS, RunDirectory, labelled_json
 from bridge.types import Environment
 from cli import console, ending, live, resumable
 from cli.options import Json, from_config
@@ -21,9 +20,9 @@ from cli.steps import summary_line
 
 if TYPE_CHECKING:
     from bridge.modes.mode import Engine
-    from bridge.rewards.scoring import Scores
-    from bridge.training.checkpoint import Found
-    from bridge.training.metrics import Summary
+    from bridge.run.checkpoint import Found
+    from bridge.run.metrics import Summary
+    from bridge.scoring.scoring import Scores
 
 
 @from_config(TrainConfig)
@@ -32,12 +31,12 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     from cli.start_command import StartCommand, started
 
     environment = load_environment(config)
-    command = StartCommand.of(config) if config.start_command else None
-    config, run, found = open_run(config)
+    command = StartCommand.of(config) if config.publishing.start_command else None
+    settled, run, found = open_run(config)
     try:
-        rehearse(config, environment)
-        with started(command, run.server_log) as engine, ending.told(run, config):
-            train_in(run, config, environment, as_json=as_json, engine=engine, resume=found)
+        rehearse(settled, environment)
+        with started(command, run.server_log) as engine, ending.told(run, settled):
+            train_in(run, settled, environment, as_json=as_json, engine=engine, resume=found, chosen=config)
     finally:
         run.remove_if_unused()
 
@@ -50,17 +49,17 @@ def load_environment(config: TrainConfig) -> Environment | None:
     """
     from environments import registry
 
-    if config.rollouts != "environment":
+    if config.rollouts.source != "environment":
         return None
-    environment = registry.load(config)
-    if config.eval_samples:
-        from bridge.training import data
+    environment = registry.load(config.task)
+    if config.evaluation.samples:
+        from bridge.rollouts import data
 
         data.held_out(environment)
     return environment
 
 
-def rehearse(config: RolloutConfig, environment: Environment | None) -> None:
+def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) -> None:
     """Try the first problems of `environment`, if there is one, before anything is started.
 
     Raises:
@@ -69,16 +68,16 @@ def rehearse(config: RolloutConfig, environment: Environment | None) -> None:
     from environments import registry
 
     if environment is not None:
-        from bridge.training import rehearsal
+        from bridge.rollouts import rehearsal
 
-        rehearsal.check(config, environment, partial(registry.scorer, config), console.note)
+        rehearsal.check(config, environment, partial(registry.scorer, config.task), console.note)
 
 
 def recipe_of(config: TrainConfig) -> "Callable[[], Scores] | None":
     """Return what makes the scores of the environment that `config` names, in any process."""
     from environments import registry
 
-    return partial(registry.scorer, config) if config.rollouts == "environment" else None
+    return partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
 
 
 def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | None]":
@@ -87,21 +86,21 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     Raises:
         UsageError: checkpoints of another run are in the way, the run directory cannot be used, or the reference.
     """
-    from bridge.loss import reference
-    from bridge.training import trackers
+    from bridge.learn import reference
+    from bridge.run import trackers
 
     reference.check(config)
     trackers.check(config)
     resumed = resumable.find(config) if config.resume else resumable.Resumed(config)
     config = resumed.config
-    folder = config.save_path
+    folder = config.checkpoints.save_path
     made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
     try:
         run = _open_run(resumed)
     except BaseException:
         claim.remove_unused(made)
         raise
-    config = config.model_copy(update={"save_path": folder or run.checkpoints})
+    config = config.changed(save_path=folder or run.checkpoints)
     return config, dataclasses.replace(run, made=(*run.made, *made)), resumed.found
 
 
@@ -114,7 +113,7 @@ def _open_run(resumed: resumable.Resumed) -> RunDirectory:
     if found is not None:
         console.note(f"going on after step {found.progress.step}, from {found.folder}")
     elif config.resume:
-        console.note(f"no checkpoint to go on from in {config.save_path or RUNS}: beginning at step 1")
+        console.note(f"no checkpoint to go on from in {config.checkpoints.save_path or RUNS}: beginning at step 1")
     return run
 
 
@@ -122,10 +121,10 @@ def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
     """Return the directory of the run that goes on, or a new one."""
     step, own = (found.progress.step, found.progress.run_dir) if found else (0, None)
     path = config.run_dir or own
-    saved = config.save_path
+    saved = config.checkpoints.save_path
     if config.resume and path and saved and (_is_same(path, own) or _saves_to(path, saved)):
         return RunDirectory.reopen(path, step, tell=console.note)
-    task = config.environment if config.rollouts == "environment" else config.rollouts
+    task = config.task.environment if config.rollouts.source == "environment" else config.rollouts.source
     run = RunDirectory.create(config.run_dir, environment=task, tell=console.note)
     if found is not None:
         console.note(f"{run.path} begins at step {step + 1}: what came before is in {own}")
@@ -145,9 +144,9 @@ def _is_same(path: Path, other: Path | None) -> bool:
 def _refuse_overwriting(config: TrainConfig, found: "Found | None") -> None:
     """Refuse to start where a checkpoint of this run would meet a folder that it may not replace."""
     from bridge.modes import MODES
-    from bridge.training import checkpoint
+    from bridge.run import checkpoint
 
-    save_path = config.save_path or (RunDirectory(config.run_dir).checkpoints if config.run_dir else None)
+    save_path = config.checkpoints.save_path or (RunDirectory(config.run_dir).checkpoints if config.run_dir else None)
     if save_path is None:
         return
     steps = checkpoint.numbered(save_path, MODES[config.mode].checkpoint_prefix)
@@ -179,14 +178,15 @@ def train_in(
     as_json: bool,
     engine: "Engine | None" = None,
     resume: "Found | None" = None,
+    chosen: TrainConfig | None = None,
 ) -> "Summary":
-    """Train, print one line a step, and leave everything in `run`.
+    """Train, print one line a step, and leave everything in `run`; `config` is what was `chosen`, settled.
 
     Raises:
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
-    from bridge.training import loop, trackers
-    from bridge.training.reporting import Several
+    from bridge.run import loop, trackers
+    from bridge.run.reporting import Several
 
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
@@ -195,7 +195,14 @@ def train_in(
         trackers.of(config, run, first_step=first_step) as curves,
     ):
         summary = loop.train(
-            config, environment, run, Several(curves, lines), recipe=recipe_of(config), engine=engine, resume=resume
+            config,
+            environment,
+            run,
+            Several(curves, lines),
+            recipe=recipe_of(config),
+            engine=engine,
+            resume=resume,
+            chosen=chosen,
         )
     run.write_summary(summary)
     console.note(summary_line(summary))

@@ -1,6 +1,6 @@
 """`bridge verify`: prove on a live server that there is one copy of the weights.
 
-Not covered: the proof itself (`bridge/verify.py`).
+Not covered: the proof itself (`bridge/checks/verify.py`).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import typer
 
 from bridge.checks import servers
 from bridge.checks.result import Check, any_failed
-from bridge.weights import manifest
+from bridge.server import manifest
 from cli import console
 from cli.options import Json
 
@@ -48,7 +48,7 @@ def proof(path: Path, *, as_json: bool) -> list[Check]:
     Raises:
         BridgeError: there is nothing to attach to.
     """
-    from bridge import verify as checks
+    from bridge.checks import verify as checks
 
     return shown(checks.verify(path), as_json=as_json)
 

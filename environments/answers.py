@@ -3,7 +3,7 @@ r"""What a completion gives as its answer, and whether that answer is right.
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
 counts. What is equal is for math-verify to say: it reads numbers, fractions and LaTeX, and passes over units.
 
-Not covered: time limits: a formula such as `10^10^10` is worked out (`bridge/rewards` ends what takes too long).
+Not covered: time limits: a formula such as `10^10^10` is worked out (`bridge/scoring` ends what takes too long).
 """
 
 import logging
@@ -11,8 +11,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError
-from bridge.rewards.foreign_code import shortened
 
 MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\boxed\s*\{")
 MARKUP = re.compile(r"\*+|\\[,!;]|\\\$|\$|\\\(|\\\)|\{,\}")

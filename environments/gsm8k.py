@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.rewards.foreign_code import shortened
+from bridge.core.foreign_code import shortened
 from bridge.types import Problem
 from environments.rows import BadRowError, column
 from environments.task import Columns, Format

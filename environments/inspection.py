@@ -2,7 +2,7 @@
 
 The first problems are checked before anything is started, the others as they are read: there may be no last one.
 
-Not covered: finding it (`registry.py`, `own_code.py`), and calling the score (`bridge/rewards`).
+Not covered: finding it (`registry.py`, `own_code.py`), and calling the score (`bridge/scoring`).
 """
 
 import inspect
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
 
+from bridge.core.foreign_code import foreign_code, shortened, source_file
 from bridge.errors import RewardError
-from bridge.rewards.foreign_code import foreign_code, shortened, source_file
 from bridge.types import Problem
 
 EXAMPLE = "{'prompt': '3+4='}"

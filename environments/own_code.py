@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from bridge.core.foreign_code import foreign_code, source_file
 from bridge.errors import UsageError
-from bridge.rewards.foreign_code import foreign_code, source_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it.
 
-Not covered: the checks themselves (`inspection.py`), and where scores are called (`bridge/rewards`).
+Not covered: the checks themselves (`inspection.py`), and where scores are called (`bridge/scoring`).
 """
 
 import difflib
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from bridge.choices import flag
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import TaskConfig
+from bridge.config.choices import flag
 from bridge.errors import UsageError
-from bridge.rewards.scoring import Scores
+from bridge.scoring.scoring import Scores
 from bridge.types import Environment, Problem
 from environments import inspection, own_code, rewards, rows
 from environments.arithmetic import Arithmetic
@@ -27,7 +27,7 @@ OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
 """Choices that mean something where problems are read from rows, and nowhere else."""
 
 
-def load(config: RolloutConfig) -> Environment:
+def load(config: TaskConfig) -> Environment:
     """Return the environment that `config` names, with its problems checked.
 
     Raises:
@@ -42,7 +42,7 @@ def load(config: RolloutConfig) -> Environment:
     return _of_class(config, kind)
 
 
-def scorer(config: RolloutConfig) -> Scores:
+def scorer(config: TaskConfig) -> Scores:
     """Return what scores the completions of the environment that `config` names, without its problems.
 
     Raises:
@@ -58,14 +58,14 @@ def scorer(config: RolloutConfig) -> Scores:
     return scores
 
 
-def _rewards(config: RolloutConfig) -> tuple[Reward, ...]:
+def _rewards(config: TaskConfig) -> tuple[Reward, ...]:
     """Return the chosen rewards, or the format's; none where the environment scores itself."""
     known = FORMATS.get(config.environment)
     text = config.reward or (known.reward if known else None)
     return rewards.parse(text) if text else ()
 
 
-def _of_rows(config: RolloutConfig, known: Format) -> Task:
+def _of_rows(config: TaskConfig, known: Format) -> Task:
     columns = Columns(prompt=config.prompt_column or known.prompt_column, answer=config.answer_column)
     system_prompt = known.system_prompt if config.system_prompt is None else config.system_prompt
     compared = _compared(_rewards(config))
@@ -84,7 +84,7 @@ def _of_rows(config: RolloutConfig, known: Format) -> Task:
     return Task(training.problems(problem), kept, partial(scorer, config))
 
 
-def _source(config: RolloutConfig, known: Format) -> str:
+def _source(config: TaskConfig, known: Format) -> str:
     if config.data is not None:
         return config.data
     if known.bundled is None:
@@ -95,7 +95,7 @@ def _source(config: RolloutConfig, known: Format) -> str:
     return str(known.bundled)
 
 
-def _of_class(config: RolloutConfig, kind: type) -> Environment:
+def _of_class(config: TaskConfig, kind: type) -> Environment:
     name, chosen = config.environment, _rewards(config)
     environment = own_code.made(kind, name)
     if not chosen:
@@ -111,8 +111,8 @@ def _compared(chosen: tuple[Reward, ...]) -> str:
     return next((reward.name for reward in chosen if reward.needs_answer), "")
 
 
-def _refuse_unused(config: RolloutConfig) -> None:
-    unused = [name for name in OF_DATA if getattr(config, name) != type(config).model_fields[name].default]
+def _refuse_unused(config: TaskConfig) -> None:
+    unused = [name for name in OF_DATA if getattr(config, name) != TaskConfig.model_fields[name].default]
     if unused:
         verb = "means" if len(unused) == 1 else "mean"
         raise UsageError(

@@ -1,6 +1,6 @@
 """Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and added up by their weights.
 
-Not covered: time limits and what becomes of a reward that fails (`bridge/rewards`).
+Not covered: time limits and what becomes of a reward that fails (`bridge/scoring`).
 """
 
 import difflib
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
-from bridge.rewards.foreign_code import shortened
 from bridge.types import Problem
 from environments import answers, own_code
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
-from bridge.rewards.foreign_code import shortened
 from bridge.types import Problem
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bridge.rewards.scoring import Scores
+from bridge.scoring.scoring import Scores
 from bridge.types import Problem
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from bridge.errors import AttachError
-from bridge.protocol import ADAPTER
+from bridge.server.protocol import ADAPTER
 from patches.admission import is_ours
 from patches.ranks import agreed
 from patches.server_lease import ServerLease

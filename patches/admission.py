@@ -27,9 +27,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridge.api_key import VARIABLE
 from bridge.errors import UsageError
-from bridge.protocol import TOKEN_HEADER
+from bridge.server.api_key import VARIABLE
+from bridge.server.protocol import TOKEN_HEADER
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether the current request carries the manifest's token."""

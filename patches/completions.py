@@ -18,7 +18,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from bridge.errors import AttachError
-from bridge.protocol import COMPLETIONS, CompletionsRequest
+from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from patches import ranks
 from patches.generate import BAD_REQUEST, CLIENT_GONE
 

@@ -19,12 +19,12 @@ import torch
 import transformers
 
 import bridge
+from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import AttachError, BridgeError, UnsupportedModelError
-from bridge.process import ProcessIdentity, boot_id
-from bridge.weights import manifest as manifests
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.server.shard import Shard
 from bridge.weights import skeleton
-from bridge.weights.manifest import Manifest
-from bridge.weights.shard import Shard
 from patches.compatibility import installed_version
 
 PINS = """

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights import digest, skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.cuts import join
 from bridge.weights.layout import OTHER_MODES, Shape
 from bridge.weights.saved_form import saved_form
-from bridge.weights.shard import View
 
 PINS = """
 vllm.model_executor.model_loader.base_loader

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.server.shard import View
 from bridge.weights.layout import Shape
-from bridge.weights.shard import View
 
 PINS = """
 vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA: base_layer, lora_a_stacked, lora_b_stacked

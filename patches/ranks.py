@@ -7,8 +7,8 @@ import torch
 from fastapi import HTTPException
 
 from bridge.errors import AttachError
-from bridge.protocol import Element, Finiteness
-from bridge.weights.manifest import Manifest
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import Element, Finiteness
 
 PINS = """
 vllm.v1.engine.async_llm: call async AsyncLLM.collective_rpc(method, timeout, args, kwargs)

@@ -17,7 +17,9 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import BridgeError, FenceBusyError
-from bridge.protocol import (
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import (
     VERSION_HEADER,
     AdapterRequest,
     AdapterSlot,
@@ -33,8 +35,6 @@ from bridge.protocol import (
     Values,
     WriteRequest,
 )
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import Manifest
 from patches import completions, exporter, generate, memory_pool, ranks
 from patches.adapter import AdapterClaim, ServedAdapter
 from patches.admission import Guard, Intake, Rules, refuse_dev_mode, sweep_heads

@@ -14,8 +14,8 @@ from enum import Enum
 from typing import Any, Literal
 
 from bridge.errors import AttachError, FenceBusyError
-from bridge.protocol import FenceState, PauseRequest, Status, Written
-from bridge.weights.manifest import Manifest
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import FenceState, PauseRequest, Status, Written
 from patches.server_lease import Holder, ServerLease, is_alive, is_same, pids, refuse_unseen
 
 PINS = """

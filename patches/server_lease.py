@@ -6,9 +6,9 @@ A trainer takes the lease before it changes anything, and returns it when it end
 import time
 from typing import TypeAlias
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
-from bridge.process import ProcessIdentity
-from bridge.protocol import Lease
+from bridge.server.protocol import Lease
 
 Holder: TypeAlias = ProcessIdentity
 """Who holds the lease or the fence."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.protocol import Element
+from bridge.server.protocol import Element
+from bridge.server.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
-from bridge.weights.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.weights.shared_memory import SharedBlock
 from patches import loading, lora_slots, memory_pool, model_runner
 

@@ -28,13 +28,13 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from bridge.client import BridgeClient
 from bridge.optimizers import slabs
 from bridge.optimizers.slabs import Piece
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.protocol import Status
 from bridge.rollouts.sampler import Sampler
-from bridge.training import trainer_state
+from bridge.run import trainer_state
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import Status
 from cli import main
 
 ENGINE = "VLLM::EngineCor"

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from bridge.checks.verify import logprob_diffs
+from bridge.server.manifest import Manifest
 from bridge.types import Group
-from bridge.verify import logprob_diffs
 from bridge.weights.attach import attach
-from bridge.weights.manifest import Manifest
 from tests import scenarios
 from tests.family_results import Result
 from tests.models import tiny

@@ -20,10 +20,10 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge.client import BridgeClient
 from bridge.errors import BridgeError
-from bridge.protocol import COMPLETIONS, Status
-from bridge.training import checkpoint
+from bridge.run import checkpoint
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import COMPLETIONS, Status
 from bridge.weights.attach import attach
 from cli import children
 from cli.serve import free_port
@@ -33,7 +33,7 @@ from tests.scenarios import LiveServer
 
 START = multiprocessing.get_context("forkserver")
 """Trainers are forked from a process that has loaded all they need, and has no threads: they start in no time."""
-START.set_forkserver_preload(["tests.disturbed", "transformers.models.llama.modeling_llama", "bridge.training.loop"])
+START.set_forkserver_preload(["tests.disturbed", "transformers.models.llama.modeling_llama", "bridge.run.loop"])
 LIMIT_S = 240.0
 """Longest life of a trainer: one that hangs is killed, and its fault has failed."""
 STEPS = 3

@@ -10,7 +10,7 @@ from statistics import linear_regression
 
 import psutil
 
-from bridge.training.metrics import StepMetrics
+from bridge.run.metrics import StepMetrics
 
 LIMIT_MIB = 16.0
 """Growth that is none: what allocators keep differs from one moment to the next."""

@@ -19,17 +19,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from bridge import api_key
+from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import ServeConfig
 from bridge.rollouts import openai_api
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
+from bridge.server import api_key, manifest
+from bridge.server.endpoint import Endpoint
+from bridge.server.manifest import Manifest
 from bridge.types import Completion, Group
-from bridge.verify import NEW_TOKENS, logprob_diffs, sample
-from bridge.weights import manifest
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
-from bridge.weights.manifest import Manifest
 from cli import children
 from cli.serve import free_port
 from cli.server_command import ServerCommand

@@ -23,9 +23,9 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bridge.client import BridgeClient
-from bridge.protocol import COMPLETIONS, VERSION_HEADER, InFlight
-from bridge.weights import fence
+from bridge.server import fence
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, InFlight
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny

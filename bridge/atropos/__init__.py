@@ -2,6 +2,5 @@
 
 Words: *API* (the queue between the two, `run-api` of atroposlib), *group* (scored sequences of one problem), *batch*
 (groups that add up to the sequences of one step), *mask* (which tokens of a sequence the model sampled).
-May import: `bridge.client`, `bridge.config`, `bridge.errors`, `bridge.loss`, `bridge.protocol`, `bridge.rewards`,
-`bridge.rollouts`, `bridge.types`, `bridge.training.data`, `bridge.training.metrics`, `bridge.weights.skeleton`.
+May import: `bridge.rollouts`, `bridge.scoring`, `bridge.server`, `bridge.config`, `bridge.weights`.
 """

@@ -6,12 +6,12 @@ Not covered: sampling (`bridge/rollouts`).
 import httpx
 from pydantic import ValidationError
 
-from bridge import api_key
-from bridge.client import CONTROL_LIMIT_S, unreachable
 from bridge.errors import UsageError
-from bridge.protocol import ADAPTER
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import Models
+from bridge.server import api_key
+from bridge.server.client import CONTROL_LIMIT_S, unreachable
+from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import ADAPTER
 
 
 def endpoints(server_url: str) -> list[Endpoint]:

@@ -62,7 +62,7 @@ def enrol(
 
 
 def _registration(trainer: Info, config: FeedConfig) -> EnvironmentRegistration:
-    longest = trainer.max_token_len if trainer.max_token_len > 0 else config.max_new_tokens
+    longest = trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest
     name = config.environment.rpartition(":")[2]
     return EnvironmentRegistration(
         max_token_length=longest, desired_name=name, weight=WEIGHT, group_size=config.group_size

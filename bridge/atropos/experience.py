@@ -20,14 +20,14 @@ from bridge.atropos.registration import NOBODY, longest_sequence, refuse_another
 from bridge.atropos.waiting import Clock, Waiting
 from bridge.config import TrainConfig
 from bridge.errors import RewardError
-from bridge.loss.policy_loss import LossSpec
-from bridge.rollouts.endpoint import Endpoint
+from bridge.learn.policy_loss import LossSpec
+from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem
 from bridge.weights import skeleton
 
 
 class AtroposExperience:
-    """One run's batches of an Atropos API; the interface is that of `bridge/training/experience.py`."""
+    """One run's batches of an Atropos API; the interface is that of `bridge/rollouts/experience.py`."""
 
     def __init__(
         self,

@@ -20,12 +20,11 @@ from bridge.atropos.sending import Sending
 from bridge.atropos.tally import FeedProgress
 from bridge.config.feed import FeedConfig
 from bridge.errors import AtroposError
-from bridge.rewards.scorer import Scorer
-from bridge.rewards.scoring import Scores
-from bridge.rollouts import limits
+from bridge.rollouts import data, limits
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.training import data
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.scoring import Scores
 from bridge.types import Completion, Environment, Problem
 from bridge.weights import skeleton
 
@@ -61,7 +60,7 @@ def feed(
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.reward_processes, timeout_s=config.reward_timeout_s)
     sampler = Sampler(
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.sampling.longest,
         temperature=config.temperature,
         timeout_s=config.request_timeout_s,
         max_retries=config.max_retries,

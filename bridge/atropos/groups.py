@@ -4,7 +4,7 @@ The prompt of a group is what all of its sequences begin with before their first
 rest of a sequence, with a mask where that is more than sampled tokens. The first token of a sequence is read even where
 it is marked as sampled: nothing predicts it.
 
-Not covered: what may be wrong with a group (`faults.py`), advantages from scores (`bridge/loss/advantages.py`).
+Not covered: what may be wrong with a group (`faults.py`), advantages from scores (`bridge/learn/advantages.py`).
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from bridge.atropos.protocol import MASKED, UNKNOWN_LOGPROB, ScoredGroup
-from bridge.loss.advantages import with_advantages
+from bridge.learn.advantages import with_advantages
 from bridge.types import Completion, Group, Unscored
 
 Decode = Callable[[Sequence[int]], str]

@@ -19,9 +19,9 @@ from bridge.atropos.scored import scored
 from bridge.atropos.tally import Tally
 from bridge.config.feed import FeedConfig
 from bridge.errors import AtroposError, UsageError
-from bridge.rewards.faults import Faults
-from bridge.rewards.scorer import Scorer
-from bridge.rewards.scoring import Fault, Score
+from bridge.scoring.faults import Faults
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.scoring import Fault, Score
 from bridge.types import Completion, Problem
 
 MOST_TOO_LONG = 32
@@ -40,7 +40,7 @@ class Sending:
         self._tell, self._told = tell, set[str]()
         self._batch_size = joined.groups_per_batch * config.group_size
         self._num_scored = 0
-        self._params = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+        self._params = {"temperature": config.temperature, "max_new_tokens": config.sampling.longest}
 
     def leaves_room(self, prompt: tuple[int, ...]) -> bool:
         """Tell whether a completion of one token fits behind `prompt`, and count the group as too long if not.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import httpx
 
-from bridge import api_key
 from bridge.atropos.client import AtroposApi
 from bridge.atropos.diagnosis import Diagnosis, diagnose
-from bridge.client import CONTROL_LIMIT_S, unreachable
 from bridge.errors import AtroposError
+from bridge.server import api_key
+from bridge.server.client import CONTROL_LIMIT_S, unreachable
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """Seconds between two questions for a batch; each time half as long again."""

@@ -13,8 +13,8 @@ import torch
 from bridge.checks.child import ERROR, run_module
 from bridge.checks.cuda_ipc import MARK, READ
 from bridge.errors import AttachError
+from bridge.server.shard import CudaHandle
 from bridge.weights import cuda_ipc
-from bridge.weights.shard import CudaHandle
 
 MODULE = "bridge.checks.cuda_ipc_trial"
 DTYPE = torch.float32

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
-from bridge.rewards.foreign_code import shortened
 
 REQUEST_LIMIT_S = 5.0
 LIMIT_S = 10.0

@@ -10,8 +10,8 @@ from pathlib import Path
 from bridge.checks import servers
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.errors import ManifestError
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import Manifest
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
 
 FOUND, SERVER, VERSIONS, SAME_GPU, OTHERS = (
     "Manifest", "Server process", "Server's versions", "Server's GPU", "Other manifests"

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from bridge.errors import ManifestError
-from bridge.weights import manifest
-from bridge.weights.manifest import MANIFEST_NAME, Manifest
+from bridge.server import manifest
+from bridge.server.manifest import MANIFEST_NAME, Manifest
 
 VARIABLE = "BRIDGE_MANIFEST_PATH"
 SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"

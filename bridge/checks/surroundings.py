@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from bridge import api_key
 from bridge.checks.result import Check, failed, passed, warned
 from bridge.checks.software import Device
 from bridge.errors import UsageError
+from bridge.server import api_key
 
 Environment = Mapping[str, str]
 OFF = ("", "0", "false", "no", "off")

@@ -1,12 +1,41 @@
-"""What a person may choose, each field declared once; flags, environment and TOML all come from here.
+"""Everything a user can configure, each choice declared once; flags, environment variables and TOML come from here.
 
-Words: a *choice* is one field; what is derived from choices is not here, the code that derives says so.
-May import: `bridge.choices`, `bridge.address`, `bridge.borrowed`.
+Words: a *choice* is one field, a *section* the choices of one concern, a *key* the flat name of a choice. What is
+derived from choices is not here: the code that derives it reports it.
+May import: `bridge.core`.
 """
 
 from bridge.config.feed import FeedConfig
-from bridge.config.rollouts import RolloutConfig
+from bridge.config.rollouts import RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.serve import DEFAULT_PORT, ServeConfig
-from bridge.config.train import FIELDS_OF_MODES, TrainConfig
+from bridge.config.train import (
+    CheckpointConfig,
+    ComputeConfig,
+    EvaluationConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    PublishingConfig,
+    ServerConfig,
+    TrackingConfig,
+    TrainConfig,
+)
 
-__all__ = ["DEFAULT_PORT", "FIELDS_OF_MODES", "FeedConfig", "RolloutConfig", "ServeConfig", "TrainConfig"]
+__all__ = [
+    "DEFAULT_PORT",
+    "CheckpointConfig",
+    "ComputeConfig",
+    "EvaluationConfig",
+    "FeedConfig",
+    "LoraConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "PublishingConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "ServeConfig",
+    "ServerConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "TrainConfig",
+]

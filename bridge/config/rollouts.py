@@ -1,56 +1,75 @@
-"""How completions are sampled and scored, whoever learns from them.
-
-Not covered: how choices are given and merged (`bridge/choices.py`), training (`train.py`), feeding others (`feed.py`).
-"""
+"""The sections that say what is sampled, and how: of every command that samples rollouts."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from bridge.borrowed import ROLLOUT_ALIASES
-from bridge.choices import Config
+from bridge.config.choices import Section
+from bridge.core.address import Urls
+
+DEFAULT_NEW_TOKENS = 256
+"""Longest completion where nobody chose one and the server's sequences are long enough."""
 
 
-class RolloutConfig(Config):
-    """An environment, and how its rollouts are made."""
+class TaskConfig(Section):
+    """An environment: its problems and its rewards."""
 
-    aliases: ClassVar[Mapping[str, str]] = ROLLOUT_ALIASES
-
-    model_name: str
-    """The model that samples: the folder or hub name that the server was started with."""
     environment: str = "arithmetic"
-    """`arithmetic`, `gsm8k`, `jsonl`, or `file.py:ClassName` of your own."""
+    """`arithmetic`, `gsm8k`, `jsonl`, or `file.py:ClassName` for your own."""
     data: str | None = None
-    """The problems of `gsm8k` and `jsonl`: a JSONL file, a folder, or a name on the hub; absent: the bundled ones."""
+    """Problems for `gsm8k` and `jsonl`: a JSONL file, a folder, or a dataset on the hub (default: the bundled ones)."""
     eval_data: str | None = None
-    """Problems to evaluate on, given as --data is; absent: those that the environment itself holds out."""
+    """Held-out problems, in the same forms as --data (default: those of the environment)."""
     prompt_column: str | None = None
-    """Column of the prompts, text or chat messages; absent: `question` for `gsm8k`, `prompt` for `jsonl`."""
+    """Column with the prompts, as text or chat messages (default: `question` for `gsm8k`, `prompt` for `jsonl`)."""
     answer_column: str = "answer"
-    """Column of the answers, if there is one."""
+    """Column with the answers."""
     system_prompt: str | None = None
-    """A system message in front of every prompt, which is then a chat message; absent: the environment's own."""
+    """System message put before every prompt, which makes it a chat message (default: the environment's own)."""
     reward: str | None = None
-    """Rewards in place of the environment's own: names, or `file.py:function`, each with `=WEIGHT` behind it if that is
-    not 1, separated by commas."""
+    """Rewards that replace the environment's own: names or `file.py:function`, each optionally followed by `=WEIGHT`,
+    separated by commas."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds until the score of one completion is given up."""
+    """Time limit for scoring one completion, in seconds."""
     reward_processes: int | None = Field(default=None, ge=0)
-    """Processes that score; absent: as many as there are cores, at most 4; 0: this one, without a time limit."""
+    """Worker processes for scoring; 0 scores in the trainer without a time limit (default: one per core, at most 4)."""
     max_unscored_share: float = Field(default=0.2, ge=0, le=1)
-    """Share of a batch's completions without a reward, since their score failed, past which the run ends."""
+    """Stop the run when scoring fails for more than this share of a batch."""
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
     group_size: int = Field(default=8, ge=2)
     """Completions per prompt."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """Longest completion in tokens; unless it is given, at most half of the server's longest sequence."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens (default: 256, or half of the server's longest sequence if that is less)."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of the rollouts; the loss uses the same."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the data's order and of the sampling."""
+    """Sampling temperature; the loss uses the same."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds until one request to the server is given up; another server, if there is one, is asked then."""
+    """Time limit for one request, in seconds; it is then retried on another server, if there is one."""
     max_retries: int = Field(default=4, ge=0)
-    """How often a request is sent again that failed by the server's fault, each time after a longer wait."""
+    """Retries of a request that failed on the server's side, with growing pauses."""
     max_concurrency: int = Field(default=256, ge=1)
-    """Requests that are under way at once."""
+    """Requests in flight at once."""
+
+    @property
+    def longest(self) -> int:
+        """Return the longest completion in tokens: the chosen one, or the default."""
+        return self.max_new_tokens or DEFAULT_NEW_TOKENS
+
+
+class RolloutConfig(Section):
+    """Where rollouts come from, and how many a step takes."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"source": "rollouts"}
+
+    source: Literal["environment", "atropos"] = "environment"
+    """Source of the rollouts: the environment's problems, or batches from an Atropos API."""
+    batch_size: int = Field(default=64, ge=2)
+    """Completions per step; a multiple of the group size."""
+    atropos_url: Urls = "http://127.0.0.1:8000"
+    """URL of the Atropos API."""
+    atropos_timeout_s: float = Field(default=600.0, gt=0)
+    """Stop the run after this many seconds without a batch from the Atropos API."""

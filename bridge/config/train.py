@@ -1,7 +1,4 @@
-"""One training run.
-
-Not covered: how choices are given and merged (`bridge/choices.py`), how rollouts are made (`rollouts.py`).
-"""
+"""Choices of one training run, nested by concern."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,221 +6,302 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bridge.address import Host, Urls
-from bridge.borrowed import TRAIN_ALIASES
-from bridge.choices import flag
-from bridge.config.rollouts import RolloutConfig
+from bridge.config.borrowed import TRAIN_ALIASES
+from bridge.config.choices import Config, Section, flag
+from bridge.config.rollouts import RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.serve import DEFAULT_PORT
+from bridge.core.address import Host
+
+FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5
+"""Default learning rates. 1e-6 is TRL's for GRPO; an adapter needs about ten times the rate of all weights.
+
+Source: `GRPOConfig` of TRL 1.16; "LoRA Without Regret", Schulman et al. 2025.
+"""
 
 
-def learning_rate(mode: str | None) -> float:
-    """Return the learning rate of a run in `mode` that was given none.
+class LossConfig(Section):
+    """The policy loss and the correction for the mismatch between vLLM and the trainer."""
 
-    1e-6 is TRL's for GRPO, and a small one; an adapter needs about ten times the rate of all weights.
-    Source: `GRPOConfig` of TRL 1.16; "LoRA Without Regret", Schulman et al. 2025.
-    """
-    return 1e-5 if mode == "lora_only" else 1e-6
+    renamed: ClassVar[Mapping[str, str]] = {"name": "loss"}
+
+    name: Literal["dapo", "grpo", "dr_grpo", "gspo"] = "dapo"
+    """Policy loss, as published; the choices below override parts of it."""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
+    ratio_level: Literal["token", "sequence"] | None = None
+    """Compute probability ratios per token or per sequence (default: the loss's own)."""
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """Divide advantages by the standard deviation of the group, of the batch, or by 1 (default: the loss's own)."""
+    mask_truncated: bool = False
+    """Leave truncated completions out of the loss."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from a frozen reference."""
+    reference_model: str | None = None
+    """Frozen reference model, loaded beside the trained one; `lora_only` uses its own base instead."""
+    mismatch: Literal["truncate", "mask", "none"] = "truncate"
+    """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight
+    (TIS), mask the token outside the bounds (IcePop), or none."""
+    mismatch_low: float = Field(default=0.5, ge=0, lt=1)
+    """Smallest trainer-to-vLLM ratio that `--mismatch mask` keeps."""
+    mismatch_high: float | None = Field(default=None, gt=1)
+    """Largest importance weight, or largest ratio kept (default: 2 for `truncate`, 5 for `mask`)."""
+    mismatch_alarm: float = Field(default=0.1, gt=0)
+    """Warn when the mean absolute log-prob mismatch of a step exceeds this, in nats."""
 
 
-class TrainConfig(RolloutConfig):
+class OptimizerConfig(Section):
+    """The optimizer and the updates that it takes on each batch."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"name": "optimizer", "offload": "offload_optimizer"}
+
+    name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw"
+    """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of the second moment (default: 0.999, or 0.99 with bf16 moments, which cannot decay more slowly)."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip gradients to this global norm."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Mini-batches per batch; each takes one optimizer step."""
+    passes_per_batch: int = Field(default=1, ge=1)
+    """Epochs over each batch."""
+    offload: bool = False
+    """Keep the optimizer state and a float32 master in host memory, and step there."""
+    gradient_release: bool = False
+    """Step each parameter inside the fence as soon as its gradient is ready, then free the gradient."""
+
+
+class ComputeConfig(Section):
+    """How forward and backward passes are computed."""
+
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per forward and backward pass (default: as many as fit in free memory)."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass (default: only when too few tokens fit without)."""
+    compile_layers: bool | None = None
+    """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
+    liger_kernel: bool = False
+    """Use Liger kernels for the layers that have them (GPU only)."""
+
+
+class LoraConfig(Section):
+    """The adapter of mode `lora_only`."""
+
+    prefix: ClassVar[str] = "lora_"
+
+    r: int = Field(default=16, ge=1)
+    """Rank of the adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale the adapter's output by lora_alpha / lora_r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input during training only; requires one update per batch."""
+    target_modules: str = "all-linear"
+    """Modules that get an adapter: suffixes of their names, separated by commas; `all-linear` is all but the head."""
+    handover: Literal["memory", "disk"] = "memory"
+    """How vLLM gets the adapter: trained in vLLM's own slot, or saved and loaded by the server."""
+
+
+class PublishingConfig(Section):
+    """How new weights become the server's."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"restart_interval": "vllm_restart_interval"}
+
+    kv_sleep: Literal["auto", "always", "never"] = "auto"
+    """Free vLLM's KV cache during training; `auto` does so when training needs the memory."""
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
+    """What an update does with other clients' in-flight requests: keep, drain or abort them."""
+    restart_interval: int = Field(default=1, ge=1)
+    """Steps between two reloads of the server."""
+    reload: Literal["restart", "in-place"] = "restart"
+    """How the server loads a checkpoint: by a restart, or in place if it shares its weights."""
+    start_command: str | None = None
+    """Command that starts the server, with `{model}` for the model's folder; Bridge starts, restarts and stops it."""
+
+
+class ServerConfig(Section):
+    """Where the server is."""
+
+    prefix: ClassVar[str] = "vllm_"
+
+    host: Host = "127.0.0.1"
+    """Host of the server, if it differs from the manifest's."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the server (default: the manifest's)."""
+    config_path: Path | None = None
+    """Path of the manifest (default: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge)."""
+
+    def url(self, exported: str | None = None) -> str:
+        """Return the server's URL: the manifest's, with the parts that were chosen replaced."""
+        scheme, _, address = (exported or f"http://{self.host}:{DEFAULT_PORT}").partition("://")
+        if self.port is None and "host" not in self.model_fields_set:
+            return f"{scheme}://{address}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port or address.rpartition(':')[2]}"
+
+
+class CheckpointConfig(Section):
+    """Which checkpoints are saved, and where."""
+
+    save_path: Path | None = None
+    """Folder for checkpoints, `step_N/` or `adapter_step_N/` (default: `checkpoints/` in the run directory)."""
+    save_interval: int = Field(default=0, ge=0)
+    """Save every N steps (default: only after the last step, which is always saved)."""
+    keep_last: int = Field(default=0, ge=0)
+    """Keep only the newest N checkpoints of this run (default: all)."""
+    save_optimizer: bool = True
+    """Save what a run needs to resume with each checkpoint: 10 bytes per trained parameter with `adamw`."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation on held-out problems."""
+
+    prefix: ClassVar[str] = "eval_"
+
+    samples: int = Field(default=0, ge=0)
+    """Completions per held-out problem, before and after training (default: no evaluation)."""
+    interval: int = Field(default=0, ge=0)
+    """Evaluate every N steps as well (default: only before and after training)."""
+
+
+class TrackingConfig(Section):
+    """What is recorded of a run."""
+
+    save_rollouts: bool = True
+    """Write the text and reward of every completion to `rollouts.jsonl` in the run directory."""
+    tensorboard: bool | None = None
+    """Write TensorBoard files to the run directory (default: if TensorBoard is installed)."""
+    wandb: bool = False
+    """Log to Weights & Biases."""
+
+
+class TrainConfig(Config):
     """One training run."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name", "port": "vllm_port", "weight_bridge_mode": "mode"}
     aliases: ClassVar[Mapping[str, str]] = TRAIN_ALIASES
 
+    model_name: str
+    """Model to train: the folder or hub name that the server serves."""
     mode: Literal["shared_vllm", "lora_only", "none"] = "shared_vllm"
-    """How new weights reach vLLM: not at all, as an adapter, or by a checkpoint and a restart."""
+    """How new weights reach vLLM: shared memory, an adapter, or a checkpoint and a restart."""
     training_steps: int = Field(default=10, ge=1)
-    """Optimizer steps."""
-    rollouts: Literal["environment", "atropos"] = "environment"
-    """What is learnt from: completions of the environment's problems, or batches of an Atropos API, which environments
-    of its own feed."""
-    atropos_url: Urls = "http://127.0.0.1:8000"
-    """Where the Atropos API answers."""
-    atropos_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds without a batch of the Atropos API after which the run ends."""
-    batch_size: int = Field(default=64, ge=2)
-    """Completions per step; a multiple of the group size."""
-    lr: float = Field(default_factory=lambda chosen: learning_rate(chosen.get("mode")), gt=0)
-    """Learning rate; absent: 1e-6 for all weights, 1e-5 for an adapter, in `lora_only`."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of AdamW."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
-    beta2: float | None = Field(default=None, ge=0, lt=1)
-    """Decay of AdamW's second moment; absent: 0.999, or 0.99 where the moments are bf16, which shrink no slower."""
-    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw"
-    """AdamW, named by its moments: float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state, and a float32 master, in host memory, and step there."""
-    gradient_release: bool = False
-    """Step each parameter as soon as its gradient is there, inside the fence, and drop the gradient."""
-    loss: Literal["dapo", "grpo", "dr_grpo", "gspo"] = "dapo"
-    """The policy loss, as its paper has it; the choices below overrule it part by part."""
-    clip_low: float | None = Field(default=None, gt=0, lt=1)
-    """Lower clip of the probability ratio, as 1 - clip_low; absent: the loss's own."""
-    clip_high: float | None = Field(default=None, gt=0)
-    """Upper clip of the probability ratio, as 1 + clip_high; absent: the loss's own."""
-    ratio_level: Literal["token", "sequence"] | None = None
-    """What has a probability ratio: each token, or each completion; absent: as the loss has it."""
-    advantage_scale: Literal["group", "batch", "none"] | None = None
-    """Whose standard deviation advantages are divided by: the group's, the batch's, none; absent: the loss's own."""
-    mask_truncated: bool = False
-    """Train on no completion that was cut off by its length."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from a frozen reference in the loss."""
-    reference_model: str | None = None
-    """The frozen reference, held in memory beside the model; `lora_only` needs none: it switches its adapter off."""
-    mismatch: Literal["truncate", "mask", "none"] = "truncate"
-    """What is done where vLLM and the trainer differ in a token's probability: its importance weight is truncated
-    (TIS), the token is left out beyond bounds (IcePop), or nothing."""
-    mismatch_low: float = Field(default=0.5, ge=0, lt=1)
-    """Least probability ratio, trainer to vLLM, that `--mismatch mask` trains on."""
-    mismatch_high: float | None = Field(default=None, gt=1)
-    """Largest importance weight, and largest ratio that is trained on; absent: 2 for `truncate`, 5 for `mask`."""
-    mismatch_alarm: float = Field(default=0.1, gt=0)
-    """Mean |difference of log-probabilities| in nats from which on a step is reported as unhealthy."""
-    updates_per_batch: int = Field(default=1, ge=1)
-    """Optimizer steps on each batch: its groups are cut into so many parts, one step each."""
-    passes_per_batch: int = Field(default=1, ge=1)
-    """How often each batch is gone through."""
-    micro_batch_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward and backward pass; absent: as many as fit into the memory that is free."""
-    gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, more time; absent: where too few tokens fit without."""
-    compile_layers: bool | None = None
-    """Compile the model's layers, which takes about a minute at the first step; absent: on a GPU."""
-    liger_kernel: bool = False
-    """Use liger-kernel's layers where it has them for the model, on a GPU."""
-    kv_sleep: Literal["auto", "always", "never"] = "auto"
-    """Free vLLM's KV cache while training: `auto` where training needs its memory and the server can."""
-    in_flight: Literal["keep", "wait", "abort"] = "keep"
-    """What the fence does with other clients' requests that are under way."""
-    vllm_host: Host = "127.0.0.1"
-    """Where the server answers, if it is not what the manifest says."""
-    vllm_port: int | None = Field(default=None, ge=1, le=65535)
-    """The server's port; absent: the manifest's."""
-    vllm_config_path: Path | None = None
-    """The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge."""
-    save_path: Path | None = None
-    """Folder of the checkpoints, `step_N/` or `adapter_step_N/`; absent: `checkpoints/` in the run directory."""
-    save_interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; the last step is always saved; 0: the last one only."""
-    eval_samples: int = Field(default=0, ge=0)
-    """Completions per held-out problem, before and after training; 0: no evaluation."""
-    eval_interval: int = Field(default=0, ge=0)
-    """Steps between two evaluations in between; 0: none."""
-    save_rollouts: bool = True
-    """Keep the text and the reward of every completion in the run directory's `rollouts.jsonl`."""
-    tensorboard: bool | None = None
-    """Write the metrics for TensorBoard into the run directory as well; absent: where it is installed."""
-    wandb: bool = False
-    """Send the metrics to Weights & Biases as well."""
-    keep_last: int = Field(default=0, ge=0)
-    """Checkpoints of this run that are kept, the newest; 0: all of them."""
-    save_optimizer: bool = True
-    """Keep in each checkpoint what a run needs to go on from it: with `adamw`, 10 bytes per trained parameter."""
-    resume: bool = False
-    """Resume from the newest whole checkpoint of --save-path or --run-dir, else of the newest run in runs/ with this
-    model and task; without one, begin."""
+    """Steps to train: one batch and one published version each."""
+    seed: int = Field(default=0, ge=0)
+    """Seed for the order of the problems and for sampling."""
     run_dir: Path | None = None
-    """The run directory; absent: runs/ and the time."""
+    """Run directory (default: a new one in runs/)."""
+    resume: bool = False
+    """Resume from the newest complete checkpoint in --save-path or --run-dir, or of the latest run in runs/ with this
+    model and task; start from step 1 if there is none."""
     trainer_device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """Where weights of the trainer's own lie: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU when there is one."""
-    lora_r: int = Field(default=16, ge=1)
-    """Rank of the adapter."""
-    lora_alpha: float = Field(default=32.0, gt=0)
-    """The adapter's output is scaled by lora_alpha / lora_r."""
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout in front of the adapter while training; generation has none, so the two then differ. It goes with one
-    update per batch."""
-    lora_target_modules: str = "all-linear"
-    """Modules that get an adapter, by the end of their names, separated by commas; `all-linear`: all but the head."""
-    lora_handover: Literal["memory", "disk"] = "memory"
-    """How the adapter reaches vLLM: trained in vLLM's own slot, or saved and loaded by the server."""
-    vllm_restart_interval: int = Field(default=1, ge=1)
-    """Steps between two reloads of the server."""
-    reload: Literal["restart", "in-place"] = "restart"
-    """How the server gets a checkpoint: started again with it, or, where it shares its weights, loaded into them."""
-    start_command: str | None = None
-    """Starts the server, with `{model}` where the model's folder goes; it is started, restarted and stopped by us."""
+    """Device for the trainer's own weights: `cpu`, `cuda`, `cuda:1`; `auto` uses a GPU if there is one."""
+    task: TaskConfig = TaskConfig()
+    """The environment."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How completions are sampled."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """Where rollouts come from."""
+    loss: LossConfig = LossConfig()
+    """The loss."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    compute: ComputeConfig = ComputeConfig()
+    """Forward and backward passes."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter."""
+    publishing: PublishingConfig = PublishingConfig()
+    """How new weights become the server's."""
+    server: ServerConfig = ServerConfig()
+    """Where the server is."""
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation."""
+    tracking: TrackingConfig = TrackingConfig()
+    """What is recorded."""
 
-    def server_url(self, exported: str | None = None) -> str:
-        """Return where the server answers: what its manifest says, with whatever part the user gave in its place."""
-        scheme, _, address = (exported or f"http://{self.vllm_host}:{DEFAULT_PORT}").partition("://")
-        if self.vllm_port is None and "vllm_host" not in self.model_fields_set:
-            return f"{scheme}://{address}"
-        host = f"[{self.vllm_host}]" if ":" in self.vllm_host else self.vllm_host
-        return f"{scheme}://{host}:{self.vllm_port or address.rpartition(':')[2]}"
+    @property
+    def learning_rate(self) -> float:
+        """Return the chosen learning rate, or the default of what is trained."""
+        if self.optimizer.lr is not None:
+            return self.optimizer.lr
+        return ADAPTER_RATE if self.mode == "lora_only" else FULL_RATE
 
     @model_validator(mode="after")
-    def _of_this_mode(self) -> Self:
-        for field, modes in FIELDS_OF_MODES.items():
-            if self.mode not in modes and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{flag(field)} means nothing in --mode {self.mode}, only in {' and '.join(modes)}")
+    def _belongs_to_mode(self) -> Self:
+        for key, modes in MODES_OF.items():
+            if self.mode not in modes and self.get(key) != self.default(key):
+                raise ValueError(f"{flag(key)} has no effect with --mode {self.mode}, only with {' and '.join(modes)}")
         return self
 
     @model_validator(mode="after")
-    def _of_these_rollouts(self) -> Self:
-        for field, rollouts in FIELDS_OF_ROLLOUTS.items():
-            if self.rollouts != rollouts and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{flag(field)} means nothing with --rollouts {self.rollouts}, only with {rollouts}")
+    def _belongs_to_rollouts(self) -> Self:
+        found = self.rollouts.source
+        for key, source in SOURCE_OF.items():
+            if found != source and self.get(key) != self.default(key):
+                raise ValueError(f"{flag(key)} has no effect with --rollouts {found}, only with {source}")
         return self
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> Self:
-        if self.batch_size % self.group_size:
-            raise ValueError(f"--batch-size {self.batch_size} is no multiple of --group-size {self.group_size}")
-        if self.batch_size // self.group_size % self.updates_per_batch:
+    def _has_whole_groups(self) -> Self:
+        batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
+        updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
+        if batch_size % group_size:
+            raise ValueError(f"--batch-size {batch_size} is not a multiple of --group-size {group_size}")
+        if num_groups % updates:
+            raise ValueError(f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates_something(self) -> Self:
+        if self.evaluation.interval and not self.evaluation.samples:
             raise ValueError(
-                f"--updates-per-batch {self.updates_per_batch} does not divide the "
-                f"{self.batch_size // self.group_size} groups of a batch"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluates_if_asked_when(self) -> Self:
-        if self.eval_interval and not self.eval_samples:
-            raise ValueError(
-                f"--eval-interval {self.eval_interval} evaluates nothing without --eval-samples, the number of"
+                f"--eval-interval {self.evaluation.interval} has no effect without --eval-samples, the number of"
                 " completions per held-out problem"
             )
         return self
 
     @model_validator(mode="after")
-    def _has_float32_states_in_host_memory(self) -> Self:
-        if self.offload_optimizer and self.optimizer != "adamw":
+    def _offloads_float32(self) -> Self:
+        if self.optimizer.offload and self.optimizer.name != "adamw":
             raise ValueError(
-                f"--offload-optimizer keeps float32 states in host memory; it goes with no --optimizer {self.optimizer}"
+                "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
+                f" {self.optimizer.name}"
             )
         return self
 
     @model_validator(mode="after")
-    def _draws_no_masks_twice(self) -> Self:
-        if self.lora_dropout > 0 and self.updates_per_batch * self.passes_per_batch > 1:
+    def _draws_one_dropout_mask(self) -> Self:
+        updates, passes = self.optimizer.updates_per_batch, self.optimizer.passes_per_batch
+        if self.lora.dropout > 0 and updates * passes > 1:
             raise ValueError(
-                f"--lora-dropout {self.lora_dropout:g} needs one update per batch, found --updates-per-batch"
-                f" {self.updates_per_batch} and --passes-per-batch {self.passes_per_batch}: each pass draws new dropout"
-                " masks, so probability ratios would compare masks and not policies; leave one of them out"
+                f"--lora-dropout {self.lora.dropout:g} needs one update per batch, found --updates-per-batch {updates}"
+                f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
+                " compare masks, not policies; leave one of them out"
             )
         return self
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
-        if self.kl_coef == 0 and self.reference_model is not None:
+        if self.loss.kl_coef == 0 and self.loss.reference_model is not None:
             raise ValueError("--reference-model would not be used: --kl-coef is 0")
-        if self.kl_coef > 0 and self.mode != "lora_only" and self.reference_model is None:
+        if self.loss.kl_coef > 0 and self.mode != "lora_only" and self.loss.reference_model is None:
             raise ValueError(
-                f"--kl-coef {self.kl_coef} needs a frozen reference, and --mode {self.mode} trains in place: the only"
-                " copy of the model is overwritten at the first step; name one with --reference-model, or take"
-                " --mode lora_only, whose base is the reference"
+                f"--kl-coef {self.loss.kl_coef} needs a frozen reference, and --mode {self.mode} overwrites the only"
+                " copy of the model at the first step; name one with --reference-model, or use --mode lora_only, whose"
+                " base is the reference"
             )
         return self
 
 
-FIELDS_OF_MODES: Mapping[str, tuple[str, ...]] = {
+MODES_OF: Mapping[str, tuple[str, ...]] = {
     "trainer_device": ("lora_only", "none"),
     "reference_model": ("shared_vllm", "none"),
     "kv_sleep": ("shared_vllm", "lora_only"),
@@ -236,20 +314,12 @@ FIELDS_OF_MODES: Mapping[str, tuple[str, ...]] = {
     "reload": ("none",),
     "start_command": ("none",),
 }
-"""Field -> the modes in which it means something; anywhere else it is refused."""
+"""Choice -> the modes in which it has an effect; with any other it is refused."""
 
-FIELDS_OF_ROLLOUTS: Mapping[str, str] = {
-    "environment": "environment",
-    "data": "environment",
-    "eval_data": "environment",
-    "prompt_column": "environment",
-    "answer_column": "environment",
-    "system_prompt": "environment",
-    "reward": "environment",
-    "reward_timeout_s": "environment",
-    "reward_processes": "environment",
+SOURCE_OF: Mapping[str, str] = {
+    **{TaskConfig.key(field): "environment" for field in TaskConfig.model_fields if field != "max_unscored_share"},
     "max_concurrency": "environment",
     "atropos_url": "atropos",
     "atropos_timeout_s": "atropos",
 }
-"""Field -> the one source of rollouts with which it means something; with another it is refused."""
+"""Choice -> the only source of rollouts with which it has an effect; with another it is refused."""

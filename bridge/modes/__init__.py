@@ -2,18 +2,17 @@
 
 Words: *mode*; `open` gives the model to train, `publish` makes one update visible to generation.
 The implementations do not know each other, and the training loop does not know which one it runs.
-May import: `bridge.weights`, `bridge.client`, `bridge.config`, `bridge.interrupt`, `bridge.files.run_directory`,
-`bridge.files.whole_folder`.
+May import: `bridge.server`, `bridge.weights`, `bridge.config`, `bridge.core`.
 """
 
 from typing import Protocol
 
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
 from bridge.modes.mode import Engine, Mode
 from bridge.modes.none import NoneMode
 from bridge.modes.shared_vllm import SharedVllm
+from bridge.run.run_directory import RunDirectory
 
 
 class _Opener(Protocol):

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bridge.client import CONTROL_LIMIT_S, BridgeClient
 from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
-from bridge.files.run_directory import RunDirectory
-from bridge.interrupt import deferred_interrupt
 from bridge.modes.handover import discard, opened, post, saved, unload, unload_earlier
-from bridge.protocol import ADAPTER
-from bridge.rollouts.endpoint import Endpoint
-from bridge.weights import fence
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence
+from bridge.server.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import ADAPTER
 from bridge.weights.adapter import Adapter
-from bridge.weights.fence import FenceTimes
-from bridge.weights.manifest import Manifest
 
 
 class DiskHandover:

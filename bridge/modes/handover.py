@@ -11,14 +11,14 @@ from typing import Protocol
 
 import httpx
 
-from bridge import api_key
-from bridge.client import CONTROL_LIMIT_S, BridgeClient, unreachable
+from bridge.core.whole_folder import written_whole
 from bridge.errors import UsageError
-from bridge.files.whole_folder import written_whole
-from bridge.protocol import ADAPTER, TOKEN_HEADER
-from bridge.rollouts.endpoint import Endpoint
+from bridge.server import api_key
+from bridge.server.client import CONTROL_LIMIT_S, BridgeClient, unreachable
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.protocol import ADAPTER, TOKEN_HEADER
 from bridge.weights.adapter import Adapter
-from bridge.weights.fence import FenceTimes
 
 
 class Handover(Protocol):

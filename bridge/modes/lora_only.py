@@ -16,19 +16,21 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, UsageError
-from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
-from bridge.modes.mode import Engine, OpenedModel
+from bridge.modes.mode import Engine
 from bridge.rollouts import limits
-from bridge.rollouts.endpoint import Endpoint
-from bridge.weights import loaded, manifest
+from bridge.run.run_directory import RunDirectory
+from bridge.server import manifest
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.manifest import Manifest
+from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import AttachedModel, attach, attach_again
-from bridge.weights.fence import FenceTimes
-from bridge.weights.manifest import Manifest
+from bridge.weights.opened_model import OpenedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class LoraOnly:
         """What the manifest or, without one, the server itself says."""
         if self._manifest is not None:
             return self._manifest.max_model_len
-        return limits.max_model_len(self._config.server_url())
+        return limits.max_model_len(self._config.server.url())
 
     @property
     def version(self) -> int:
@@ -171,7 +173,7 @@ class LoraOnly:
         if self._config.lora_handover == "memory":
             assert self._manifest is not None, "refused before"
             return MemoryHandover(self._config, self._run, self._manifest)
-        url = self._config.server_url(None if self._manifest is None else self._manifest.url)
+        url = self._config.server.url(None if self._manifest is None else self._manifest.url)
         return DiskHandover(self._config, self._run, url, self._manifest)
 
 
@@ -186,6 +188,6 @@ def _find_manifest(config: TrainConfig) -> tuple[Manifest | None, str]:
             found = manifest.load()
         except ManifestError as error:
             return None, error.message
-        if config.lora_handover == "disk" and config.server_url(found.url) != found.url:
-            return None, f"the manifest found here is of the server at {found.url}, not {config.server_url(found.url)}"
+        if config.lora_handover == "disk" and config.server.url(found.url) != found.url:
+            return None, f"the manifest found here is of the server at {found.url}, not {config.server.url(found.url)}"
     return served.find(config), ""

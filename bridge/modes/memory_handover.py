@@ -1,6 +1,6 @@
 """Hand an adapter over by memory: its tensors are vLLM's slot, and the fence is all that is left to do.
 
-Not covered: the fence (`bridge/weights/fence.py`), how the server keeps the slot (`patches/lora_slots.py`).
+Not covered: the fence (`bridge/server/fence.py`), how the server keeps the slot (`patches/lora_slots.py`).
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from torch import nn
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.handover import discard, saved, seat
 from bridge.modes.served import PatchedServer
-from bridge.protocol import ADAPTER
-from bridge.rollouts.endpoint import Endpoint
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import ADAPTER
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import open_handles
-from bridge.weights.fence import FenceTimes
-from bridge.weights.manifest import Manifest
 
 
 class MemoryHandover:

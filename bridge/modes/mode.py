@@ -3,32 +3,13 @@
 Not covered: the implementations, each in the file of its name.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import torch
-from transformers import PreTrainedModel
-
-from bridge.rollouts.endpoint import Endpoint
-from bridge.weights.fence import FenceTimes
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedModel:
-    """The model to train, on the device where it lies."""
-
-    model: PreTrainedModel
-    """In evaluation mode; what is trained requires gradients, and nothing else does."""
-    device: torch.device
-    """Where it lies."""
-    lr_factors: Mapping[str, float]
-    """Every trained parameter, by its name in the model -> factor of the learning rate."""
-    open_s: float
-    """Seconds until its weights were there: attaching them, or loading."""
-    weight_bytes: int
-    """Bytes of weights that this process holds beside the server's; 0 with one copy."""
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.weights.opened_model import OpenedModel
 
 
 class Engine(Protocol):

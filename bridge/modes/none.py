@@ -12,13 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.modes.mode import Engine, OpenedModel
+from bridge.modes.mode import Engine
 from bridge.modes.reload import InPlace, Reload, Restart
-from bridge.rollouts.endpoint import Endpoint
-from bridge.weights import fence, loaded, model_folder
-from bridge.weights.fence import FenceTimes
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.weights import loaded, model_folder
 from bridge.weights.loaded import LoadedModel
+from bridge.weights.opened_model import OpenedModel
 
 
 class NoneMode:

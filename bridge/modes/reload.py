@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core import whole_folder
 from bridge.errors import UsageError
-from bridge.files import whole_folder
-from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
 from bridge.modes.mode import Engine
 from bridge.modes.served import PatchedServer
 from bridge.rollouts import limits
-from bridge.rollouts.endpoint import Endpoint
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
 from bridge.weights import model_folder
 
 
@@ -86,7 +86,7 @@ class Restart:
     @property
     def endpoint(self) -> Endpoint:
         """The server, which knows of no versions."""
-        return Endpoint(url=self._config.server_url(), version=self.version)
+        return Endpoint(url=self._config.server.url(), version=self.version)
 
     @cached_property
     def max_model_len(self) -> int | None:

@@ -1,24 +1,25 @@
 """The patched server that a mode works with: the connection to it, its version, and the fence around each write.
 
-Not covered: finding and checking the manifest itself (`bridge/weights/manifest.py`), what is written.
+Not covered: finding and checking the manifest itself (`bridge/server/manifest.py`), what is written.
 """
 
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from bridge.client import BridgeClient
 from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import ManifestError
-from bridge.files.run_directory import RunDirectory
-from bridge.interrupt import deferred_interrupt
 from bridge.modes.mode import Engine
-from bridge.protocol import Written
-from bridge.rollouts.endpoint import Endpoint
-from bridge.weights import fence, manifest, skeleton
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import Written
+from bridge.weights import skeleton
 from bridge.weights.attach import AttachedModel, attach, attach_again
-from bridge.weights.fence import FenceTimes
-from bridge.weights.manifest import Manifest
 
 
 def find(config: TrainConfig) -> Manifest:
@@ -103,7 +104,7 @@ class PatchedServer:
                 that is what is written.
         """
         self.manifest = manifest
-        url = self._config.server_url(manifest.url)
+        url = self._config.server.url(manifest.url)
         self.client = BridgeClient(manifest, timeout_s=self._config.request_timeout_s, url=url)
         try:
             status = fence.when_free(lambda: self.client.take_lease(str(self._run.path.absolute())))

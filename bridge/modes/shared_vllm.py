@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.modes import served
-from bridge.modes.mode import Engine, OpenedModel
+from bridge.modes.mode import Engine
 from bridge.modes.served import PatchedServer
-from bridge.rollouts.endpoint import Endpoint
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
 from bridge.weights import model_folder
-from bridge.weights.fence import FenceTimes
+from bridge.weights.opened_model import OpenedModel
 
 
 class SharedVllm:

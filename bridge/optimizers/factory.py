@@ -1,7 +1,7 @@
 """The optimizer of a run: AdamW that writes bf16 weights in place, as the configuration wants it.
 
 Not covered: the two of them (`split_adamw.py`, `offload.py`), keeping their state
-(`bridge/training/trainer_state.py`), float16, DTensors.
+(`bridge/run/trainer_state.py`), float16, DTensors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,12 +27,12 @@ def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimi
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
     """
-    kind = KINDS[config.optimizer]
-    betas = config.beta1, kind.beta2 if config.beta2 is None else config.beta2
-    if not config.offload_optimizer:
+    kind = KINDS[config.optimizer.name]
+    betas = config.optimizer.beta1, kind.beta2 if config.optimizer.beta2 is None else config.optimizer.beta2
+    if not config.optimizer.offload:
         return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed)
     assert kind.name == "adamw", "the configuration refuses the others"
-    return OffloadedAdamW(groups, betas=betas, streams=config.gradient_release)
+    return OffloadedAdamW(groups, betas=betas, streams=config.optimizer.gradient_release)
 
 
 def decays(groups: Iterable[Mapping[str, Any]]) -> bool:

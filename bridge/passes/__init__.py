@@ -2,6 +2,6 @@
 
 Words: *sample* (a completion to learn from), *pack* and *micro-batch* (samples behind one another, one pass),
 *budget* (tokens of a micro-batch).
-May import: torch, transformers, `bridge.config`, `bridge.errors`, `bridge.checks.memory`,
+May import: torch, transformers, `bridge.config`, `bridge.errors`, `bridge.core.memory`,
 `bridge.planning.activations`; nothing that knows a server, a mode or a loss.
 """

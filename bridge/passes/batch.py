@@ -1,7 +1,7 @@
 """Micro-batches: samples behind one another, without padding, as tensors.
 
 Not covered: which samples are put together (`packing.py`), attention that keeps them apart (`attention.py`), the loss
-(`bridge/loss`).
+(`bridge/learn`).
 Shape suffixes: S1 spans and one more, T tokens of all of them, U tokens that each sees, N rows (positions that predict
 a sampled token).
 

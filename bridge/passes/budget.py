@@ -5,7 +5,7 @@ does not fit after all halves the budget. Gradients of many micro-batches are ad
 enough memory for the passes.
 
 Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit
-(`bridge/training/learner.py`).
+(`bridge/learn/learner.py`).
 """
 
 import sys
@@ -68,8 +68,8 @@ class Budget:
         self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
         self._on_gpu = measure is not None or model.device.type == "cuda"
         self._share = SHARE if self._on_gpu else HOST_SHARE
-        self._tokens = config.micro_batch_tokens
-        self._recomputes = bool(config.gradient_checkpointing)
+        self._tokens = config.compute.micro_batch_tokens
+        self._recomputes = bool(config.compute.gradient_checkpointing)
         self.sums_in_float32: bool | None = None
         """Whether gradients of many micro-batches are added up in float32; None: no update has had more than a few."""
         self._longest = self._total = 0
@@ -121,12 +121,12 @@ class Budget:
     def _most(self) -> int:
         if self._model.config._attn_implementation != attention.NAME:
             return MASKED_TOKENS
-        steps_in_backward = self._config.gradient_release and not self._config.offload_optimizer
+        steps_in_backward = self._config.optimizer.gradient_release and not self._config.optimizer.offload
         return sys.maxsize if steps_in_backward else MOST_TOKENS  # an update is one backward pass then
 
     @property
     def _may_recompute(self) -> bool:
-        wanted = self._config.gradient_checkpointing is not False
+        wanted = self._config.compute.gradient_checkpointing is not False
         return wanted and self._model.supports_gradient_checkpointing and not self._recomputes
 
     def _recompute(self) -> None:
@@ -159,10 +159,10 @@ class Budget:
     def _widen(self) -> bool:
         """Set memory aside for gradients in float32, if that leaves enough for the passes; return whether it does."""
         more = _widening_bytes(self._model)
-        if not more or self._config.gradient_release:  # which adds up in host memory, or has one pass
+        if not more or self._config.optimizer.gradient_release:  # which adds up in host memory, or has one pass
             return False
         assert self._tokens is not None
-        asked = self._config.micro_batch_tokens
+        asked = self._config.compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
         fits = fitting >= min(max(self._longest, asked or ENOUGH_TOKENS), WORTH_IT * self._tokens)
         if not fits:
@@ -173,15 +173,15 @@ class Budget:
         return fits
 
     def _free(self) -> float:
-        pending = _gradient_bytes(self._model, released=self._config.gradient_release)
+        pending = _gradient_bytes(self._model, released=self._config.optimizer.gradient_release)
         return self._share * (self._free_bytes(self._model) - pending)
 
     def _fitting(self, free: float) -> int:
-        cost = self._measure(self._model, self._config.temperature)
+        cost = self._measure(self._model, self._config.sampling.temperature)
         return 0 if cost is None else cost.tokens_in(free)
 
     def _remedy(self) -> str:
-        if self._config.gradient_checkpointing is False:
+        if self._config.compute.gradient_checkpointing is False:
             return "--gradient-checkpointing, which recomputes activations"
         return (
             "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with less state"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.checks.memory import left_bytes
+from bridge.core.memory import left_bytes
 from bridge.passes import layers, logits
 from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs

@@ -40,13 +40,13 @@ def prepare(model: PreTrainedModel, config: TrainConfig, note: Note, *, max_mode
     with _refusing_misfits(model):
         check_head(model)
         expected = Expected(model, max_model_len)
-    compiles = model.device.type == "cuda" if config.compile_layers is None else config.compile_layers
+    compiles = model.device.type == "cuda" if config.compute.compile_layers is None else config.compute.compile_layers
     if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
         wide_linear.widen(model)  # not both: torch would compile every layer for itself
-    if config.liger_kernel:
+    if config.compute.liger_kernel:
         layers.use_liger_kernel(model)
     _choose_attention(model, expected, note)
-    recomputes = bool(config.gradient_checkpointing)
+    recomputes = bool(config.compute.gradient_checkpointing)
     if compiles:
         _compile(model, expected, note, recomputed=recomputes)
     shares_prompts = _may_share_prompts(model, expected, note)

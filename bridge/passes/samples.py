@@ -1,6 +1,6 @@
 """What the trainer learns from: single completions, each with its advantages and its share of the loss.
 
-Not covered: packing them (`batch.py`), the loss (`bridge/loss`).
+Not covered: packing them (`batch.py`), the loss (`bridge/learn`).
 """
 
 from dataclasses import dataclass

@@ -19,17 +19,19 @@ LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
 
 def sequence_tokens(config: TrainConfig) -> int:
     """Return the length of a prompt and its completion in tokens."""
-    return PROMPT_TOKENS + config.max_new_tokens
+    return PROMPT_TOKENS + config.sampling.longest
 
 
 def micro_batch_tokens(config: TrainConfig) -> tuple[int, int]:
     """Return the tokens of the smallest and the largest micro-batch that `config` leaves open."""
     longest = sequence_tokens(config)
-    whole = longest * config.batch_size // config.updates_per_batch
-    if config.gradient_release and not config.offload_optimizer:  # a parameter is stepped after one backward pass
+    whole = longest * config.rollouts.batch_size // config.optimizer.updates_per_batch
+    if (
+        config.optimizer.gradient_release and not config.optimizer.offload
+    ):  # a parameter is stepped after one backward pass
         return whole, whole
-    if config.micro_batch_tokens is not None:
-        return config.micro_batch_tokens, config.micro_batch_tokens
+    if config.compute.micro_batch_tokens is not None:
+        return config.compute.micro_batch_tokens, config.compute.micro_batch_tokens
     return max(longest, min(LEAST_TOKENS, whole)), max(longest, min(MOST_TOKENS, whole))
 
 

@@ -88,10 +88,11 @@ class Need:
     def of(cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, num_ranks: int = 1) -> Self:
         """Derive it for a run of `config` whose server splits its weights over `num_ranks` GPUs of `gpu_bytes`."""
         widths, shard = size.dimensions, size.num_params / num_ranks
-        adapter = config.lora_r * widths.adaptable if config.mode == "lora_only" else 0
+        adapter = config.lora.r * widths.adaptable if config.mode == "lora_only" else 0
         copy = size.num_params if config.mode == "none" else 0
         trained = adapter or copy or shard
-        each = BytesPerParameter.of(config.optimizer, offload=config.offload_optimizer, release=config.gradient_release)
+        chosen = config.optimizer
+        each = BytesPerParameter.of(chosen.name, offload=chosen.offload, release=chosen.gradient_release)
         least, most = micro_batch_tokens(config)
         return cls(
             gpu=gpu_bytes,
@@ -104,8 +105,10 @@ class Need:
             state=trained * each.device,
             gradients=trained * each.gradient or BF16_BYTES * min(widths.largest, trained),
             temporaries=_temporary_bytes(widths, config),
-            least_activations=activation_bytes(widths, least, recomputed=config.gradient_checkpointing is not False),
-            most_activations=activation_bytes(widths, most, recomputed=config.gradient_checkpointing is True),
+            least_activations=activation_bytes(
+                widths, least, recomputed=config.compute.gradient_checkpointing is not False
+            ),
+            most_activations=activation_bytes(widths, most, recomputed=config.compute.gradient_checkpointing is True),
             offloaded=trained * each.host,
             kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
         )
@@ -170,13 +173,13 @@ def share(need: Need, found: Fit, *, least_kv: float) -> float:
 def least_kv_tokens(config: TrainConfig, max_model_len: int | None = None) -> int:
     """Return the tokens of one batch, or of the longest sequence that the server has to take, if that is more."""
     longest = sequence_tokens(config) if max_model_len is None else min(sequence_tokens(config), max_model_len)
-    return max(config.batch_size * longest, max_model_len or 0)
+    return max(config.rollouts.batch_size * longest, max_model_len or 0)
 
 
 def _beside(size: ModelSize, config: TrainConfig, adapter: int) -> int:
     """Return the parameters that the trainer holds and does not train as they lie in vLLM."""
-    reference = size.num_params if config.reference_model else 0
-    return reference + (adapter if config.lora_handover == "disk" else 0)
+    reference = size.num_params if config.loss.reference_model else 0
+    return reference + (adapter if config.lora.handover == "disk" else 0)
 
 
 def _engine_bytes(widths: Dimensions, gpu_bytes: float) -> float:
@@ -187,5 +190,5 @@ def _engine_bytes(widths: Dimensions, gpu_bytes: float) -> float:
 
 def _temporary_bytes(widths: Dimensions, config: TrainConfig) -> float:
     head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
-    steps_early = config.gradient_release and not config.offload_optimizer
+    steps_early = config.optimizer.gradient_release and not config.optimizer.offload
     return LOGITS_BYTES + head + (STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if steps_early else 0)

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bridge import api_key
-from bridge.client import CONFLICT, KEEPALIVE_S
 from bridge.errors import AttachError, UsageError
-from bridge.protocol import VERSION_HEADER, Refusal
 from bridge.rollouts import faults
 from bridge.rollouts.faults import Fault
+from bridge.server import api_key
+from bridge.server.client import CONFLICT, KEEPALIVE_S
+from bridge.server.protocol import VERSION_HEADER, Refusal
 
 CONNECT_LIMIT_S = 15.0
 """Longest wait for a connection, which the kernel of a host that is up accepts at once."""

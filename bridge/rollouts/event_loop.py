@@ -3,7 +3,7 @@
 A signal's handler may raise KeyboardInterrupt anywhere, in the loop's own code too, which may then lose a step of a
 task. Here what a handler raises waits for the end of the coroutine, which is cancelled for it.
 
-Not covered: which signals interrupt (`bridge/interrupt.py`, and the command line).
+Not covered: which signals interrupt (`bridge/core/interrupt.py`, and the command line).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from bridge.interrupt import SIGNALS
+from bridge.core.interrupt import SIGNALS
 
 Result = TypeVar("Result")
 PATIENCE_S = 5.0

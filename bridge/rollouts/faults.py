@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Literal
 
-from bridge.client import unreachable
 from bridge.errors import ServerUnreachableError
+from bridge.server.client import unreachable
 
 Again = Literal["anywhere", "elsewhere", "once", "never"]
 """Where a request may be sent again: at any server; at another one, since this one would take as long again; at any one

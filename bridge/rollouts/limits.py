@@ -8,12 +8,13 @@ from typing import TypeVar
 
 import httpx
 
-from bridge import api_key
-from bridge.client import CONTROL_LIMIT_S
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import FeedConfig, TrainConfig
+from bridge.config.rollouts import DEFAULT_NEW_TOKENS
 from bridge.errors import UsageError
+from bridge.server import api_key
+from bridge.server.client import CONTROL_LIMIT_S
 
-Choices = TypeVar("Choices", bound=RolloutConfig)
+Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 
 
 def max_model_len(url: str) -> int | None:
@@ -27,25 +28,24 @@ def max_model_len(url: str) -> int | None:
 
 
 def fit_completions(config: Choices, longest: int | None, note: Callable[[str], None]) -> Choices:
-    """Return `config` with completions that a server takes whose longest sequence has `longest` tokens; None: unknown.
+    """Return `config` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
 
-    A choice that nobody made gives way, and `note` hears of it: half of the sequence is left for the prompt.
+    Where nobody chose a length, half of the sequence is left for the prompt, and `note` reports a shorter default.
 
     Raises:
-        UsageError: the choice that was made leaves no room for a prompt.
+        UsageError: the chosen length leaves no room for a prompt.
     """
+    chosen = config.sampling.max_new_tokens
     if longest is None:
         return config
-    if "max_new_tokens" in config.model_fields_set:
-        if config.max_new_tokens >= longest:
-            raise UsageError(
-                f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: the server's longest sequence,"
-                f" prompt and completion, has {longest} tokens",
-                remedy=f"--max-new-tokens {max(longest // 2, 1)}, or serve with a larger --max-model-len",
-            )
-        return config
     half = max(longest // 2, 1)
-    if config.max_new_tokens <= half:
+    if chosen is not None and chosen >= longest:
+        raise UsageError(
+            f"--max-new-tokens {chosen} leaves no room for a prompt: the server's longest sequence, prompt and"
+            f" completion, has {longest} tokens",
+            remedy=f"--max-new-tokens {half}, or serve with a larger --max-model-len",
+        )
+    if chosen is not None or half >= DEFAULT_NEW_TOKENS:
         return config
     note(f"--max-new-tokens {half}: half of the server's longest sequence, which has {longest} tokens")
-    return config.model_copy(update={"max_new_tokens": half})
+    return config.changed(max_new_tokens=half)

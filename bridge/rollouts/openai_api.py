@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
-from bridge import protocol
 from bridge.errors import UsageError
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
 from bridge.rollouts.faults import Fault
+from bridge.server import protocol
 from bridge.types import Completion, FinishReason
 
 IdsOf = Callable[[str], Sequence[int]]

@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 
 from bridge.rollouts.asking import Asking, Sleep
 from bridge.rollouts.connections import Connections
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.event_loop import EventLoop
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.servers import Health, Server, Servers
+from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 
 Result = TypeVar("Result")

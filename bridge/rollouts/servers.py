@@ -14,9 +14,9 @@ from typing import Any
 from bridge.rollouts import openai_api
 from bridge.rollouts.connections import Connections
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.faults import Fault
 from bridge.rollouts.openai_api import Dialect, Models
+from bridge.server.endpoint import Endpoint
 
 FIRST_REST_S = 1.0
 """How long a server that failed is left out, as long as another one answers; each further time twice as long."""

@@ -50,18 +50,18 @@ class Adapter:
         Raises:
             UsageError: no module of the model has one of the names, or one that has is no linear layer.
         """
-        names = [name.strip() for name in config.lora_target_modules.split(",")]
+        names = [name.strip() for name in config.lora.target_modules.split(",")]
         chosen: Any = ALL_LINEAR if names == [ALL_LINEAR] else names
         if chosen != ALL_LINEAR:
             _refuse_unmatched(model, names)
         settings = LoraConfig(
-            r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
+            r=config.lora.r,
+            lora_alpha=config.lora.alpha,
+            lora_dropout=config.lora.dropout,
             target_modules=chosen,
             task_type="CAUSAL_LM",
         )
-        self.scaling = config.lora_alpha / config.lora_r
+        self.scaling = config.lora.alpha / config.lora.r
         self._peft = _injected(model, settings, config)
         self._peft.peft_config[NAME].base_model_name_or_path = config.model_name
         self.modules = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UsageError
+from bridge.server.shard import LoraSlot
 from bridge.weights.layout import Shape
-from bridge.weights.shard import LoraSlot
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
+from bridge.server.manifest import Manifest
+from bridge.server.shard import AnyHandle, CudaHandle, Handle, SharedMemoryHandle, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.layout import Shape
-from bridge.weights.manifest import Manifest
-from bridge.weights.shard import AnyHandle, CudaHandle, Handle, SharedMemoryHandle, View
 
 
 @dataclass(frozen=True, kw_only=True)

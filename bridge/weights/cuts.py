@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from bridge.errors import UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights.layout import OTHER_MODES, Shape, contiguous_stride
-from bridge.weights.shard import View
 
 
 @dataclass(frozen=True, kw_only=True)

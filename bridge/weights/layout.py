@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from bridge.errors import UnsupportedModelError
-from bridge.weights.shard import View
+from bridge.server.shard import View
 
 Shape = tuple[int, ...]
 OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full weights"

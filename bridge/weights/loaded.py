@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from bridge.checks import memory
+from bridge.core import memory
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights import rope, skeleton
 from bridge.weights.attach import leave_a_core

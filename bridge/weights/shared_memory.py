@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bridge.checks.memory import available_bytes, cgroup_left_bytes
+from bridge.core.memory import available_bytes, cgroup_left_bytes
 from bridge.errors import AttachError
 
 ALIGNMENT_BYTES = 256

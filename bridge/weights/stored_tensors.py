@@ -1,6 +1,6 @@
 """What a file of safetensors says about its tensors, compared with what it has to hold; no tensor is read.
 
-Not covered: writing and reading the tensors themselves (`model_folder.py`, `bridge/training/trainer_state.py`).
+Not covered: writing and reading the tensors themselves (`model_folder.py`, `bridge/run/trainer_state.py`).
 """
 
 from collections.abc import Mapping

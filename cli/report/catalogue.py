@@ -6,14 +6,13 @@ Not covered: making charts of it (`charts.py`).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bridge.types import HEALTHY_NATS
 from cli.report.drawing import Band, Scale
 from cli.report.events import STEP_SECONDS, Column
 from cli.report.record import Run
 
 Curves = Callable[[Run], Mapping[str, Column]]
 """What a run has to draw: name of each line -> one number a step."""
-HEALTHY_NATS = (0.013, 0.024)
-"""As `bridge/loss/mismatch.py` has it, which would load torch."""
 BINS = ("< 0.001", "to 0.003", "to 0.01", "to 0.03", "to 0.1", "to 0.3", "to 1 nat", "more")
 """The bins of `logprob_diff_histogram`."""
 

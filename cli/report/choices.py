@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
-from bridge.choices import Config, flag
 from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config, flag
 
 PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that say where, not what: two runs always differ in them."""
@@ -61,24 +59,19 @@ def _split(config: Mapping[str, Any], cls: type[Config]) -> tuple[list[Choice], 
     changed: list[Choice] = []
     unchanged: list[Choice] = []
     for name, value in config.items():
-        choice = _choice(name, value, config, cls)
+        choice = _choice(name, value, cls)
         (unchanged if choice.value == choice.default else changed).append(choice)
     return changed, unchanged
 
 
-def _choice(name: str, value: object, config: Mapping[str, Any], cls: type[Config]) -> Choice:
-    known = cls.model_fields.get(name)
+def _choice(name: str, value: object, cls: type[Config]) -> Choice:
+    known = cls.choices()[name].info if name in cls.choices() else None
     if known is None:
         return Choice(
             flag=flag(name), value=written(value), default="", about="This version of Bridge does not know it."
         )
-    default = "" if known.is_required() else written(_plain(_default(known, config)))
+    default = "" if known.is_required() else written(_plain(known.default))
     return Choice(flag=flag(name), value=written(value), default=default, about=known.description or "")
-
-
-def _default(known: FieldInfo, config: Mapping[str, Any]) -> object:
-    """Return a field's default, which may follow from the other choices."""
-    return known.get_default(call_default_factory=True, validated_data=dict(config))
 
 
 def _plain(default: object) -> object:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.core import atomic_file
 from bridge.errors import UsageError
-from bridge.files import atomic_file
-from bridge.files.run_directory import REPORT
+from bridge.run.run_directory import REPORT
 from cli import console
 from cli.options import Json
 

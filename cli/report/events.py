@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
 
-from bridge import private
-from bridge.files.run_directory import RunDirectory
+from bridge.core import private
+from bridge.run.run_directory import RunDirectory
 
 Column = Sequence[float | None]
 """One number a step; None where it is missing or not finite."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge import __version__
-from bridge.files.run_directory import RunDirectory
+from bridge.run.run_directory import RunDirectory
 from cli.report import catalogue, charts, choices, curves, results, samples, wording
 from cli.report.curves import last
 from cli.report.drawing import Chart

@@ -12,11 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bridge import private
+from bridge.config import ServeConfig, TrainConfig
+from bridge.core import claim, private
 from bridge.errors import UsageError
-from bridge.files import claim
-from bridge.files.run_directory import RunDirectory
-from bridge.training.metrics import StepMetrics
+from bridge.run.metrics import StepMetrics
+from bridge.run.run_directory import RunDirectory
 from cli.report import events
 from cli.report.events import Column, Event
 from cli.report.lines import number, objects, parsed
@@ -86,8 +86,9 @@ def read(path: Path) -> Run:
     columns = _columns([rows[step] for step in steps])
     notes += _gaps(rows.values())
     held_out = {row["step"]: row for row in objects(files.evaluations, notes) if _is_evaluation(row)}
-    config, summary = private.shown(_document(files.config, notes)), _document(files.summary, notes)
-    server = private.shown(_document(files.server_config, []))
+    config = private.shown(TrainConfig.written(_document(files.config, notes)))
+    summary = _document(files.summary, notes)
+    server = private.shown(ServeConfig.written(_document(files.server_config, [])))
     notes += _absences(files, config, len(held_out))
     return Run(
         path=path, steps=steps, columns=columns, config=config, server=server,

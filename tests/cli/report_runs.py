@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files.run_directory import RunDirectory, to_json, write_json
-from bridge.training.metrics import StepMetrics, Summary
+from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.run_directory import RunDirectory, to_json, write_json
 
 PROBLEMS = (
     ("A baker fills {a} trays with {b} rolls each, and sells all but {c}. How many rolls are sold?", "{a} * {b} - {c}"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory, write_json
+from bridge.run.run_directory import RunDirectory, write_json
 from cli import compare
 from cli.compare import Agreement, Row
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from bridge.checks import facts
 from bridge.checks.result import Check, failed, passed, skipped, warned
-from bridge.weights import manifest as manifests
+from bridge.server import manifest as manifests
 from cli import console, doctor, examination
 from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
 

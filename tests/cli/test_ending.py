@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.training import checkpoint
-from bridge.training.checkpoint import Progress
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Progress
+from bridge.run.run_directory import RunDirectory
 from cli import ending
 from tests.cli.test_run_directory import metrics
 
@@ -31,7 +31,7 @@ def save(run: RunDirectory, step: int) -> None:
 
 
 def told(run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> list[str]:
-    config = TrainConfig(model_name="m", training_steps=9)
+    config = TrainConfig.of(model_name="m", training_steps=9)
     with contextlib.suppress(KeyboardInterrupt, RuntimeError), ending.told(run, config):
         if error:
             raise error

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from bridge.core.interrupt import deferred_interrupt
+from bridge.core.process import ProcessIdentity
 from bridge.errors import ServerUnreachableError, UnsupportedModelError, UsageError
-from bridge.interrupt import deferred_interrupt
 from bridge.modes.mode import Engine
-from bridge.process import ProcessIdentity
 from cli import children, watchdog
 from cli.engine import ServedEngine
 from cli.health import Address

@@ -22,7 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
-from bridge.training.metrics import StepMetrics
+from bridge.run.metrics import StepMetrics
 from bridge.types import Message
 from cli import chart, console, live, panel, steps, visible
 from tests.cli.test_run_directory import evaluation, group, metrics

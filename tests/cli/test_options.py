@@ -1,5 +1,4 @@
 import inspect
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bridge import borrowed
-from bridge.choices import Config
-from bridge.config import FeedConfig, ServeConfig, TrainConfig
+from bridge.config import FeedConfig, ServeConfig, TrainConfig, borrowed
+from bridge.config.choices import Config
 from bridge.errors import UsageError
 from cli import options
 from cli.options import from_config
@@ -19,7 +17,7 @@ from cli.options import from_config
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (ServeConfig, TrainConfig):
-        for name in cls.model_fields:
+        for name in cls.choices():
             monkeypatch.delenv(f"BRIDGE_{name.upper()}", raising=False)
 
 
@@ -52,7 +50,7 @@ def test_every_field_is_one_shown_flag_in_a_panel(configs: tuple[type[Config], .
     declared = [p.annotation.__metadata__[0] for p in inspect.signature(built).parameters.values()]
     shown = {declaration for option in declared if not option.hidden for declaration in option.param_decls or ()}
     shown |= {option.default for option in declared if not option.hidden}
-    for name, field in ((n, f) for cls in configs for n, f in cls.model_fields.items()):
+    for name, field in ((key, choice.info) for cls in configs for key, choice in cls.choices().items()):
         others = (name, *options._synonyms(name, configs))
         assert any("--" + other.replace("_", "-") in shown for other in others), name
         assert field.description, f"{name} has no docstring"
@@ -98,8 +96,7 @@ def test_a_learning_rate_that_nobody_wrote_is_the_modes(
     def rate(*arguments: str) -> float:
         (config,) = parse("--model", "m", *arguments)
         assert isinstance(config, TrainConfig)
-        assert json.loads(config.model_dump_json())["lr"] == config.lr
-        return config.lr
+        return config.learning_rate
 
     assert rate("--weight-bridge-mode", mode) == lr
     for written in (1e-6, 1e-5, 0.1):
@@ -170,7 +167,7 @@ def test_all_faults_are_told_at_once_and_by_the_place_they_came_from(monkeypatch
 def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
     toml = tmp_path / "c.toml"
     toml.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UsageError, match=r"c\.toml is no TOML"):
+    with pytest.raises(UsageError, match=r"c\.toml is not valid TOML"):
         parse("--model", "m", "--config", str(toml))
 
 
@@ -208,8 +205,8 @@ def test_a_name_of_others_works_in_every_place_and_contradicts_ours(
 
 @pytest.mark.parametrize("cls", [ServeConfig, FeedConfig, TrainConfig])
 def test_every_name_of_others_is_of_a_choice_and_none_is_ours_already(cls: type[Config]) -> None:
-    assert set(cls.aliases.values()) <= set(cls.model_fields)
-    assert not cls.aliases.keys() & {*cls.model_fields, *cls.synonyms}
+    assert set(cls.aliases.values()) <= set(cls.choices())
+    assert not cls.aliases.keys() & {*cls.choices(), *cls.synonyms}
     assert not borrowed.HINTS.keys() & set(cls.names())
 
 
@@ -238,3 +235,39 @@ def test_a_variable_of_another_command_or_without_a_value_is_none_of_ours(monkey
         monkeypatch.setenv(f"BRIDGE_{name}", value)
     (config,) = parse("--model", "m", configs=(ServeConfig,))
     assert isinstance(config, ServeConfig)
+
+
+def test_toml_takes_tables_and_the_flat_form_alike(tmp_path: Path) -> None:
+    flat, tables = tmp_path / "flat.toml", tmp_path / "tables.toml"
+    flat.write_text('mode = "lora_only"\nloss = "gspo"\nlr = 1e-4\nlora_r = 4\neval_samples = 2\n')
+    tables.write_text(
+        'mode = "lora_only"\n[loss]\nname = "gspo"\n[optimizer]\nlr = 1e-4\n[lora]\nr = 4\n[evaluation]\nsamples = 2\n'
+    )
+    one, other = (parse("--model-name", "m", "--config", str(path)) for path in (flat, tables))
+    assert one == other
+    assert isinstance(one[0], TrainConfig)
+    assert (one[0].loss.name, one[0].optimizer.lr, one[0].lora.r, one[0].evaluation.samples) == ("gspo", 1e-4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimizer]\nlearn_rate = 1", r"learn_rate in \[optimizer\] of .*: there is no such choice"),
+        ("[optimizer]\nlr = -1", r"lr in \[optimizer\] of .*: must be greater than 0, found -1"),
+        ("[optimiser]\nlr = 1", r"optimiser in .*: there is no such choice"),
+    ],
+)
+def test_a_fault_in_a_table_names_the_table(tmp_path: Path, text: str, message: str) -> None:
+    toml = tmp_path / "c.toml"
+    toml.write_text(text + "\n")
+    with pytest.raises(UsageError, match=message):
+        parse("--model-name", "m", "--config", str(toml))
+
+
+def test_what_a_person_wrote_stands_beside_what_was_derived() -> None:
+    chosen = TrainConfig.of(model_name="m", batch_size=16)
+    document = chosen.document(chosen.changed(max_new_tokens=64, lr=1e-6))
+    assert (document["rollouts"]["batch_size"], document["sampling"]["max_new_tokens"]) == (16, None)
+    assert document["derived"] == {"max_new_tokens": 64, "lr": 1e-6}
+    assert TrainConfig.written(document)["max_new_tokens"] == 64
+    assert TrainConfig.written({"model_name": "m", "lr": 3e-6})["lr"] == 3e-6  # as earlier versions wrote it

@@ -233,8 +233,8 @@ def test_the_smallest_gpu_here_is_planned_for_with_the_memory_of_this_host(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [180 * 2**30, 80 * 2**30])
-    monkeypatch.setattr("bridge.checks.memory.available_bytes", lambda: 64 * 2**30)
-    monkeypatch.setattr("bridge.checks.memory.cgroup_left_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: 100 * 2**30)
     document = planned(capsys, "--model", model("7B", tmp_path))
     assert document["gpu_gib"] == 80
     offloaded = row_of(document, "shared_vllm", "adamw, offloaded")

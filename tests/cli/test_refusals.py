@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from bridge.config import FeedConfig, ServeConfig
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import Manifest
+from bridge.core.process import ProcessIdentity
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import Status
 from cli import children
 from cli.main import answer
 from cli.serve import free_port
@@ -243,9 +243,9 @@ def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, e
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--rollouts", "atropos", "--environment", "gsm8k"), "--environment means nothing with --rollouts atropos"),
-        (("--rollouts", "atropos", "--reward", "math"), "--reward means nothing with --rollouts atropos"),
-        (("--atropos-url", "http://a:1"), "--atropos-url means nothing with --rollouts environment, only with atropos"),
+        (("--rollouts", "atropos", "--environment", "gsm8k"), "--environment has no effect with --rollouts atropos"),
+        (("--rollouts", "atropos", "--reward", "math"), "--reward has no effect with --rollouts atropos"),
+        (("--atropos-url", "http://a:1"), "--atropos-url has no effect with --rollouts environment, only with atropos"),
     ],
 )
 def test_a_choice_that_nothing_would_come_of_is_refused(bridge: Bridge, flags: tuple[str, ...], told: str) -> None:
@@ -329,7 +329,9 @@ def test_a_host_that_is_one_passes(host: str) -> None:
     assert ServeConfig(model="m", host=host).host == host
     bracketed = f"[{host}]" if ":" in host else host
     if "%" not in host:
-        assert FeedConfig(model_name="m", server_url=f"http://{bracketed}:1,http://b").server_url.endswith(",http://b")
+        assert FeedConfig.of(model_name="m", server_url=f"http://{bracketed}:1,http://b").server_url.endswith(
+            ",http://b"
+        )
 
 
 def test_a_server_that_does_not_answer_is_unreachable(bridge: Bridge, exported: Manifest) -> None:
@@ -359,9 +361,9 @@ TOY_VLLM = """
 import json, subprocess, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
-from bridge.weights import manifest
+from bridge.core.process import ProcessIdentity
+from bridge.server.protocol import Status
+from bridge.server import manifest
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, as_json

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from bridge.files import claim
-from bridge.files.run_directory import RunDirectory, to_json
-from bridge.loss.mismatch import HEALTHY, HISTOGRAM_EDGES
+from bridge.core import claim
+from bridge.run.run_directory import RunDirectory, to_json
 from cli import main
-from cli.report import catalogue, choices, record
+from cli.report import record
 from cli.report.command import names
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
@@ -82,13 +81,6 @@ def test_the_page_of_a_whole_run_has_every_section_and_chart(tmp_path: Path) -> 
     for told in ("Qwen/Qwen2.5-7B-Instruct", "shared_vllm", "--lr", "2e-06", "0 bytes", "finished", "step 30"):
         assert told in page.text
     assert "KL from the reference, nats: 0" in page.text
-
-
-@pytest.mark.parametrize(("lr", "chosen"), [(1e-5, False), (1e-6, True)])
-def test_a_learning_rate_is_compared_with_that_of_its_mode(lr: float, chosen: bool) -> None:
-    changed, unchanged = choices.of_training({"mode": "lora_only", "lr": lr})
-    (found,) = [choice for choice in (changed if chosen else unchanged) if choice.flag == "--lr"]
-    assert (found.value, found.default) == (str(lr), "1e-05")
 
 
 def test_every_chart_is_labelled_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
@@ -351,13 +343,6 @@ def test_a_report_loads_no_torch(tmp_path: Path) -> None:
     given = ["report", str(run.path)]
     code = f"import sys; from cli.main import answer; answer({given!r}); sys.exit('torch' in sys.modules)"
     assert run_python(code).returncode == 0
-
-
-def test_the_healthy_range_and_the_bins_are_those_of_the_loss() -> None:
-    assert " to ".join(map(str, catalogue.HEALTHY_NATS)) == HEALTHY
-    edges = [str(edge).removesuffix(".0") for edge in HISTOGRAM_EDGES]
-    assert [name.split()[1] for name in catalogue.BINS[:-1]] == [edges[0], *edges[1:]]
-    assert len(catalogue.BINS) == len(HISTOGRAM_EDGES) + 1
 
 
 def test_the_holder_of_a_claim_is_told_by_its_folder(tmp_path: Path) -> None:

@@ -23,14 +23,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
-from bridge.process import ProcessIdentity
-from bridge.training import checkpoint
-from bridge.training.checkpoint import Progress
-from bridge.weights import fence, model_folder
-from bridge.weights import manifest as manifests
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Progress
+from bridge.server import fence
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
-from bridge.weights.manifest import Manifest
 from cli.main import answer
 from patches import routes
 from patches.server_fence import Phase, ServerFence
@@ -487,7 +488,7 @@ def test_an_adapter_of_a_larger_model_is_refused_before_the_pause(bridge: Bridge
     larger = tiny.llama()
     larger.hidden_size = 256
     model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
-    config = TrainConfig(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
+    config = TrainConfig.of(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
     (bridge.folder / "adapter_step_3").mkdir()
     Adapter(model, config).save(bridge.folder / "adapter_step_3")
     assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]

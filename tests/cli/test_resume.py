@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
+from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory
-from bridge.training import checkpoint
-from bridge.training.checkpoint import Found, Progress
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Found, Progress
+from bridge.run.run_directory import RunDirectory
 from cli import train
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.test_claim import held
@@ -190,7 +190,7 @@ def test_what_bears_another_name_is_in_nobodys_way(place: Place) -> None:
 def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_directory(
     place: Place, damaged: bool
 ) -> None:
-    RunDirectory(place.mine).write_config(TrainConfig(model_name="m", save_path=Path("saved")))
+    RunDirectory(place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
     if damaged:
         cut(place.save(3))
     opened = place.open(resume=True, run_dir=place.mine)
@@ -206,7 +206,7 @@ def test_a_run_that_went_on_elsewhere_and_was_killed_there_goes_on_there(place: 
     place.save(4)
     other = place.open(resume=True, run_dir=Path("other"))
     assert other.told[0] == f"other begins at step 5: what came before is in {place.mine}"
-    other.run.write_config(TrainConfig(model_name="m", save_path=Path("saved")))
+    other.run.write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
     other.run.append(metrics(5))
     again = place.open(resume=True, run_dir=Path("other"))
     assert again.run.path == Path("other")
@@ -317,7 +317,7 @@ def test_a_newer_run_that_cannot_be_resumed_is_passed_over_and_told(runs: Runs) 
 
 
 def test_a_run_of_before_whose_checkpoints_lie_elsewhere_is_resumed_too(runs: Runs) -> None:
-    RunDirectory(runs.place.mine).write_config(TrainConfig(model_name="m", save_path=Path("saved")))
+    RunDirectory(runs.place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
     newest = runs.place.save(4)
     opened = runs.resumed()
     assert opened.found is not None

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from bridge import api_key
 from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.files import mark
-from bridge.files.run_directory import RunDirectory
-from bridge.training import loop
-from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.reporting import Reporter
+from bridge.run import loop
+from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.reporting import Reporter
+from bridge.run.run_directory import RunDirectory
+from bridge.server import api_key
 from cli import compare, demo, run, steps, train, verify
 from cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
@@ -33,14 +33,14 @@ def command(tmp_path: Path, *, host: str = "127.0.0.1", shares_weights: bool = T
 
 
 def test_the_trainer_is_pointed_at_the_server_that_was_started(tmp_path: Path) -> None:
-    train = run.attached_to(TrainConfig(model_name="m"), command(tmp_path, host="0.0.0.0"))
+    train = run.attached_to(TrainConfig.of(model_name="m"), command(tmp_path, host="0.0.0.0"))
     assert (train.vllm_host, train.vllm_port) == ("127.0.0.1", 9009)
-    assert train.vllm_config_path == tmp_path / "manifest.json"
+    assert train.server.config_path == tmp_path / "manifest.json"
 
 
 def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> None:
-    train = run.attached_to(TrainConfig(model_name="m", mode="none"), command(tmp_path, shares_weights=False))
-    assert (train.server_url(), train.vllm_config_path) == ("http://127.0.0.1:9009", None)
+    train = run.attached_to(TrainConfig.of(model_name="m", mode="none"), command(tmp_path, shares_weights=False))
+    assert (train.server.url(), train.server.config_path) == ("http://127.0.0.1:9009", None)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_a_server_that_is_only_restarted_is_the_stock_one(choices: dict[str, str
 
 
 def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    serve, lora = ServeConfig(model="m"), TrainConfig(model_name="m", mode="lora_only", lora_r=12)
+    serve, lora = ServeConfig(model="m"), TrainConfig.of(model_name="m", mode="lora_only", lora_r=12)
     assert run.for_adapters(serve, lora).max_lora_rank == 12
     assert "--max-lora-rank 12: the rank of --lora-r" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--max-lora-rank 8 is less than --lora-r 12"):
         run.for_adapters(serve.model_copy(update={"max_lora_rank": 8}), lora)
     larger = serve.model_copy(update={"max_lora_rank": 64})
     assert run.for_adapters(larger, lora).max_lora_rank == 64
-    assert run.for_adapters(serve, TrainConfig(model_name="m")).max_lora_rank is None
+    assert run.for_adapters(serve, TrainConfig.of(model_name="m")).max_lora_rank is None
     assert capsys.readouterr().err == ""
 
 
@@ -116,7 +116,7 @@ def test_the_data_of_a_run_are_its_steps_its_evaluations_and_what_it_came_to(
 
     monkeypatch.setattr(loop, "train", trained)
     folder = RunDirectory.create(tmp_path / "run", environment="letters")
-    config = TrainConfig(model_name="m", rollouts="atropos", tensorboard=False)
+    config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
     assert train.train_in(folder, config, None, as_json=True) is came_to
     out, err = capfd.readouterr()
     first, second, last = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
@@ -162,7 +162,7 @@ def a_model(folder: Path) -> None:
 
 
 def a_run(folder: Path) -> None:
-    RunDirectory.create(folder, environment="math").write_config(TrainConfig(model_name="m"))
+    RunDirectory.create(folder, environment="math").write_config(TrainConfig.of(model_name="m"))
 
 
 def a_demo_with_a_thesis(folder: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
+from bridge.core import json_lines, mark
 from bridge.errors import UsageError
-from bridge.files import json_lines, mark
-from bridge.files.run_directory import RunDirectory
-from bridge.training.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group, Message, Unscored
 
 FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]
@@ -56,9 +56,9 @@ def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
 
 def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, environment="arithmetic")
-    config = TrainConfig(model_name="m", save_path=tmp_path / "saved")
+    config = TrainConfig.of(model_name="m", save_path=tmp_path / "saved")
     run.write_config(config)
-    assert TrainConfig.model_validate(json.loads(run.config.read_text())) == config
+    assert TrainConfig.of(**run.choices()) == config
     assert [path for path in tmp_path.iterdir() if path.name != mark.NAME] == [run.config]
 
 
@@ -91,7 +91,7 @@ def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> No
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     run = RunDirectory.create(tmp_path, environment="arithmetic")
-    run.write_config(TrainConfig(model_name="m"))
+    run.write_config(TrainConfig.of(model_name="m"))
     assert RunDirectory.create(tmp_path, environment="arithmetic").path == tmp_path
 
 
@@ -261,7 +261,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_its_room(tmp_path: Pa
         lambda: run.note("the server died"),
         lambda: run.append_rollouts(1, [group("4")]),
         lambda: run.append_evaluation(evaluation(1)),
-        lambda: run.write_config(TrainConfig(model_name="m" * 100)),
+        lambda: run.write_config(TrainConfig.of(model_name="m" * 100)),
     ]
     paths = (run.metrics, run.events, run.rollouts, run.evaluations, run.config)
     for write, path in zip(writes, paths, strict=True):

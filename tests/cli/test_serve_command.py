@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bridge.config import ServeConfig
+from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
-from bridge.process import ProcessIdentity, boot_id
-from bridge.weights import manifest
-from bridge.weights.manifest import Manifest
-from bridge.weights.shard import SharedMemoryHandle, View
+from bridge.server import manifest
+from bridge.server.manifest import Manifest
+from bridge.server.shard import SharedMemoryHandle, View
 from cli import accelerator, serve, vllm_flags
 from cli.server_command import ServerCommand
 from patches import compatibility

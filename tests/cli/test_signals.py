@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
+from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
 from cli.serve import free_port
 from cli.signals import Ending, Surviving
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM

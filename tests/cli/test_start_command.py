@@ -19,7 +19,9 @@ FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 
 
 def config(command: str, port: int | None = None, model: str = "first") -> TrainConfig:
-    return TrainConfig(model_name=model, mode="none", start_command=command, vllm_port=port or free_port("127.0.0.1"))
+    return TrainConfig.of(
+        model_name=model, mode="none", start_command=command, vllm_port=port or free_port("127.0.0.1")
+    )
 
 
 def fake(*flags: str) -> TrainConfig:

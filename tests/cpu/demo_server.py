@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.client import BridgeClient
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.training import loop
-from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.reporting import Listener
-from bridge.weights import fence, manifest, model_folder
+from bridge.run import loop
+from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from cli import demo_model
 from cli.engine import ServedEngine
@@ -47,7 +48,7 @@ class DemoServer:
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
         run = RunDirectory.create(folder / "run", environment=config.environment)
-        return loop.train(config, registry.load(config), run, Listener(report))
+        return loop.train(config, registry.load(config.task), run, Listener(report))
 
 
 @contextmanager

@@ -22,11 +22,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bridge.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError
-from bridge.protocol import Status
-from bridge.verify import logprob_diffs
-from bridge.weights import fence
+from bridge.server import fence
+from bridge.server.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.server.protocol import Status
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny
@@ -59,7 +59,7 @@ class Accident:
 BRIDGE = "from cli.main import main; main()"
 HUNG_UP_WHILE_IT_WRITES = f"""
 import os, signal
-from bridge.training.learner import Learner
+from bridge.learn.learner import Learner
 
 write, written = Learner.write, 0
 
@@ -76,8 +76,8 @@ Learner.write = write_half_and_hang_up
 PAUSES = """
 import sys
 from pathlib import Path
-from bridge.client import BridgeClient
-from bridge.weights import manifest
+from bridge.server.client import BridgeClient
+from bridge.server import manifest
 
 with BridgeClient(manifest.load(Path(sys.argv[1])), timeout_s=600) as client:
     print("ready", flush=True)

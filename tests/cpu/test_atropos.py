@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from bridge.client import BridgeClient
+from bridge.server.client import BridgeClient
 from cli import children
 from cli.serve import free_port
 from tests import scenarios

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import UnsupportedModelError
-from bridge.weights.manifest import MANIFEST_NAME
+from bridge.server.manifest import MANIFEST_NAME
 from cli.serve import free_port
 from tests import family_proof, family_results, scenarios
 from tests.models import tiny

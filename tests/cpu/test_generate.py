@@ -17,13 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge import api_key
-from bridge.client import BridgeClient
 from bridge.modes.handover import opened, unload_earlier
-from bridge.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_HEADER
 from bridge.rollouts.distribution import WHOLE
+from bridge.server import api_key, fence
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_HEADER
 from bridge.types import Completion, Group
-from bridge.weights import fence
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.training import checkpoint
+from bridge.run import checkpoint
 from tests import disturbed, scenarios
 from tests.cpu.test_restore import different, mean_difference, status, whole_model
 from tests.disturbed import UNDISTURBED, Disturbance
@@ -42,8 +42,8 @@ class Numbered:
 COMMAND = "\nfrom cli.main import main; main()"
 PRELUDE = f"""
 import os, resource, signal
-from bridge.files.run_directory import RunDirectory
-from bridge.training import checkpoint
+from bridge.run.run_directory import RunDirectory
+from bridge.run import checkpoint
 
 STEP = {KILLED_IN_STEP}
 

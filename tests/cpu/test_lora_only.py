@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge.client import BridgeClient
 from bridge.config import ServeConfig
-from bridge.protocol import Status
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import Status
 from cli.engine import ServedEngine
 from cli.serve import free_port
 from cli.server_command import ServerCommand

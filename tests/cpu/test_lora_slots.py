@@ -14,14 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge.client import BridgeClient
+from bridge.checks.verify import NEW_TOKENS, NUM_SAMPLES, logprob_diffs, sample, verify
 from bridge.errors import AttachError
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
+from bridge.server import fence
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.shard import AnyHandle, SharedMemoryHandle
 from bridge.types import Group
-from bridge.verify import NEW_TOKENS, NUM_SAMPLES, logprob_diffs, sample, verify
-from bridge.weights import fence, shared_memory
-from bridge.weights.shard import AnyHandle, SharedMemoryHandle
+from bridge.weights import shared_memory
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer

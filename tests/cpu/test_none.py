@@ -13,15 +13,15 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from bridge.checks.verify import NEW_TOKENS, sample
 from bridge.config import ServeConfig, TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
-from bridge.training import loop
-from bridge.training.metrics import StepMetrics
-from bridge.training.reporting import Listener
+from bridge.run import loop
+from bridge.run.metrics import StepMetrics
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
 from bridge.types import Group
-from bridge.verify import NEW_TOKENS, sample
 from cli.engine import ServedEngine
 from cli.serve import free_port
 from cli.server_command import ServerCommand
@@ -84,12 +84,12 @@ def test_a_stock_server_is_another_process_after_each_step_and_serves_what_was_t
         def report(_: StepMetrics) -> None:
             pids.append(server.engine.pid)
 
-        config = TrainConfig(
+        config = TrainConfig.of(
             model_name=str(model), mode="none", training_steps=3, save_interval=1, batch_size=64, group_size=8, lr=3e-3,
             max_new_tokens=16, vllm_port=server.port, save_path=tmp_path / "saved", environment=ENVIRONMENT,
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="vowels")
-        summary = loop.train(config, registry.load(config), run, Listener(report), engine=server.engine)
+        summary = loop.train(config, registry.load(config.task), run, Listener(report), engine=server.engine)
         scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, server.sample(), device="cpu")
     assert len({*pids}) == 3, pids
     steps = scenarios.metrics(tmp_path / "run")

@@ -12,16 +12,16 @@ import httpx
 import pytest
 import torch
 
-from bridge.client import BridgeClient
+from bridge.checks.verify import NUM_SAMPLES, logprob_diffs
 from bridge.errors import AttachError
-from bridge.protocol import VERSION_HEADER, Element, InFlight
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
+from bridge.server import fence
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes
+from bridge.server.protocol import VERSION_HEADER, Element, InFlight
 from bridge.types import Group
-from bridge.verify import NUM_SAMPLES, logprob_diffs
-from bridge.weights import fence
 from bridge.weights.attach import attach
-from bridge.weights.fence import FenceTimes
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer

@@ -21,10 +21,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bridge.client import BridgeClient
-from bridge.protocol import Status
+from bridge.checks.verify import logprob_diffs
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import Status
 from bridge.types import Group
-from bridge.verify import logprob_diffs
 from bridge.weights.attach import attach
 from tests import disturbed, scenarios
 from tests.disturbed import Disturbance

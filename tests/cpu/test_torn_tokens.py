@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge.protocol import InFlight
+from bridge.server.protocol import InFlight
 from tests import torn_tokens
 from tests.models import tiny
 from tests.torn_tokens import Alternation, Load

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import _gpu_memory
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
-from bridge.training import loop
-from bridge.training.reporting import Listener
+from bridge.run import loop
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
 from environments import registry
 from tests import scenarios
 from tests.held_memory import LIMIT_MIB, Memory
@@ -34,12 +34,12 @@ def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
     with scenarios.served(model, tmp_path / "server") as server:
         on_gpu = {"gpu": device_bytes, "trainer reserved": torch.cuda.memory_reserved}
         memory = Memory(psutil.Process(server.child.process.pid), on_gpu)
-        choices = TrainConfig(
+        choices = TrainConfig.of(
             model_name=str(model), vllm_config_path=server.path, training_steps=STEPS, lr=LEARNING_RATE,
             environment=f"{scenarios.ENVIRONMENT}:Vowels", max_new_tokens=16, save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment=choices.environment)
-        loop.train(choices, registry.load(choices), run, Listener(lambda step: memory.hear(step, every=EVERY)))
+        loop.train(choices, registry.load(choices.task), run, Listener(lambda step: memory.hear(step, every=EVERY)))
     growth = memory.growth(since=WARM_UP)
     print("growth in MiB", growth, "updates", memory.num_updates)  # noqa: T201  pytest -s shows what was found
     assert memory.num_updates > 0.9 * STEPS  # or little was left to learn, and little was done

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge.client import BridgeClient
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
-from bridge.weights import fence
+from bridge.run.run_directory import RunDirectory
+from bridge.server import fence
+from bridge.server.client import BridgeClient
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -40,7 +40,7 @@ def test_cuda_graphs_are_on(llama: LiveServer) -> None:
 
 
 def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, tmp_path: Path) -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         model_name=llama.manifest.model, mode="lora_only", lora_r=scenarios.LORA_RANK, vllm_config_path=llama.path
     )
     mode = LoraOnly(config, RunDirectory.create(tmp_path / "run", environment="vowels"))

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bridge.client import BridgeClient
+from bridge.checks.verify import bytes_allocated
 from bridge.errors import AttachError
-from bridge.protocol import VERSION_HEADER
-from bridge.verify import bytes_allocated
-from bridge.weights import fence, manifest
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import VERSION_HEADER
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.models import tiny

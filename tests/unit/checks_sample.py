@@ -3,9 +3,9 @@
 from typing import Any
 
 from bridge.checks.facts import CudaState, Facts, Gpu, TorchBuild
-from bridge.process import ProcessIdentity, boot_id
-from bridge.weights.manifest import Manifest
-from bridge.weights.shard import CudaHandle, SharedMemoryHandle, View
+from bridge.core.process import ProcessIdentity, boot_id
+from bridge.server.manifest import Manifest
+from bridge.server.shard import CudaHandle, SharedMemoryHandle, View
 
 GIB = 2**30
 UUID = "GPU-11111111-2222-3333-4444-555555555555"

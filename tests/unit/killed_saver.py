@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from bridge.errors import CheckpointError
-from bridge.training import checkpoint
-from bridge.training.checkpoint import Progress
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Progress
 
 KILLS = 20
 FILES = {"model.safetensors": 500_000, "config.json": 200, "optimizer/optimizer-00001-of-00001.safetensors": 1_000_000}

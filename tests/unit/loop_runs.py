@@ -16,17 +16,19 @@ from torch.nn import functional
 
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError
-from bridge.files.run_directory import RunDirectory
-from bridge.modes.mode import Engine, OpenedModel
+from bridge.modes.mode import Engine
 from bridge.passes import preparation
-from bridge.rollouts.endpoint import Endpoint
-from bridge.training import checkpoint, data, loop
-from bridge.training.metrics import StepMetrics, Summary
-from bridge.training.reporting import Listener
+from bridge.rollouts import data
+from bridge.run import checkpoint, loop
+from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, interruptible
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
-from bridge.weights.fence import FenceTimes, interruptible
+from bridge.weights.opened_model import OpenedModel
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, serving

@@ -8,8 +8,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bridge.process import ProcessIdentity
-from bridge.protocol import FenceState, Refusal, Status, Written
+from bridge.core.process import ProcessIdentity
+from bridge.server.protocol import FenceState, Refusal, Status, Written
 from tests.unit.checks_sample import dead_server
 from tests.unit.http_server import Answer, Asked, as_json
 from tests.unit.toy_server import ToyServer

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from bridge.protocol import COMPLETIONS, VERSION_HEADER
+from bridge.server.protocol import COMPLETIONS, VERSION_HEADER
 from tests.unit.http_server import Answer, Answers, Asked, as_json
 
 PROTOCOL = {

@@ -20,9 +20,9 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from bridge.process import ProcessIdentity
-from bridge.protocol import COMPLETIONS, CompletionsRequest, InFlight
-from bridge.weights import manifest as manifests
+from bridge.core.process import ProcessIdentity
+from bridge.server import manifest as manifests
+from bridge.server.protocol import COMPLETIONS, CompletionsRequest, InFlight
 from bridge.weights.digest import digest
 from cli import children
 from patches import routes

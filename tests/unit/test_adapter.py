@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from bridge.client import BridgeClient
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
-from bridge.process import ProcessIdentity
-from bridge.protocol import AdapterSlot, Refusal, Status
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import AdapterSlot, Refusal, Status
 from patches import routes
 from patches.adapter import AdapterClaim, ServedAdapter
 from patches.server_fence import ServerFence

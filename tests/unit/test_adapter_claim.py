@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from bridge.process import ProcessIdentity
-from bridge.protocol import ADAPTER, TOKEN_HEADER
+from bridge.core.process import ProcessIdentity
+from bridge.server.protocol import ADAPTER, TOKEN_HEADER
 from patches import routes
 from patches.adapter import AdapterClaim
 from patches.admission import Rules

@@ -9,8 +9,8 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.loss.advantages import samples, with_advantages
-from bridge.loss.policy_loss import LOSSES, LossSpec
+from bridge.learn.advantages import samples, with_advantages
+from bridge.learn.policy_loss import LOSSES, LossSpec
 from bridge.passes.samples import Sample
 from bridge.types import Completion, FinishReason, Group
 

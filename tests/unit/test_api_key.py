@@ -7,12 +7,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bridge import api_key
 from bridge.atropos import asked, registration
-from bridge.client import BridgeClient
 from bridge.errors import UsageError
 from bridge.modes import handover
-from bridge.rollouts.endpoint import Endpoint
+from bridge.server import api_key
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
 from cli.health import Address
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
@@ -22,7 +22,7 @@ from tests.unit.test_rollouts import sampled
 KEY = "the key"
 ROOT = Path(__file__).parents[2]
 NO_KEY_NEEDED = {
-    "bridge/client.py": "the manifest's token",
+    "bridge/server/client.py": "the manifest's token",
     "bridge/checks/server.py": "the manifest's token, and /health",
     "bridge/atropos/client.py": "an Atropos API, which must not see the key",
     "patches/exporter.py": "/health",

@@ -11,7 +11,7 @@ import pytest
 from bridge.atropos.experience import AtroposExperience
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.rollouts.endpoint import Endpoint
+from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.atropos_api import LOST, FakeApi, FakeTime, pair, scored

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, ManifestError, UnsupportedModelError, UsageError
 from bridge.optimizers.factory import SplitMasterAdamW
-from bridge.process import ProcessIdentity
+from bridge.server.manifest import Manifest
 from bridge.weights import shared_memory
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.manifest import Manifest
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.toy_server import FILLER, ToyServer

@@ -17,7 +17,7 @@ from benchmarks import _figures, _gpu_memory, _results, _stamped, _trl, _work, t
 from benchmarks._models import make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import TaskConfig
 from environments import registry
 
 TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
@@ -227,7 +227,7 @@ def test_the_rivals_methods_are_timed_and_only_passes_without_gradient_are_old_l
 
 
 def test_the_task_is_an_environment_whose_rewards_differ() -> None:
-    environment = registry.load(RolloutConfig(model_name="-", environment=f"{_work.__file__}:Hashed"))
+    environment = registry.load(TaskConfig(environment=f"{_work.__file__}:Hashed"))
     problems = list(environment)
     assert {len(str(problem["prompt"])) for problem in problems} == {_work.PROMPT_TOKENS}
     assert len({environment.score(problems[0], f"t{n}") for n in range(100)}) == 100

@@ -55,7 +55,7 @@ class Memory:
 
 
 def budget(memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, **choices: Any) -> Budget:
-    config = TrainConfig(model_name="m", temperature=0.7, **choices)
+    config = TrainConfig.of(model_name="m", temperature=0.7, **choices)
     return Budget(trained or model(), config, notes.append, measure=memory.measure, free_bytes=memory.free_bytes)
 
 
@@ -186,7 +186,7 @@ def test_memory_is_short_where_less_fits_than_the_user_asked_for_and_never_on_th
     batch = samples(*(1_000,) * 20)
     assert budget(Memory(4_100, plain=1), [], micro_batch_tokens=5_000).is_short(batch)
     assert not budget(Memory(4_100, plain=1), [], micro_batch_tokens=3_000).is_short(batch)
-    assert not Budget(model(), TrainConfig(model_name="m"), list[str]().append).is_short(batch)
+    assert not Budget(model(), TrainConfig.of(model_name="m"), list[str]().append).is_short(batch)
 
 
 def test_gradients_that_are_there_already_are_not_counted_again() -> None:
@@ -249,12 +249,12 @@ def on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, notes: list[str], **choices: Any
 ) -> Budget:
     """Return the budget on a host with so many MiB available, in a container that allows so many more."""
-    monkeypatch.setattr("bridge.checks.memory.available_bytes", lambda: int(available * MIB))
-    monkeypatch.setattr("bridge.checks.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
+    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: int(available * MIB))
+    monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
     trained = model()
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return Budget(trained, TrainConfig(model_name="m", temperature=0.7, **choices), notes.append)
+    return Budget(trained, TrainConfig.of(model_name="m", temperature=0.7, **choices), notes.append)
 
 
 @pytest.mark.parametrize(("available", "limit"), [(400, None), (400, 10_000), (10_000, 400)])

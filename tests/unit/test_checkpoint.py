@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from bridge.core import whole_folder
 from bridge.errors import CheckpointError, UsageError
-from bridge.files import whole_folder
-from bridge.training import checkpoint
-from bridge.training.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
+from bridge.run import checkpoint
+from bridge.run.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
 from tests.unit.killed_saver import KILLS
 from tests.unit.test_whole_folder import largest_file, names
 

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.checks import child, facts, probe
 from bridge.checks.child import Ended, run_module
-from bridge.process import ProcessIdentity
+from bridge.core.process import ProcessIdentity
 
 
 def as_module(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bridge.checks import manifest as checks
-from bridge.weights import manifest as manifests
+from bridge.server import manifest as manifests
 from tests.unit.checks_sample import UUID, cuda_handle, dead_server, manifest
 
 VERSIONS: dict[str, str | None] = {"bridge": "0.1.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}

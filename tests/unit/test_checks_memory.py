@@ -8,6 +8,7 @@ import pytest
 
 from bridge.checks import memfd, memory
 from bridge.checks.child import Ended
+from bridge.core import memory as host
 
 GIB = 2**30
 
@@ -58,7 +59,7 @@ def test_memory_that_cannot_be_had_fails_and_the_memfd_is_closed() -> None:
 
 def test_available_memory_is_the_kernels_figure(tmp_path: Path) -> None:
     root = fake_root(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:       5 kB\n"})
-    assert memory.available_bytes(root) == 5 * 1024
+    assert host.available_bytes(root) == 5 * 1024
 
 
 def test_a_cgroup_v2_limit_counts_and_its_file_cache_does_not(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_a_cgroup_v2_limit_counts_and_its_file_cache_does_not(tmp_path: Path) ->
         "sys/fs/cgroup/a/b/memory.current": "10\n",
         "sys/fs/cgroup/a/b/memory.stat": "inactive_file 0\n",
     }
-    assert memory.cgroup_left_bytes(fake_root(tmp_path, files)) == 350
+    assert host.cgroup_left_bytes(fake_root(tmp_path, files)) == 350
 
 
 def test_a_cgroup_v1_limit_counts(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_cgroup_v1_limit_counts(tmp_path: Path) -> None:
         f"{folder}/memory.usage_in_bytes": "400",
         f"{folder}/memory.stat": "total_inactive_file 100\n",
     }
-    assert memory.cgroup_left_bytes(fake_root(tmp_path, files)) == 700
+    assert host.cgroup_left_bytes(fake_root(tmp_path, files)) == 700
 
 
 def test_no_limit_is_no_figure(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_no_limit_is_no_figure(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "400",
         "sys/fs/cgroup/memory/memory.stat": "",
     }
-    assert memory.cgroup_left_bytes(fake_root(tmp_path, files)) is None
+    assert host.cgroup_left_bytes(fake_root(tmp_path, files)) is None
 
 
 @pytest.mark.parametrize(
@@ -120,5 +121,5 @@ def test_shm_holds_the_message_queues(free: int | None, status: str) -> None:
 
 
 def test_a_missing_shm_has_no_size(tmp_path: Path) -> None:
-    assert memory.shm_free_bytes(tmp_path / "none") is None
-    assert memory.shm_free_bytes(tmp_path) is not None
+    assert host.shm_free_bytes(tmp_path / "none") is None
+    assert host.shm_free_bytes(tmp_path) is not None

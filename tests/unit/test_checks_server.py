@@ -11,8 +11,8 @@ import pytest
 
 from bridge.checks import server
 from bridge.checks.result import Check
-from bridge.protocol import Finiteness, Lease, Status
-from bridge.weights.manifest import Manifest
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import Finiteness, Lease, Status
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest, shared_memory_handle
 
 

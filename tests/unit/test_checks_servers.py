@@ -13,9 +13,9 @@ from bridge.checks import manifest as checks
 from bridge.checks import port, servers
 from bridge.checks.result import Check
 from bridge.checks.servers import living
+from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError
-from bridge.process import ProcessIdentity
-from bridge.weights import manifest as manifests
+from bridge.server import manifest as manifests
 from cli import verify
 from tests.unit.checks_sample import dead_server, manifest
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from bridge.core import claim
 from bridge.errors import UsageError
-from bridge.files import claim
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from bridge.files import claim
+from bridge.core import claim
 claim.make(Path(sys.argv[1]), what="run directory", flag="--run-dir")
 child = os.fork() if "fork" in sys.argv else os.getpid()
 if child:

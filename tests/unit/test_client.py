@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge import client as client_module
-from bridge.client import BridgeClient
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ManifestError, ServerUnreachableError
-from bridge.process import ProcessIdentity
-from bridge.protocol import Element, Status
+from bridge.server import client as client_module
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import Element, Status
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 

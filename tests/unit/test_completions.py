@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models
 
-from bridge.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from bridge.rollouts import openai_api
 from bridge.rollouts.openai_api import Completions
+from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from patches import completions as completions_route
 from patches import routes
 from patches.generate import CLIENT_GONE

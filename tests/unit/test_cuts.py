@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights.cuts import Copy, join
-from bridge.weights.shard import View
 
 
 def part(of: Tensor, into: Tensor, parameter: str = "w") -> Copy:

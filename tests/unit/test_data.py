@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from bridge.errors import RewardError
-from bridge.training import data
+from bridge.rollouts import data
 from bridge.types import Message, Problem
 from bridge.weights import skeleton
 from tests.models import tiny

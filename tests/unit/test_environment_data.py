@@ -15,8 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from bridge.config import TrainConfig
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 from environments import gsm8k, registry, rows
@@ -29,8 +28,8 @@ OWN = (
 )
 
 
-def config(environment: str, **choices: Any) -> RolloutConfig:
-    return RolloutConfig(model_name="-", environment=environment, **choices)
+def config(environment: str, **choices: Any) -> TaskConfig:
+    return TaskConfig(environment=environment, **choices)
 
 
 def load(environment: str, **choices: Any) -> Environment:
@@ -279,7 +278,7 @@ def scored(recipe: bytes, problem: Problem, completion: str) -> Any:
 
 
 def test_what_scores_can_be_sent_to_another_process_and_needs_no_data_there() -> None:
-    chosen = TrainConfig(model_name="-", environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
+    chosen = TaskConfig(environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
     recipe = pickle.dumps(partial(registry.scorer, chosen))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         problem: Problem = {"prompt": "6*7?", "answer": "42"}
@@ -296,8 +295,8 @@ def test_the_scorer_of_an_environment_is_what_scores_in_it(write: Write) -> None
 
 def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
     program = (
-        "import sys\nfrom bridge.config import TrainConfig\nfrom environments import registry\n"
-        "chosen = TrainConfig(model_name='-', environment='gsm8k', data=sys.argv[1])\n"
+        "import sys\nfrom bridge.config import TaskConfig\nfrom environments import registry\n"
+        "chosen = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
         "problem = next(iter(registry.load(chosen)))\n"
         "assert registry.scorer(chosen).score(problem, '#### 1008') == 1.0\n"
         "assert 'datasets' in sys.modules\nassert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"

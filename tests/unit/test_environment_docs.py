@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import TrainConfig
 from environments import answers, registry
 from environments.gsm8k import GSM8K
 
@@ -39,9 +39,9 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
     bridge, run, *words = shlex.split(command, comments=True)
     assert (bridge, run) == ("bridge", "run")
     flags = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    config = RolloutConfig.resolve(
+    config = TrainConfig.resolve(
         {name.replace("-", "_"): value for name, value in flags.items() if name != "model"} | {"model_name": "-"}
-    )
+    ).task
     environment = registry.load(config)
     problem = next(iter(environment))
     right = registry.scorer(config).score(problem, str(problem["answer"]))

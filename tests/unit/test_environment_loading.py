@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 from environments import registry
@@ -31,7 +31,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def load(name: str) -> Environment:
-    return registry.load(RolloutConfig(model_name="-", environment=name))
+    return registry.load(TaskConfig(environment=name))
 
 
 def refusal(name: str) -> UsageError:
@@ -222,7 +222,7 @@ def test_an_environment_without_an_end_is_loaded_and_its_problems_are_checked_as
     write: Write, choices: dict[str, str]
 ) -> None:
     name = f"{write(ENDLESS.replace('BAD', '7') + SCORES)}:Task"
-    environment = registry.load(RolloutConfig.model_validate({"model_name": "-", "environment": name} | choices))
+    environment = registry.load(TaskConfig.model_validate({"environment": name} | choices))
     for _ in range(2):  # each pass begins anew
         problems = iter(environment)
         assert [problem["answer"] for problem in islice(problems, 200)] == list(range(1, 201))
@@ -232,9 +232,9 @@ def test_an_environment_without_an_end_is_loaded_and_its_problems_are_checked_as
 
 def test_a_later_problem_without_the_answer_that_a_reward_needs_is_named_by_its_index(write: Write) -> None:
     name = f"{write(ENDLESS.replace('BAD', repr('2+2=')))}:Task"
-    problems = iter(registry.load(RolloutConfig(model_name="-", environment=name, reward="exact")))
+    problems = iter(registry.load(TaskConfig(environment=name, reward="exact")))
     with pytest.raises(RewardError, match="problem 200 has no answer, and the reward exact compares with it"):
         list(islice(problems, 201))
-    problems = iter(registry.load(RolloutConfig(model_name="-", environment=name, reward="format")))
+    problems = iter(registry.load(TaskConfig(environment=name, reward="format")))
     with pytest.raises(RewardError, match=r"listing its problems raised AssertionError: read.*\(task.py line 5\)"):
         list(islice(problems, 1001))

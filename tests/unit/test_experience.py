@@ -16,10 +16,10 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.loss.advantages import with_advantages
-from bridge.rewards.scoring import Scores
-from bridge.rollouts.endpoint import Endpoint
-from bridge.training.experience import Experience
+from bridge.learn.advantages import with_advantages
+from bridge.rollouts.experience import Experience
+from bridge.scoring.scoring import Scores
+from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem
 from tests.models import tiny
 from tests.unit.http_server import Asked, serving

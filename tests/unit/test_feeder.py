@@ -16,8 +16,8 @@ from bridge.atropos.scored import scored
 from bridge.atropos.tally import FeedProgress, Tally
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
-from bridge.protocol import ADAPTER
 from bridge.rollouts.sampler import CALL_SEEDS
+from bridge.server.protocol import ADAPTER
 from bridge.types import Completion, Problem
 from tests.models import tiny
 from tests.unit import openai_server
@@ -237,7 +237,7 @@ def test_groups_of_which_no_batch_can_be_made_are_refused(model: Path) -> None:
 def test_where_all_batches_were_formed_before_it_feeds_without_an_end(model: Path) -> None:
     api = FakeApi(num_steps=2)
     api.step = 2
-    config = FeedConfig(model_name=str(model), group_size=GROUP)
+    config = FeedConfig.of(model_name=str(model), group_size=GROUP)
     with serving(api) as atropos, AtroposApi(atropos.url) as client:
         joined = enrolment.enrol(client, config, lambda _: None)
     assert joined == Enrolment(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)

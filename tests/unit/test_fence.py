@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bridge.client import BridgeClient
+from bridge.core.interrupt import SIGNALS, deferred_interrupt
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError, ServerUnreachableError
-from bridge.interrupt import SIGNALS, deferred_interrupt
-from bridge.process import ProcessIdentity
-from bridge.protocol import InFlight, Lease, Status, Written
-from bridge.weights import fence
+from bridge.server import fence
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import InFlight, Lease, Status, Written
 
 
 class FakeClient:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from bridge.loss import policy_loss
-from bridge.loss.policy_loss import LOSSES
+from bridge.learn import gradients, policy_loss
+from bridge.learn.gradients import Learnt
+from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
 from bridge.passes.batch import MicroBatch
-from bridge.training import gradients
-from bridge.training.gradients import Learnt
 from bridge.types import Completion, Group
 from tests.models import tiny
 from tests.unit.test_learner import Descent, updated

@@ -53,7 +53,7 @@ def llama(num_layers: int = 2) -> PreTrainedModel:
 
 def prepared(model: PreTrainedModel, **choices: Any) -> list[str]:
     notes: list[str] = []
-    prepare(model, TrainConfig(model_name="m", **choices), notes.append)
+    prepare(model, TrainConfig.of(model_name="m", **choices), notes.append)
     return notes
 
 
@@ -78,7 +78,7 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
 def test_prompts_are_shared_where_completions_see_them_and_not_where_a_model_loses_what_they_see(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = TrainConfig(model_name="m")
+    config = TrainConfig.of(model_name="m")
     assert prepare(llama(), config, pytest.fail)
     boundaries = attention._boundaries
     monkeypatch.setattr(attention, "_boundaries", lambda *given: {**boundaries(*given), "seen": None})
@@ -94,7 +94,7 @@ def test_prompts_are_not_shared_where_attention_is_the_model_s_own() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     model = Gemma2ForCausalLM(config).eval()
     model._can_set_attn_implementation = lambda: False
-    assert not prepare(model, TrainConfig(model_name="m"), lambda _: None)
+    assert not prepare(model, TrainConfig.of(model_name="m"), lambda _: None)
 
 
 def test_weights_with_which_attention_hardly_matters_are_no_family_that_mixes_sequences() -> None:

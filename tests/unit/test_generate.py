@@ -11,8 +11,8 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
-from bridge.process import ProcessIdentity
-from bridge.protocol import ADAPTER, VERSION_HEADER
+from bridge.core.process import ProcessIdentity
+from bridge.server.protocol import ADAPTER, VERSION_HEADER
 from patches import generate, routes
 from patches.adapter import AdapterClaim
 from patches.server_lease import ServerLease

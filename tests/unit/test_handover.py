@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
-from bridge.files.run_directory import RunDirectory
-from bridge.interrupt import deferred_interrupt
 from bridge.modes.disk_handover import DiskHandover
 from bridge.modes.handover import Handover
 from bridge.modes.memory_handover import MemoryHandover
+from bridge.run.run_directory import RunDirectory
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
 from tests.unit import toy_server

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bridge.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
+from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
@@ -115,7 +115,7 @@ def test_outside_of_the_main_thread_nothing_is_handled() -> None:
 @pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGINT])
 def test_a_process_that_handles_none_still_ends_by_that_signal(number: int) -> None:
     program = (
-        "import os, resource\nfrom bridge.interrupt import deferred_interrupt\n"
+        "import os, resource\nfrom bridge.core.interrupt import deferred_interrupt\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         f"with deferred_interrupt():\n    os.kill(os.getpid(), {int(number)}); print('written', flush=True)\n"
         "print('after', flush=True)"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bridge.errors import UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights.layout import Shape, check_coverage, contiguous_stride, rows
-from bridge.weights.shard import View
 
 NUM_LAYOUTS = 250
 

@@ -15,18 +15,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.loss import policy_loss, reference
-from bridge.loss.policy_loss import LossStatistics
-from bridge.modes.mode import OpenedModel
+from bridge.learn import gradients, opening, policy_loss, reference
+from bridge.learn.gradients import Learnt
+from bridge.learn.learner import Learner
+from bridge.learn.policy_loss import LossStatistics
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer, StateBytes
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import budget
-from bridge.training import gradients, opening
-from bridge.training.gradients import Learnt
-from bridge.training.learner import Learner
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
+from bridge.weights.opened_model import OpenedModel
 from tests.models import tiny
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ def test_a_server_that_does_not_answer_has_no_known_length(url: str) -> None:
 def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:
     notes: list[str] = []
     config = TrainConfig.model_validate({"model_name": "m", **choices})
-    return limits.fit_completions(config, longest, notes.append).max_new_tokens, notes
+    return limits.fit_completions(config, longest, notes.append).sampling.longest, notes
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])

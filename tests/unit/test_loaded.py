@@ -104,9 +104,9 @@ def test_too_little_memory_is_told_with_both_figures_before_anything_is_loaded(
 
 
 def test_free_memory_is_what_machine_and_container_both_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.checks.memory.available_bytes", lambda: 7)
+    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: 7)
     for left, free in ((None, 7), (5, 5), (9, 7)):
-        monkeypatch.setattr("bridge.checks.memory.cgroup_left_bytes", lambda left=left: left)
+        monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda left=left: left)
         assert loaded.free_bytes(torch.device("cpu")) == free
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bridge.errors import UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
-from bridge.weights.shard import View
 from patches import loading, model_runner
 from patches.loading import RECORDS, Record, record_of, watching
 from patches.worker import BridgeWorker

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.files.run_directory import to_json
-from bridge.loss import policy_loss
-from bridge.loss.policy_loss import LossStatistics
+from bridge.learn import gradients, policy_loss
+from bridge.learn.learner import Learner
+from bridge.learn.policy_loss import LossStatistics
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
-from bridge.training import checkpoint, gradients
-from bridge.training.learner import Learner
-from bridge.training.metrics import StepMetrics
+from bridge.run import checkpoint
+from bridge.run.metrics import StepMetrics
+from bridge.run.run_directory import RunDirectory, to_json
 from tests.unit.http_server import Asked, as_json
 from tests.unit.loop_runs import STEPS, Letters, Run, Running, runner
 
@@ -59,8 +59,7 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
         assert summary.updates == STEPS
         assert summary.reward_before is not None
         assert summary.reward_after is not None
-        config = json.loads((run.folder / "run" / "config.json").read_text())
-        assert config["lr"] == 1e-3
+        assert RunDirectory(run.folder / "run").choices()["lr"] == 1e-3
 
 
 def test_each_step_asks_for_its_own_prompts_and_an_evaluation_for_the_held_out_ones(
@@ -82,7 +81,7 @@ def test_completions_that_nobody_limited_fit_the_server_and_the_run_says_so(runn
         run.train(max_new_tokens=...)
         assert {request["max_tokens"] for request in run.requests} == {128}
         assert run.told == ["--max-new-tokens 128: half of the server's longest sequence, which has 256 tokens"]
-        assert json.loads((run.folder / "run" / "config.json").read_text())["max_new_tokens"] == 128
+        assert RunDirectory(run.folder / "run").choices()["max_new_tokens"] == 128
 
 
 def test_completions_that_leave_no_room_for_a_prompt_are_refused_before_anything_is_asked(running: Running) -> None:
@@ -258,7 +257,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
                 raise error
             return original(*arguments, **choices)
 
-        monkeypatch.setattr("bridge.training.learner.packs", broken)
+        monkeypatch.setattr("bridge.learn.learner.packs", broken)
         run.stopped(error)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
@@ -427,7 +426,7 @@ def test_servers_that_differ_too_much_are_told_of_when_it_begins_and_when_it_beg
         run.report = lambda metrics: seen.append((metrics.step, len(run.told)))
         run.train(training_steps=6, mismatch_alarm=10)
         assert seen == [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
-        assert all(line.startswith("log-probabilities of vLLM and of the trainer differ by 4") for line in run.told)
+        assert all(line.startswith("the log-probs of vLLM and the trainer differ by 4") for line in run.told)
         unhealthy = [row["step"] for row in run.metrics if row["logprob_diff_mean"] > 10]
         assert unhealthy == [2, 3, 5]
         assert [row["corrected_share"] > 0.9 for row in run.metrics if row["step"] in unhealthy] == [True] * 3
@@ -479,8 +478,8 @@ def test_completions_of_unknown_version_have_no_staleness(running: Running, vers
 
 
 def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="--eval-interval 2 evaluates nothing without --eval-samples"):
-        TrainConfig(model_name="m", eval_interval=2)
+    with pytest.raises(ValueError, match="--eval-interval 2 has no effect without --eval-samples"):
+        TrainConfig.of(model_name="m", eval_interval=2)
 
 
 @pytest.mark.parametrize("version", [0, 3])
@@ -501,4 +500,4 @@ def test_checkpoints_go_to_the_runs_own_directory_unless_another_is_named(runnin
         own = run.folder / "run" / "checkpoints"
         assert summary.checkpoint == own / "step_1"
         assert checkpoint.read(summary.checkpoint).progress.step == 1
-        assert json.loads((run.folder / "run" / "config.json").read_text())["save_path"] == str(own)
+        assert RunDirectory(run.folder / "run").choices()["save_path"] == str(own)

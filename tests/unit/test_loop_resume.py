@@ -9,8 +9,8 @@ import torch
 
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.training import trainer, trainer_state
-from bridge.training.metrics import StepMetrics
+from bridge.run import trainer, trainer_state
+from bridge.run.metrics import StepMetrics
 from bridge.weights.attach import attach
 from tests.unit.loop_runs import STEPS, Endless, FakeEngine, Killed, Run, Running, once, runner, spoil
 

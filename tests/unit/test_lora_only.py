@@ -15,11 +15,11 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, UnsupportedModelError, UsageError
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.lora_only import LoraOnly
-from bridge.modes.mode import OpenedModel
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import Manifest
+from bridge.run.run_directory import RunDirectory
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge.weights.opened_model import OpenedModel
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import dead_server

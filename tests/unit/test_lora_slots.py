@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bridge.server.shard import Shard, View
 from bridge.weights import shared_memory
 from bridge.weights.layout import rows
-from bridge.weights.shard import Shard, View
 from patches import lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError
-from bridge.process import ProcessIdentity
-from bridge.weights import manifest as manifests
-from bridge.weights.manifest import MANIFEST_NAME, Manifest, find, load, read, remove_own, resolve_path, write
-from bridge.weights.shard import Shard
+from bridge.server import manifest as manifests
+from bridge.server.manifest import MANIFEST_NAME, Manifest, find, load, read, remove_own, resolve_path, write
+from bridge.server.shard import Shard
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest
 
 DOCUMENTED = {

@@ -84,16 +84,16 @@ def test_activations_of_a_7b_model_are_what_was_measured() -> None:
 
 
 def test_a_size_of_micro_batches_that_is_given_is_the_smallest_and_the_largest() -> None:
-    given = TrainConfig(model_name="m", micro_batch_tokens=2000)
+    given = TrainConfig.of(model_name="m", micro_batch_tokens=2000)
     assert micro_batch_tokens(given) == (2000, 2000)
-    small = TrainConfig(model_name="m", batch_size=2, group_size=2, max_new_tokens=44)
+    small = TrainConfig.of(model_name="m", batch_size=2, group_size=2, max_new_tokens=44)
     assert micro_batch_tokens(small) == (600, 600), "no micro-batch is larger than the batch"
-    long = TrainConfig(model_name="m", max_new_tokens=30000)
+    long = TrainConfig.of(model_name="m", max_new_tokens=30000)
     assert micro_batch_tokens(long) == (30256, 30256), "nor smaller than its longest sequence"
-    released = TrainConfig(model_name="m", gradient_release=True, updates_per_batch=2)
+    released = TrainConfig.of(model_name="m", gradient_release=True, updates_per_batch=2)
     assert micro_batch_tokens(released) == (16384, 16384), "all of an update is one backward pass"
-    summed_up = TrainConfig(model_name="m", gradient_release=True, offload_optimizer=True)
-    assert micro_batch_tokens(summed_up) == micro_batch_tokens(TrainConfig(model_name="m")) == (4096, 16384)
+    summed_up = TrainConfig.of(model_name="m", gradient_release=True, offload_optimizer=True)
+    assert micro_batch_tokens(summed_up) == micro_batch_tokens(TrainConfig.of(model_name="m")) == (4096, 16384)
     kept = need_of("7B", micro_batch_tokens=2000, gradient_checkpointing=False)
     assert kept.least_activations == kept.most_activations > need_of("7B", micro_batch_tokens=2000).least_activations
 
@@ -214,7 +214,7 @@ def test_what_the_kv_cache_does_not_need_goes_to_larger_micro_batches_first() ->
 
 
 def test_a_batch_or_the_longest_sequence_is_the_least_kv_cache() -> None:
-    config = TrainConfig(model_name="m")
+    config = TrainConfig.of(model_name="m")
     assert memory.least_kv_tokens(config) == 64 * (256 + 256)
     assert memory.least_kv_tokens(config, 100_000) == 100_000
     assert memory.least_kv_tokens(config, 300) == 64 * 300

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.loss.mismatch import HISTOGRAM_EDGES, Correction, Mismatch, Tally, alarm, measure
+from bridge.learn.mismatch import Correction, Mismatch, Tally, alarm, measure
+from bridge.types import LOGPROB_DIFF_EDGES
 
 CPU = torch.device("cpu")
 SAMPLED_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
@@ -100,7 +101,7 @@ def test_the_measure_is_what_a_person_would_count() -> None:
     found = measure(sampled_N + differences_N * signs_N, sampled_N, Correction(kind="truncate", high=2.0)).read()
     assert found.mean == pytest.approx(3.7765 / 10, rel=1e-5)
     assert found.max == pytest.approx(2.0)
-    assert len(found.histogram) == len(HISTOGRAM_EDGES) + 1 == 8
+    assert len(found.histogram) == len(LOGPROB_DIFF_EDGES) + 1 == 8
     assert found.histogram == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
     # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is cut off at 2
     weights = [1, math.exp(0.002), math.exp(0.02), math.exp(0.2), 2]

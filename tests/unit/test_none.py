@@ -16,19 +16,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
-from bridge.files.run_directory import RunDirectory
-from bridge.interrupt import deferred_interrupt
 from bridge.modes.none import NoneMode
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.training import loop
-from bridge.training.reporting import Listener
+from bridge.run import loop
+from bridge.run.reporting import Listener
+from bridge.run.run_directory import RunDirectory
+from bridge.server import manifest as manifests
+from bridge.server.protocol import Status
+from bridge.server.shard import View
 from bridge.types import Problem
-from bridge.weights import manifest as manifests
 from bridge.weights import skeleton
-from bridge.weights.shard import View
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, Asked, as_json, serving
@@ -105,7 +105,7 @@ def restarting(folder: Path, tmp_path: Path) -> Callable[..., Running]:
 
 
 def test_a_server_that_was_not_started_by_us_is_not_restarted(folder: Path, tmp_path: Path) -> None:
-    config = TrainConfig(model_name=str(folder), mode="none")
+    config = TrainConfig.of(model_name=str(folder), mode="none")
     with pytest.raises(UsageError, match="was not started by us") as caught:
         NoneMode(config, RunDirectory(tmp_path))
     for way_out in ("bridge run", "--start-command 'vllm serve {model} --port N'", "--reload in-place"):
@@ -113,7 +113,7 @@ def test_a_server_that_was_not_started_by_us_is_not_restarted(folder: Path, tmp_
 
 
 def test_the_copy_is_the_trainers_own_and_counted(folder: Path, tmp_path: Path) -> None:
-    mode = NoneMode(TrainConfig(model_name=str(folder), mode="none"), RunDirectory(tmp_path), FakeEngine())
+    mode = NoneMode(TrainConfig.of(model_name=str(folder), mode="none"), RunDirectory(tmp_path), FakeEngine())
     opened = mode.open()
     assert equal(weights(opened.model), stored(folder))
     assert opened.weight_bytes == sum(tensor.nbytes for tensor in stored(folder).values())
@@ -126,7 +126,7 @@ def test_the_copy_computes_positions_as_the_server_reports_its_length(folder: Pa
     listed = as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 65}]})
     with serving(lambda _: listed) as server:
         port = int(server.url.rpartition(":")[2])
-        config = TrainConfig(model_name=str(folder), mode="none", vllm_port=port)
+        config = TrainConfig.of(model_name=str(folder), mode="none", vllm_port=port)
         opened = NoneMode(config, RunDirectory(tmp_path), FakeEngine()).open()
     torch.testing.assert_close(opened.model.model.rotary_emb.inv_freq, frequencies)
 
@@ -135,7 +135,7 @@ def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(folder: Path, 
     for file in (*folder.glob("tokenizer*"), folder / "model.safetensors"):
         file.unlink()
     with pytest.raises(UsageError, match="tokenizer"):
-        NoneMode(TrainConfig(model_name=str(folder), mode="none"), RunDirectory(tmp_path), FakeEngine()).open()
+        NoneMode(TrainConfig.of(model_name=str(folder), mode="none"), RunDirectory(tmp_path), FakeEngine()).open()
 
 
 def test_each_step_starts_the_server_again_with_what_was_written(restarting: Callable[..., Running]) -> None:
@@ -390,7 +390,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
     with serving(plain(lambda token_id: tokenizer.decode([token_id]))) as server:
         engine.note = lambda: asked_before.append(sum(asked.method == "POST" for asked in server.asked))
         host, port = server.url.removeprefix("http://").split(":")
-        config = TrainConfig(
+        config = TrainConfig.of(
             model_name=str(folder), mode="none", training_steps=2, batch_size=8, group_size=4, lr=1e-3,
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip

@@ -278,7 +278,7 @@ def test_the_bound_of_an_update_is_never_reached_by_exact_moments() -> None:
 
 
 def make_from(**choices: Any) -> InPlaceOptimizer:
-    config = TrainConfig(model_name="m", **choices)
+    config = TrainConfig.of(model_name="m", **choices)
     weight = torch.nn.Parameter(torch.ones(4).bfloat16())
     return make(config, [scaled_group(weight, 1.0, lr=config.lr, weight_decay=config.weight_decay)])
 

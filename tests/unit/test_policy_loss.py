@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.loss.advantages import samples
-from bridge.loss.mismatch import Correction
-from bridge.loss.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
+from bridge.learn.advantages import samples
+from bridge.learn.mismatch import Correction
+from bridge.learn.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
 from bridge.passes.batch import MicroBatch
 from bridge.passes.packing import packs
 from bridge.passes.samples import Sample

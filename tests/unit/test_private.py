@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge import private
 from bridge.config import TrainConfig
-from bridge.files.run_directory import RunDirectory
+from bridge.core import private
+from bridge.run.run_directory import RunDirectory
 from cli import server_log
 from cli.report import command, record
 from tests.cli import report_runs
@@ -48,7 +48,7 @@ URL_SHOWN = "http://***@127.0.0.1:8000/batch?key=***&page=***"
 
 def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", mode="none", start_command=START)
-    config = TrainConfig(model_name="m", mode="none", start_command=START).model_copy(update={"atropos_url": URL})
+    config = TrainConfig.of(model_name="m", mode="none", start_command=START).model_copy(update={"atropos_url": URL})
     run.write_config(config)
     run.note(f"the Atropos API at {URL} has this trainer now")
     server_log.begin(run.server_log, "started")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.process import ProcessIdentity, boot_id
+from bridge.core.process import ProcessIdentity, boot_id
 
 
 def test_the_calling_process_is_alive_and_visible_and_equal_to_itself() -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UnsupportedModelError
+from bridge.server.shard import View
 from bridge.weights.attach import _view
 from bridge.weights.layout import check_coverage
-from bridge.weights.shard import View
 from patches import loading
 from tests.unit import random_server
 from tests.unit.random_server import Server

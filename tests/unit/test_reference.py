@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.loss.reference import Reference, adapter_off, check, open_reference
+from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
 from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
@@ -226,7 +226,7 @@ def test_an_adapter_needs_no_other_reference() -> None:
 def test_a_model_that_is_overwritten_is_no_reference_of_itself(mode: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config_of(mode=mode, kl_coef=0.1)
-    assert "the only copy of the model is overwritten" in str(caught.value)
+    assert "overwrites the only copy" in str(caught.value)
     assert "name one with --reference-model, or take --mode lora_only" in str(caught.value)
 
 

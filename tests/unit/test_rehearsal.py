@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bridge.config.rollouts import RolloutConfig
+from bridge.config import TrainConfig
 from bridge.errors import RewardError
-from bridge.rewards.scoring import Scores
-from bridge.training import rehearsal
+from bridge.rollouts import rehearsal
+from bridge.scoring.scoring import Scores
 from bridge.types import Problem
 from tests.models import tiny
 from tests.unit import scores_sample
@@ -55,7 +55,7 @@ def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, *
     """Return what is told."""
     fixed = {"model_name": str(model), "reward_processes": 1 if recipe else 0}
     told: list[str] = []
-    rehearsal.check(RolloutConfig.model_validate(fixed | choices), task, recipe or (lambda: task), told.append)
+    rehearsal.check(TrainConfig.of(**fixed | choices), task, recipe or (lambda: task), told.append)
     return told
 
 

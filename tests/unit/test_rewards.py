@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bridge.core.foreign_code import foreign_code
 from bridge.errors import RewardError
-from bridge.rewards import answers
-from bridge.rewards.faults import Faults
-from bridge.rewards.foreign_code import foreign_code
-from bridge.rewards.scoring import Fault, Origin, Score, score_one
+from bridge.scoring import answers
+from bridge.scoring.faults import Faults
+from bridge.scoring.scoring import Fault, Origin, Score, score_one
 from bridge.types import Problem
 from tests.unit.scores_sample import Several
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from bridge.errors import RewardError
-from bridge.rewards import worker_process
-from bridge.rewards.scorer import Scorer
-from bridge.rewards.scoring import Fault, Score, Scores
-from bridge.rewards.worker import framed
+from bridge.scoring import worker_process
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.scoring import Fault, Score, Scores
+from bridge.scoring.worker import framed
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -37,7 +37,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from bridge.rewards.scorer import Scorer
+from bridge.scoring.scorer import Scorer
 from tests.unit.scores_sample import Sample
 
 log, *completions = sys.argv[1:]
@@ -380,7 +380,7 @@ def test_a_connection_that_is_closed_before_the_answer_is_read_ends_the_process_
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()
-    code = "import os, sys; from bridge.rewards import worker; worker.main(*map(int, sys.argv[1:]), os.getppid())"
+    code = "import os, sys; from bridge.scoring import worker; worker.main(*map(int, sys.argv[1:]), os.getppid())"
     with theirs, (tmp_path / "last_words").open("w") as last_words:
         given = theirs.fileno(), last_words.fileno()
         command = [sys.executable, "-c", code, *map(str, given)]

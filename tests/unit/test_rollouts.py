@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
-from bridge.protocol import COMPLETIONS, CompletionsRequest, Refusal
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
+from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import COMPLETIONS, CompletionsRequest, Refusal
 from bridge.types import Completion, FinishReason
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain

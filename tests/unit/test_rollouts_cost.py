@@ -3,8 +3,8 @@
 import argparse
 
 from benchmarks import rollouts
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
+from bridge.server.endpoint import Endpoint
 
 
 def test_every_group_of_the_fake_server_arrives_whole_and_is_measured() -> None:

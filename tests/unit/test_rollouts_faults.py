@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.interrupt import deferred_interrupt
 from bridge.rollouts import connections, event_loop, faults, retries
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, Servers
+from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 from tests.unit.faulty_server import Cut, FaultyServer, Hang, Script, faulty
 from tests.unit.http_server import Answer, Asked, as_json

@@ -17,12 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from bridge.client import BridgeClient
+from bridge.core.process import ProcessIdentity
 from bridge.errors import ServerUnreachableError
-from bridge.process import ProcessIdentity
-from bridge.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
-from bridge.weights import fence
-from bridge.weights import manifest as manifests
+from bridge.server import fence
+from bridge.server import manifest as manifests
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
 from patches import exporter, routes
 from patches.server_fence import Phase, ServerFence
 from tests.unit import http_server

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
-from bridge.process import ProcessIdentity
-from bridge.protocol import InFlight, PauseRequest
+from bridge.server.protocol import InFlight, PauseRequest
 from patches import server_fence
 from patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
-from bridge.process import ProcessIdentity
-from bridge.protocol import InFlight, Written
+from bridge.server.protocol import InFlight, Written
 from patches.server_fence import Phase, ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge.checks.memory import available_bytes
+from bridge.core.memory import available_bytes
 from bridge.errors import AttachError
 from bridge.weights import shared_memory
 from bridge.weights.shared_memory import SharedBlock, allocate, open_storage

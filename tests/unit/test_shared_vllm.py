@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
+from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
-from bridge.files.run_directory import RunDirectory
 from bridge.modes.mode import Mode
 from bridge.modes.none import NoneMode
 from bridge.modes.shared_vllm import SharedVllm
-from bridge.process import ProcessIdentity
-from bridge.protocol import Status
-from bridge.weights import manifest as manifests
+from bridge.run.run_directory import RunDirectory
+from bridge.server import manifest as manifests
+from bridge.server.protocol import Status
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import manifest

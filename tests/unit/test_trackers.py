@@ -12,10 +12,10 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.files.run_directory import RunDirectory
-from bridge.training import curves, trackers
-from bridge.training.metrics import Evaluation, StepMetrics
-from bridge.training.trackers import Trackers
+from bridge.run import trackers
+from bridge.run.metrics import Evaluation, StepMetrics, declared
+from bridge.run.run_directory import RunDirectory
+from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
 
 NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
@@ -129,14 +129,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(**choices: Any) -> TrainConfig:
-    return TrainConfig(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
+    return TrainConfig.of(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
 
 
 def test_every_figure_of_a_step_has_a_curve_of_its_own() -> None:
-    drawn = {name for name in curves.STEP_CURVES if name != "fence_s"}
-    assert drawn == {each.name for each in dataclasses.fields(StepMetrics)} - NOT_DRAWN
-    assert len(set(curves.STEP_CURVES.values())) == len(curves.STEP_CURVES)
-    values = curves.of_step(metrics(1, fence_pause_s=0.004))
+    names = [each.curve for each in declared(StepMetrics).values()]
+    assert declared(StepMetrics).keys() == {each.name for each in dataclasses.fields(StepMetrics)} - NOT_DRAWN
+    assert len(set(names)) == len(names)
+    assert all(names)
+    values = metrics(1, fence_pause_s=0.004).curves()
     assert (values["fence/pause_ms"], values["rollout/tokens_per_s"], values["reward/part/exact"]) == (4.0, 4.0, 0.25)
     shares = {name: value for name, value in values.items() if name.startswith("logprob_diff_share/")}
     assert [*shares][:1] + [*shares][-1:] == ["logprob_diff_share/below_0.001", "logprob_diff_share/from_1"]
@@ -144,7 +145,7 @@ def test_every_figure_of_a_step_has_a_curve_of_its_own() -> None:
 
 
 def test_what_is_no_number_is_not_drawn() -> None:
-    values = curves.of_step(metrics(1, logprob_diff_mean=math.nan, grad_norm=math.inf))
+    values = metrics(1, logprob_diff_mean=math.nan, grad_norm=math.inf).curves()
     assert not {"mismatch/logprob_diff_mean", "train/grad_norm"} & set(values)
     assert all(map(math.isfinite, values.values()))
 
@@ -203,7 +204,7 @@ def test_tensorboard_gets_every_curve_and_drops_what_a_resumed_run_lost(tmp_path
         tracked.step(metrics(3), groups("# not *markdown*"))
     (writer,) = FakeWriter.made
     assert (writer.folder, writer.purge_step, writer.closed) == (str(tmp_path / "tensorboard"), 3, True)
-    assert {name: value for name, value, _ in writer.scalars} == curves.of_step(metrics(3))
+    assert {name: value for name, value, _ in writer.scalars} == metrics(3).curves()
     assert {step for _, _, step in writer.scalars} == {3}
     (_, choices, _), (_, sample, step) = writer.texts
     assert "secret" not in choices

@@ -14,8 +14,8 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
-from bridge.training import trainer_state
-from bridge.training.trainer_state import FOLDER, STATE_NAME
+from bridge.run import trainer_state
+from bridge.run.trainer_state import FOLDER, STATE_NAME
 
 Trained = dict[str, nn.Parameter]
 OFFLOADED = "offloaded"

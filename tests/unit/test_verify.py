@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge import verify
+from bridge.checks import verify
 from bridge.checks.result import Check
-from bridge.client import BridgeClient
-from bridge.protocol import Element
-from bridge.rollouts.endpoint import Endpoint
 from bridge.rollouts.sampler import Sampler
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import Element
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
 from tests.models import tiny

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bridge.core import whole_folder
+from bridge.core.whole_folder import written_whole
 from bridge.errors import ServerUnreachableError, UsageError
-from bridge.files import whole_folder
-from bridge.files.whole_folder import written_whole
 
 HALF_WRITTEN = """
 import os, signal, sys
 from pathlib import Path
-from bridge.files.whole_folder import written_whole
+from bridge.core.whole_folder import written_whole
 
 with written_whole(Path(sys.argv[1]), replaceable=lambda _: True) as scratch:
     (scratch / "half").write_text("half")

@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from bridge.server.manifest import Manifest
+from bridge.server.shard import LoraSlot, SharedMemoryHandle, View
 from bridge.weights import shared_memory
-from bridge.weights.manifest import Manifest
-from bridge.weights.shard import LoraSlot, SharedMemoryHandle, View
 from tests.models import tiny
 from tests.unit.checks_sample import manifest
 

@@ -1,0 +1,190 @@
+"""The proof of one copy, on a live server: every claim is tested from both processes.
+
+Beside a trainer nothing is written, because it computes with the weights at any time: values are compared instead.
+
+Not covered: what may go wrong before attaching (`bridge/checks`).
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from bridge.checks.result import Check, failed, passed, skipped
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import packs
+from bridge.passes.samples import Sample
+from bridge.rollouts.sampler import Sampler
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import Element
+from bridge.types import Group
+from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.digest import digest
+
+NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
+LOGPROB_MEAN_LIMIT = 0.05
+"""Nats: two healthy engines differ by 0.013 to 0.024 in the mean; a stale copy by whole nats."""
+RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
+
+
+def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iterator[Check]:
+    """Attach to the live server and yield one check per claim; weights are as before afterwards.
+
+    Raises:
+        AttachError: there is nothing to attach to, or it refuses.
+        ServerUnreachableError: the server is gone.
+    """
+    exported = manifest.load(config_path)
+    with BridgeClient(exported, timeout_s=timeout_s) as client:
+        attached = attach(exported)
+        yield storages(attached)
+        yield bytes_allocated(attached)
+        with fence.frozen(client) as may_write:
+            yield from markers(attached, client) if may_write else values(attached, client)
+            yield digests(attached, client.digests())
+        version = client.status().version
+        with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s) as sampler:
+            check = logprobs(attached, sampler, Endpoint(url=client.url))
+        yield unless_updated(check, version, client.status().version)
+
+
+def storages(attached: AttachedModel) -> Check:
+    """Check that every parameter of the trainer's model lies in a storage of the server."""
+    name, expected = "storages", "every parameter lies in the server's memory"
+    outside = attached.unshared_parameters()
+    total = sum(1 for _ in attached.model.parameters())
+    if outside:
+        found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
+        return failed(name, found, expected, RESTART)
+    return passed(name, f"{total} of {total} parameters lie in the server's memory", expected)
+
+
+def bytes_allocated(attached: AttachedModel) -> Check:
+    """Check that attaching allocated no weights."""
+    name, expected = "weight bytes", "0 bytes of weights allocated by the trainer"
+    found = f"{attached.weight_bytes()} bytes of weights allocated by the trainer"
+    return passed(name, found, expected) if attached.weight_bytes() == 0 else failed(name, found, expected, RESTART)
+
+
+def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
+    """Check that what one process writes the other reads, one element of every parameter, both ways; put all back.
+
+    The caller holds the fence.
+    """
+    elements, cells = _middles(attached)
+    before = [cell.clone() for cell in cells]
+    marks = tuple(1.0 + index % 128 / 128 for index in range(len(cells)))  # exact in bf16
+    marks = tuple(-mark if mark == old.item() else mark for mark, old in zip(marks, before, strict=True))
+    opposite = tuple(-mark for mark in marks)
+    try:
+        _fill(cells, marks)
+        yield _compare("trainer writes, server reads", client.read(elements), marks)
+        client.write(elements, opposite)
+        yield _compare("server writes, trainer reads", tuple(cell.item() for cell in cells), opposite)
+    finally:
+        _fill(cells, tuple(old.item() for old in before))
+    yield _compare("marks put back", client.read(elements), tuple(old.item() for old in before))
+
+
+def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
+    """Check that both processes read the same value in one element of every parameter; write nothing.
+
+    The caller holds the fence.
+    """
+    yield skipped("marks", "a trainer is updating this server: nothing is written beside it", "no trainer")
+    elements, cells = _middles(attached)
+    ours, theirs = [cell.item() for cell in cells], client.read(elements)
+    equal = sum(_is_same(one, other) for one, other in zip(ours, theirs, strict=True))
+    name, found, expected = "values", f"{equal} of {len(ours)} values are equal", "the same value from both sides"
+    yield passed(name, found, expected) if equal == len(ours) else failed(name, found, expected, RESTART)
+
+
+def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
+    """Check that both processes compute the same digest of every one of vLLM's parameters."""
+    ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    name, expected = "checksums", "equal checksums of every tensor from both sides"
+    if different:
+        found = f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
+        return failed(name, found, expected, RESTART)
+    return passed(name, f"{len(ours)} of {len(ours)} tensors have equal checksums", expected)
+
+
+def logprobs(attached: AttachedModel, sampler: Sampler, endpoint: Endpoint) -> Check:
+    """Check that vLLM and the attached model give the same log-probabilities to tokens that vLLM sampled."""
+    diffs = logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size))
+    mean, largest = diffs.mean().item(), diffs.max().item()
+    name, expected = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
+    found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
+    if mean <= LOGPROB_MEAN_LIMIT:
+        return passed(name, found, expected)
+    return failed(name, found, expected, "compare the versions of transformers and vLLM, and the model's configuration")
+
+
+def unless_updated(check: Check, before: int, after: int) -> Check:
+    """Return `check`, unless it failed while a trainer published."""
+    if check.status == "PASS" or before == after:
+        return check
+    reason = f"a trainer published version {after} while version {before} was compared: {check.found}"
+    return skipped(check.name, reason, check.expected, "bridge verify, when no trainer is running")
+
+
+def sample(sampler: Sampler, endpoint: Endpoint, vocab_size: int) -> list[Group]:
+    """Sample completions of random prompts, always the same prompts for the same vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    prompts = [tuple(row) for row in rows]
+    completions = sampler.sample([endpoint], prompts, num_samples=NUM_SAMPLES, seed=0)
+    return [
+        Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=sampled, rewards=(0.0,) * NUM_SAMPLES)
+        for prompt, sampled in zip(prompts, completions, strict=True)
+    ]
+
+
+def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
+    """Return |log-probability of the server, as it came with the token - of `model`| per sampled token, in nats."""
+    samples = [
+        Sample(
+            prompt_token_ids=group.prompt_token_ids,
+            token_ids=completion.token_ids,
+            sampled_logprobs=completion.logprobs,
+            advantages=(0.0,) * len(completion.token_ids),
+            weight=0.0,
+        )
+        for group in groups
+        for completion in group.completions
+    ]
+    alone = packs(samples, max_tokens=1, device=model.device)  # nothing that only packed sequences need is in play
+    with torch.no_grad():
+        return torch.cat([(model_logprobs(model, part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
+
+
+def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
+    """Return one element of every parameter, as the server knows it and as it lies here."""
+    views = attached.manifest.param_mappings
+    places = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
+    elements = tuple(Element(parameter=views[name].parameter, index=index) for name, index in places.items())
+    return elements, [attached.server_tensors[e.parameter].view(-1)[e.index] for e in elements]
+
+
+def _fill(cells: list[torch.Tensor], values: tuple[float, ...]) -> None:
+    for cell, value in zip(cells, values, strict=True):
+        cell.fill_(value)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _is_same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
+def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
+    wrong = sum(not _is_same(left, right) for left, right in zip(found, expected, strict=True))
+    text = f"{len(found) - wrong} of {len(found)} marks seen"
+    if wrong:
+        return failed(name, text, "one mark in every parameter", RESTART)
+    return passed(name, text, "one mark in every parameter")

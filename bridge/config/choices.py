@@ -1,0 +1,281 @@
+"""How choices are given: a TOML file, the environment and flags, merged and checked.
+
+A configuration is nested by concern (`Section`), and every field has one flat name, its *key*: the flag without dashes,
+the environment variable without its prefix. TOML takes tables, `[optimizer] lr = 1e-6`, or the flat key, `lr = 1e-6`.
+Precedence: TOML (`--config`) < environment (`BRIDGE_` + key) < flags.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from bridge.config import borrowed
+from bridge.errors import UsageError
+
+ENVIRONMENT_PREFIX = "BRIDGE_"
+NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
+"""Variables that one of our processes sets for another: nobody chooses by them."""
+
+
+class Section(BaseModel):
+    """The choices of one concern, frozen; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    prefix: ClassVar[str] = ""
+    """What the keys of the fields begin with: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Field -> its key, where that is another one."""
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """Return the flat name of a field."""
+        return cls.renamed.get(field, cls.prefix + field)
+
+
+class Choice(NamedTuple):
+    """Where a choice lies in a configuration, and its declaration."""
+
+    path: tuple[str, ...]
+    """Sections and field, outermost first."""
+    info: FieldInfo
+    """Type, default and description."""
+
+
+class Config(Section):
+    """All choices of one command."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Another name under which a choice may be given -> its key."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """The same for names that no help text shows."""
+
+    @classmethod
+    def of(cls, **choices: Any) -> Self:
+        """Build a configuration from flat keys.
+
+        Raises:
+            pydantic.ValidationError: an unknown key, or a value that does not fit.
+        """
+        return cls.model_validate(choices)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_flat_keys(cls, document: Any) -> Any:
+        return cls._nested(flattened(cls, document)) if isinstance(document, Mapping) else document
+
+    @classmethod
+    def resolve(
+        cls, flags: Mapping[str, Any], toml: Path | None = None, *, beside: tuple[type["Config"], ...] = ()
+    ) -> Self:
+        """Merge the TOML file, the environment and `flags` (None: not given), the later winning.
+
+        Keys that only the classes `beside` it know are left to them.
+
+        Raises:
+            UsageError: unknown keys, values of the wrong kind or out of range; all of them at once.
+        """
+        given: dict[str, Any] = {}
+        named: dict[str, str] = {}
+        for name, value, place in _given(flags, toml, (cls, *beside)):
+            key = cls.field_of(name)
+            if key is not None:
+                given[key], named[key] = value, place
+            elif not any(other.field_of(name) for other in beside):
+                raise _unknown(name, place, (cls, *beside))
+        try:
+            return cls.of(**given)
+        except ValidationError as error:
+            keys = {choice.path: key for key, choice in cls.choices().items()}
+            faults = "; ".join(_fault(fault, keys, named) for fault in error.errors())
+            raise UsageError(faults, remedy="see --help for every choice and its default") from error
+
+    @classmethod
+    def choices(cls) -> Mapping[str, Choice]:
+        """Return every choice by its key, in the order of declaration."""
+        return _choices(cls)
+
+    @classmethod
+    def field_of(cls, name: str) -> str | None:
+        """Return the key of the choice that `name` stands for, itself or another name; None if there is none."""
+        key = cls.synonyms.get(name) or cls.aliases.get(name, name)
+        return key if key in cls.choices() else None
+
+    @classmethod
+    def names(cls) -> dict[str, None]:
+        """Return every name under which a choice may be given, the keys last."""
+        return dict.fromkeys((*cls.aliases, *cls.synonyms, *cls.choices()))
+
+    @classmethod
+    def default(cls, key: str) -> Any:
+        """Return the default of a choice."""
+        return cls.choices()[key].info.default
+
+    def flat(self) -> dict[str, Any]:
+        """Return every choice by its key."""
+        return {key: self.get(key) for key in self.choices()}
+
+    def get(self, key: str) -> Any:
+        """Return one choice by its key."""
+        value: Any = self
+        for name in self.choices()[key].path:
+            value = getattr(value, name)
+        return value
+
+    def was_given(self, key: str) -> bool:
+        """Tell whether a person made this choice, rather than leaving it at its default."""
+        *sections, field = self.choices()[key].path
+        section: Section = self
+        for name in sections:
+            section = getattr(section, name)
+        return field in section.model_fields_set
+
+    def changed(self, **choices: Any) -> Self:
+        """Return a copy with other values for these keys, which are not checked."""
+        nested = self._nested(choices)
+        for name, value in nested.items():
+            section = getattr(self, name, None)
+            if isinstance(section, Section):
+                nested[name] = section.model_copy(update=value)
+        return self.model_copy(update=nested)
+
+    def document(self, settled: Self | None = None) -> dict[str, Any]:
+        """Return what to write down of a run: these choices and, apart from them, what `settled` derived."""
+        chosen = self.model_dump(mode="json")
+        before = flattened(type(self), chosen)
+        after = flattened(type(self), (settled or self).model_dump(mode="json"))
+        return {**chosen, "derived": {key: value for key, value in after.items() if value != before[key]}}
+
+    @classmethod
+    def written(cls, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the choices of a `document` by key, derived values in the place of absent ones.
+
+        Runs of earlier versions wrote flat keys and nothing derived.
+        """
+        chosen = {name: value for name, value in document.items() if name != "derived"}
+        return {**flattened(cls, chosen), **document.get("derived", {})}
+
+    @classmethod
+    def _nested(cls, choices: Mapping[str, Any]) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for key, value in choices.items():
+            *sections, field = cls.choices()[key].path if key in cls.choices() else (key,)
+            place = nested
+            for name in sections:
+                place = place.setdefault(name, {})
+            place[field] = value
+        return nested
+
+    def __getattr__(self, name: str) -> Any:  # until every reader takes its own section
+        """Return a choice by its key."""
+        if name in self.choices():
+            return self.get(name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+@cache
+def _choices(cls: type[Section], path: tuple[str, ...] = ()) -> Mapping[str, Choice]:
+    found: dict[str, Choice] = {}
+    for name, info in cls.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= _choices(kind, (*path, name))
+        else:
+            found[cls.key(name)] = Choice((*path, name), info)
+    return found
+
+
+def flattened(cls: type[Config], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a JSON or TOML document chooses, by key: tables are taken apart, flat keys stay."""
+    return {key: value for key, value, _ in _entries((cls,), document)}
+
+
+def _entries(classes: tuple[type[Config], ...], document: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key, value, table) of each choice in `document`; the table of a flat key is empty."""
+    for name, value in document.items():
+        section = next((kind for cls in classes if (kind := _section(cls, name))), None)
+        if section is None or not isinstance(value, Mapping):
+            yield name, value, ""
+        else:
+            for field, inner in value.items():
+                yield (section.key(field) if field in section.model_fields else field), inner, name
+
+
+def _section(cls: type[Config], name: str) -> type[Section] | None:
+    kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _given(
+    flags: Mapping[str, Any], toml: Path | None, classes: tuple[type[Config], ...]
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield every given (name, value, how its place is named to a person), the strongest source last."""
+    for name, value, table in _entries(classes, _from_toml(toml)):
+        yield name, value, f"{name} in [{table}] of {toml}" if table else f"{name} in {toml}"
+    refuse_unknown_variables(os.environ)
+    for key in dict.fromkeys(key for cls in classes for key in cls.names()):
+        variable = ENVIRONMENT_PREFIX + key.upper()
+        if os.environ.get(variable):
+            yield key, os.environ[variable], variable
+    yield from ((key, value, flag(key)) for key, value in flags.items() if value is not None)
+
+
+def refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """Check that each `BRIDGE_` variable is a choice of some command: a typo would go unnoticed.
+
+    Raises:
+        UsageError: one is not.
+    """
+    classes = tuple(_kinds(Config))
+    known = {ENVIRONMENT_PREFIX + name.upper() for cls in classes for name in cls.names()} | NO_CHOICES
+    for variable, value in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and value and variable not in known:
+            raise _unknown(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), variable, classes)
+
+
+def _kinds(cls: type[Config]) -> Iterator[type[Config]]:
+    for kind in cls.__subclasses__():
+        yield from (kind, *_kinds(kind))
+
+
+def _from_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise UsageError(f"no file {path}", remedy="--config takes a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}", remedy="fix the line that it names") from error
+
+
+def _unknown(name: str, place: str, classes: tuple[type[Config], ...]) -> UsageError:
+    known = [other for cls in classes for other in cls.names()]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    is_variable = place.startswith(ENVIRONMENT_PREFIX)
+    meant = [ENVIRONMENT_PREFIX + other.upper() if is_variable else other for other in near]
+    remedy = borrowed.hint(name) or (f"did you mean {meant[0]}?" if meant else "see --help for every choice")
+    return UsageError(f"{place}: there is no such choice", remedy=remedy)
+
+
+def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], named: Mapping[str, str]) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    key = keys.get(tuple(fault["loc"]))
+    if key is None:
+        return message
+    if fault["type"] == "missing":
+        return f"{flag(key)} is missing"
+    message = message.removeprefix("Input ").replace("should", "must", 1).partition(", unable")[0]
+    return f"{named.get(key, flag(key))}: {message}, found {fault['input']!r}"
+
+
+def flag(key: str) -> str:
+    """Return the flag of a choice."""
+    return "--" + key.replace("_", "-")

@@ -1,0 +1,172 @@
+"""Folders that are there whole or not at all: written beside their place, then put there in one step.
+
+A scratch folder's name tells who writes it: what a killed process left is removed by the next one to write there.
+
+Not covered: what the folders hold, and leftovers whose writer cannot be seen from here: on another host, in another
+container.
+"""
+
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from bridge.core.process import ProcessIdentity, boot_id
+from bridge.errors import BridgeError, UsageError
+
+_SCRATCH_NAME = re.compile(
+    r"\..+\.(?P<pid>\d+)-(?P<start_ticks>\d+)-(?P<namespace>\d+)-(?P<boot>\w{8})-(?P<host>\w{8})-\w{8}\.scratch"
+)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable: bool = True) -> Iterator[Path]:
+    """Give a scratch folder beside `folder`, and put it in that place at the end of the block.
+
+    After an error `folder` is as it was. `replaceable` tells whether what lies there may go; an empty folder always
+    may. `durable`: everything is on the disk before the name appears. Files and folders get the umask's mode.
+
+    Raises:
+        UsageError: what lies there may not go, or the disk is full or refuses.
+    """
+    folder = folder.resolve()
+    scratch = _beside(folder)
+    try:
+        with _one_line_errors(folder, scratch):
+            _check_replaceable(folder, replaceable)
+            scratch.mkdir(parents=True)
+            _remove_leftovers(folder.parent)
+            yield scratch
+            _open_alike(scratch)
+            for path in (*scratch.rglob("*"), scratch) if durable else ():
+                _fsync(path)
+            _move(scratch, folder, replaceable)
+            if durable:
+                _fsync(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove `folder`, of which no half is ever seen under its name.
+
+    Raises:
+        OSError: it cannot be renamed; it is as it was.
+    """
+    scratch = _beside(folder)
+    folder.rename(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _beside(folder: Path) -> Path:
+    """Return a new hidden name beside `folder` that tells this process from all others."""
+    here = ProcessIdentity.current()
+    writer = f"{here.pid}-{here.start_ticks}-{_number(here.pid_namespace)}-{_short(boot_id())}-{_short(_host())}"
+    return folder.with_name(f".{folder.name}.{writer}-{secrets.token_hex(4)}.scratch")
+
+
+def _remove_leftovers(parent: Path) -> None:
+    for path in parent.iterdir():
+        writer = _SCRATCH_NAME.fullmatch(path.name)
+        if writer and _is_gone(writer):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_gone(writer: re.Match[str]) -> bool:
+    """Tell whether the process in a scratch folder's name has certainly ended."""
+    if writer["host"] != _short(_host()):
+        return False
+    if writer["boot"] != _short(boot_id()):  # before this host's last boot
+        return True
+    identity = ProcessIdentity(
+        pid=int(writer["pid"]), start_ticks=int(writer["start_ticks"]), pid_namespace=f"pid:[{writer['namespace']}]"
+    )
+    return identity.is_visible() and not identity.is_alive()
+
+
+def _number(pid_namespace: str) -> str:
+    """Return the number in what the kernel calls `pid:[4026531836]`."""
+    return pid_namespace.removeprefix("pid:[").removesuffix("]")
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _host() -> str:
+    return os.uname().nodename
+
+
+def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool]) -> None:
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty and not (folder.is_dir() and replaceable(folder)):
+        raise UsageError(
+            f"{folder} exists and is not ours to replace",
+            remedy="move it away, or name another folder with --save-path",
+        )
+
+
+@contextmanager
+def _one_line_errors(folder: Path, scratch: Path) -> Iterator[None]:
+    try:
+        yield
+    except BridgeError:  # some of them are the system's errors too
+        raise
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error in its own
+        nearest = next(path for path in folder.parents if os.access(path, os.F_OK))
+        free_bytes = shutil.disk_usage(nearest).free
+        num_bytes = sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"cannot write {folder}: {reason} (after {num_bytes} bytes, with {free_bytes} bytes free)",
+            remedy="make room there, or name another folder with --save-path",
+        ) from error
+
+
+def _open_alike(scratch: Path) -> None:
+    """Give everything in `scratch` its own mode, which is the umask's: safetensors makes its files 0600."""
+    folders = scratch.stat().st_mode & 0o777
+    for path in (path for path in scratch.rglob("*") if not path.is_symlink()):
+        path.chmod(folders if path.is_dir() else folders & 0o666)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool]) -> None:
+    """Put `scratch` in the place of `folder`; what was there lies in `scratch` afterwards, if anywhere."""
+    _check_replaceable(folder, replaceable)
+    if not folder.exists() or not any(folder.iterdir()):
+        scratch.rename(folder)
+    elif not _exchange(scratch, folder):  # a file system that cannot: for an instant there is no `folder`
+        old = _beside(folder)
+        folder.rename(old)
+        scratch.rename(folder)
+        old.rename(scratch)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one system call; tell whether this system can. Source: renameat2(2)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

@@ -1,0 +1,6 @@
+"""From groups to updates: advantages and samples, the loss, gradients, and the learner that takes the steps.
+
+Words: *sample* (one completion that is trained on), *update* (one optimizer step), *epoch* (one pass over a batch),
+*mini-batch* (the samples of one update), *micro-batch* (the samples of one forward and backward pass).
+May import: `bridge.passes`, `bridge.optimizers`, `bridge.weights`, `bridge.config`.
+"""

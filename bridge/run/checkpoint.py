@@ -1,0 +1,199 @@
+"""Checkpoints: plain folders of weights with a marker that knows every file's bytes, there whole or not at all.
+
+Not covered: what is in them (`Mode.save`, `trainer_state.py`), and loading into live weights
+(`bridge/weights/model_folder.py`).
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from bridge.core import whole_folder
+from bridge.errors import CheckpointError
+from bridge.server.protocol import Version
+
+MARKER_NAME = "bridge_checkpoint.json"
+"""Written last: a folder that holds it is a checkpoint of ours."""
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
+"""Files that a loader may take for weights: none may be there that was not saved."""
+MAX_THREADS = 8
+"""Files that are hashed at once; each thread hashes one to two GB a second."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Progress(_Record):
+    """How far a run had come."""
+
+    step: int
+    """Optimizer steps taken."""
+    weight_version: Version
+    """Version under which the server served these weights."""
+    problems_drawn: int
+    """Problems that the weights were trained on: a resumed run skips so many."""
+    run_dir: Path
+    """The run directory, absolute."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    folder: Path
+    """Where it lies."""
+    progress: Progress
+    """How far it had come."""
+
+
+class _File(_Record):
+    """One file of a checkpoint."""
+
+    num_bytes: int
+    """Its length."""
+    sha256: str
+    """Its checksum."""
+
+
+class _Marker(_Record):
+    """The whole of `bridge_checkpoint.json`."""
+
+    progress: Progress
+    """How far the run had come."""
+    files: Mapping[str, _File]
+    """Every other file, by its path in the folder."""
+    sha256: str
+    """Checksum of the two above."""
+
+
+def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
+    """Let `write` fill a new folder, put it in the place of `folder` with its marker, and return the folder.
+
+    Raises:
+        UsageError: `folder` exists and is no checkpoint of ours, or the disk is full or refuses; no half one is left.
+    """
+    with whole_folder.written_whole(folder, replaceable=is_checkpoint) as scratch:
+        write(scratch)
+        files = _files(scratch)
+        sums = dict(zip(files, _checksums(files.values()), strict=True))
+        held = {name: _File(num_bytes=path.stat().st_size, sha256=sums[name]) for name, path in files.items()}
+        (scratch / MARKER_NAME).write_bytes(_marker(progress, held))
+    return folder.resolve()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Tell whether `folder` is a checkpoint of ours, which may have been damaged since."""
+    return (folder / MARKER_NAME).is_file()
+
+
+def read(folder: Path) -> Found:
+    """Check every byte of a checkpoint and return how far it had come.
+
+    Raises:
+        CheckpointError: it is not whole; the message names the first fault.
+    """
+    try:
+        text = (folder / MARKER_NAME).read_bytes()
+        marker = _Marker.model_validate_json(text)
+    except OSError as error:
+        raise _not_whole(folder, f"{MARKER_NAME} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise _not_whole(folder, f"{MARKER_NAME} is no marker of this version of Bridge") from error
+    if text != _marker(marker.progress, marker.files):
+        raise _not_whole(folder, f"{MARKER_NAME} was changed")
+    fault = next(_faults(folder, marker.files), None)
+    if fault is not None:
+        raise _not_whole(folder, fault)
+    return Found(folder, marker.progress)
+
+
+def newest(save_path: Path, prefix: str) -> tuple[Found | None, tuple[str, ...]]:
+    """Return the whole checkpoint of the highest step, and a line about each newer one that is not whole."""
+    passed_over = []
+    for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):
+        try:
+            found = read(folder)
+            if found.progress.step != step:
+                raise _not_whole(folder, f"its name says step {step}, its marker step {found.progress.step}")
+        except CheckpointError as error:
+            passed_over.append(error.message)
+        else:
+            return found, tuple(passed_over)
+    return None, tuple(passed_over)
+
+
+def numbered(save_path: Path, prefix: str) -> dict[int, Path]:
+    """Return what lies under the names of checkpoints, by the step in the name."""
+    name = re.compile(rf"{re.escape(prefix)}(0|[1-9][0-9]*)")
+    paths = save_path.iterdir() if save_path.is_dir() else ()
+    return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
+
+
+def keep_last(folders: Sequence[Path], count: int) -> list[Path]:
+    """Remove all but the last `count` (0: none is removed) and return those that remain, in their order."""
+    older = folders[:-count] if count else ()
+    for folder in older:
+        if is_checkpoint(folder):
+            with suppress(OSError):  # it remains, and the next save tries again
+                whole_folder.remove(folder)
+    return [folder for folder in folders if folder not in older or is_checkpoint(folder)]
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return every file but the marker, by its path in the folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path for name, path in names.items() if name != MARKER_NAME}
+
+
+def _marker(progress: Progress, files: Mapping[str, _File]) -> bytes:
+    """Return the marker's very bytes, so that one that was changed in any way is told by comparing."""
+    held = {name: file.model_dump() for name, file in files.items()}
+    body = {"progress": progress.model_dump(mode="json"), "files": held}
+    whole = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
+    return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+def _checksums(paths: Iterable[Path]) -> Iterator[str]:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        yield from pool.map(_checksum, paths)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
+    """Yield what is wrong, what is cheap to find first."""
+    found = _files(folder)
+    for name, file in files.items():
+        num_bytes = found[name].stat().st_size if name in found else None
+        if num_bytes is None:
+            yield f"{name} is missing"
+        elif num_bytes != file.num_bytes:
+            how = "was cut short" if num_bytes < file.num_bytes else "has grown"
+            yield f"{name} {how}: {num_bytes} bytes, expected {file.num_bytes}"
+    extra = [name for name in found if name not in files and name.endswith(WEIGHT_SUFFIXES)]
+    yield from (f"{name} was not saved with it" for name in extra)
+    try:
+        for (name, file), checksum in zip(files.items(), _checksums([found[name] for name in files]), strict=True):
+            if checksum != file.sha256:
+                yield f"{name} has another checksum than when it was saved"
+    except OSError as error:
+        yield f"it cannot be read: {error}"
+
+
+def _not_whole(folder: Path, fault: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} is not whole: {fault}", remedy="take an older one, or save it again"
+    )

@@ -1,0 +1,193 @@
+"""What one step, and a whole run, came to.
+
+Not covered: what the figures mean (`metrics.py`).
+"""
+
+import hashlib
+import math
+import resource
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bridge.learn.gradients import Learnt
+from bridge.learn.mismatch import share
+from bridge.run.metrics import Evaluation, StepMetrics, Summary
+from bridge.server.fence import FenceTimes
+from bridge.types import Completion, Group
+from bridge.weights.opened_model import OpenedModel
+
+
+def step(
+    number: int,
+    groups: Sequence[Group],
+    learnt: Learnt,
+    times: FenceTimes,
+    *,
+    served: int,
+    retries: int,
+    rollout_s: float,
+    train_s: float,
+    changed_weight_share: float,
+    device: torch.device,
+) -> StepMetrics:
+    """Return the metrics of one step, whose rollouts met a server of version `served`."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = sampled(groups)
+    mismatch = learnt.mismatch
+    return StepMetrics(
+        step=number,
+        weight_version=times.version,
+        reward_mean=statistics.fmean(rewards) if rewards else math.nan,
+        reward_std=statistics.pstdev(rewards) if rewards else math.nan,
+        reward_parts=reward_parts(groups),
+        unscored=sum(len(group.unscored) for group in groups),
+        completion_tokens_mean=_mean_tokens(completions),
+        truncated_share=truncated_share(completions),
+        no_signal_share=no_signal_share(groups),
+        retries=retries,
+        loss=learnt.loss,
+        grad_norm=learnt.grad_norm,
+        updates=learnt.num_updates,
+        skipped_updates=learnt.num_skipped,
+        entropy=learnt.entropy,
+        clipped_low_share=learnt.shares.clip_low,
+        clipped_high_share=learnt.shares.clip_high,
+        kl=learnt.shares.kl,
+        logprob_diff_mean=mismatch.mean,
+        logprob_diff_max=mismatch.max,
+        logprob_diff_histogram=mismatch.histogram,
+        corrected_share=mismatch.changed_share,
+        importance_weight=mismatch.weight_mean,
+        effective_share=mismatch.effective_share,
+        staleness=_staleness(completions, served),
+        changed_weight_share=changed_weight_share if learnt.num_updates else 0.0,
+        rollout_s=rollout_s,
+        train_s=train_s + times.prepare_s,
+        fence_pause_s=times.pause_s,
+        fence_prepare_s=times.prepare_s,
+        fence_write_s=times.write_s,
+        fence_publish_s=times.publish_s,
+        rollouts=digest(groups),
+        tokens_generated=sum(completion.num_sampled for completion in completions),
+        tokens_trained=learnt.num_tokens,
+        peak_memory_gib=_peak_memory_gib(device),
+        device=device.type,
+    )
+
+
+def evaluation(groups: Sequence[Group], *, step: int, version: int, seconds: float) -> Evaluation:
+    """Return what an evaluation came to."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = sampled(groups)
+    return Evaluation(
+        step=step,
+        weight_version=version,
+        reward_mean=statistics.fmean(rewards) if rewards else math.nan,
+        reward_std=statistics.pstdev(rewards) if rewards else math.nan,
+        reward_parts=reward_parts(groups),
+        unscored=sum(len(group.unscored) for group in groups),
+        num_problems=len(groups),
+        completion_tokens_mean=_mean_tokens(completions),
+        truncated_share=truncated_share(completions),
+        seconds=seconds,
+    )
+
+
+def summary(
+    steps: Sequence[StepMetrics],
+    opened: OpenedModel,
+    *,
+    last: int,
+    version: int,
+    checkpoint: Path,
+    before: float | None,
+    after: float | None,
+) -> Summary:
+    """Return what a run came to that ended with step `last`."""
+    fences = [metrics.fence_s for metrics in steps if metrics.is_published]
+    diffs = [metrics.logprob_diff_max for metrics in steps if metrics.logprob_diff_max >= 0]
+    return Summary(
+        steps=last,
+        updates=sum(metrics.updates for metrics in steps),
+        weight_version=version,
+        checkpoint=checkpoint,
+        reward_before=before,
+        reward_after=after,
+        rewards=tuple(metrics.reward_mean for metrics in steps),
+        logprob_diff_max=max(diffs, default=math.nan),
+        fence_p50_ms=statistics.median(fences) * 1e3 if fences else math.nan,
+        attach_ms=opened.open_s * 1e3,
+        weight_bytes=opened.weight_bytes,
+    )
+
+
+def sampled(groups: Sequence[Group]) -> list[Completion]:
+    """Return every completion, those with a reward first."""
+    scored = [completion for group in groups for completion in group.completions]
+    return scored + [one.completion for group in groups for one in group.unscored]
+
+
+def digest(groups: Sequence[Group]) -> str:
+    """Return 16 hexadecimal digits for every sampled token id, in their order; those without a reward come last."""
+    token_ids = [completion.token_ids for completion in sampled(groups)]
+    return hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16]
+
+
+def reward_parts(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean of each reward that the groups' rewards are a sum of."""
+    names = dict.fromkeys(name for group in groups for name in group.reward_parts)
+    return {
+        name: statistics.fmean(part for group in groups for part in group.reward_parts.get(name, ())) for name in names
+    }
+
+
+def truncated_share(completions: Sequence[Completion]) -> float:
+    """Return the share of the completions that were cut off by their length; not a number where there are none."""
+    return share(sum(completion.finish_reason == "length" for completion in completions), len(completions))
+
+
+def nothing_learnt(metrics: StepMetrics) -> str | None:
+    """Say that a step taught nothing, and the likely cause; None where at least one group has a signal."""
+    if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
+        return None
+    if metrics.truncated_share > 0.5:
+        cause = f"{metrics.truncated_share:.0%} of the completions were truncated; raise --max-new-tokens"
+    elif metrics.reward_std == 0:
+        cause = (
+            f"every reward is {metrics.reward_mean:g}; compare the completions in rollouts.jsonl with what the reward"
+            " expects, and whether the problems are too hard or too easy for this model"
+        )
+    else:
+        cause = "each problem is solved always or never; take a larger --group-size, or a higher --temperature"
+    return f"step {metrics.step} has nothing to learn from: in each group all rewards are equal; likely cause: {cause}"
+
+
+def no_signal_share(groups: Sequence[Group]) -> float:
+    """Return the share of the groups from which nothing can be learnt; not a number where there are no groups."""
+    return share(sum(not _has_signal(group) for group in groups), len(groups))
+
+
+def _has_signal(group: Group) -> bool:
+    if group.advantages is not None:
+        return any(any(advantages) for advantages in group.advantages)
+    return len(set(group.rewards)) > 1
+
+
+def _staleness(completions: Sequence[Completion], served: int) -> float:
+    """Return how many versions older than `served` the oldest is; not a number where one's version is unknown."""
+    versions = [completion.weight_version for completion in completions]
+    known = [version for version in versions if version is not None]
+    return math.nan if len(known) < len(versions) else float(served - min(known, default=served))
+
+
+def _mean_tokens(completions: Sequence[Completion]) -> float:
+    return statistics.fmean(each.num_sampled for each in completions) if completions else math.nan
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

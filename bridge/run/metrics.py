@@ -1,0 +1,236 @@
+"""Every metric, declared once: what it means, its unit, how it aggregates, and the curve that trackers draw of it.
+
+`metrics.jsonl` and `evaluations.jsonl` hold the fields by their names; reports and live views read titles and
+units from here. A new metric is one field here and one value where it is measured (`measuring.py`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bridge.types import LOGPROB_DIFF_EDGES
+
+BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
+"""Bins of `logprob_diff_histogram`; each begins where the one before ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """The declaration of one metric."""
+
+    title: str
+    """What people read."""
+    unit: str = ""
+    """Of the number as it is shown: `s`, `ms`, `%`, `nats`, `tokens`, `GiB`, `versions`; empty for plain numbers."""
+    scale: float = 1.0
+    """Factor from the stored number to the shown one: 100 for a share in percent."""
+    curve: str = ""
+    """Name of its curve in TensorBoard and Weights & Biases; empty: it has none."""
+    over: Literal["mean", "sum", "max", "same"] = "mean"
+    """How the figures of several parts of a step (mini-batches, trainer ranks) become one."""
+
+
+def metric(title: str, unit: str = "", **more: Any) -> Any:
+    """Declare a field of a record as a metric."""
+    default = more.pop("default", dataclasses.MISSING)
+    declared = Metric(title=title, unit=unit, **more)
+    return dataclasses.field(default=default, metadata={"metric": declared})
+
+
+def share(title: str, **more: Any) -> Any:
+    """Declare a share, 0 to 1, which people see in percent."""
+    return metric(title, "%", scale=100.0, **more)
+
+
+def declared(record: type) -> dict[str, Metric]:
+    """Return the metrics of a record by the names of their fields."""
+    return {field.name: field.metadata["metric"] for field in dataclasses.fields(record) if "metric" in field.metadata}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One step behind one fence. A number that is not finite is null in `metrics.jsonl`."""
+
+    step: int
+    """Number of the step, from 1."""
+    weight_version: int = metric("Version", over="same", curve="train/weight_version")
+    """Version that this step published."""
+    reward_mean: float = metric("Mean reward", curve="reward/mean")
+    """Mean reward of the step's completions, sampled before the update."""
+    reward_std: float = metric("Standard deviation of the rewards", curve="reward/std")
+    """Standard deviation of the same rewards."""
+    reward_parts: Mapping[str, float]
+    """Mean of each part of the reward, before its weight, by the part's name."""
+    unscored: int = metric("Unscored completions", over="sum", curve="reward/unscored")
+    """Completions that are left out because scoring failed."""
+    completion_tokens_mean: float = metric("Completion length", "tokens", curve="rollout/completion_tokens")
+    """Mean length of the completions."""
+    truncated_share: float = share("Truncated completions", curve="rollout/truncated_share")
+    """Share of the completions that reached the length limit."""
+    no_signal_share: float = share("Groups without signal", curve="reward/no_signal_share")
+    """Share of the groups that teach nothing because all rewards of the group are equal."""
+    retries: int = metric("Retries", over="sum", curve="rollout/retries")
+    """Requests that were retried."""
+    loss: float = metric("Policy loss", over="sum", curve="train/loss")
+    """Policy loss, mean over the step's updates."""
+    grad_norm: float = metric("Gradient norm", over="same", curve="train/grad_norm")
+    """Global norm of the gradient before clipping, mean over the step's updates."""
+    updates: int = metric("Updates", over="same", curve="train/updates")
+    """Optimizer steps; fewer than asked for where nothing was to learn or a gradient was not finite."""
+    skipped_updates: int = metric("Skipped updates", over="same", curve="train/skipped_updates", default=0)
+    """Updates that were skipped because their gradient was not finite."""
+    entropy: float = metric("Entropy", "nats", curve="train/entropy")
+    """Mean entropy of the policy at the sampled tokens, before the update."""
+    clipped_low_share: float = share("Tokens clipped low", curve="train/clipped_low_share")
+    """Share of the tokens without a gradient: negative advantage, ratio below the clip range."""
+    clipped_high_share: float = share("Tokens clipped high", curve="train/clipped_high_share")
+    """Share of the tokens without a gradient: positive advantage, ratio above the clip range."""
+    kl: float = metric("KL from the reference", "nats", curve="train/kl")
+    """Mean KL divergence from the reference over the tokens; 0 without a reference."""
+    logprob_diff_mean: float = metric("Log-prob mismatch, mean", "nats", curve="mismatch/logprob_diff_mean")
+    """Mean of |log-prob of vLLM - log-prob of the trainer| over the tokens trained on, before the update.
+
+    Not finite when no group's rewards differ: nothing is trained on then.
+    """
+    logprob_diff_max: float = metric("Log-prob mismatch, max", "nats", over="max", curve="mismatch/logprob_diff_max")
+    """Largest of the same differences."""
+    logprob_diff_histogram: tuple[float, ...]
+    """Share of the tokens in each of `BINS`."""
+    corrected_share: float = share("Tokens corrected", curve="mismatch/corrected_share")
+    """Share of the tokens whose importance weight was truncated, or that were masked."""
+    importance_weight: float = metric("Importance weight", curve="mismatch/importance_weight")
+    """Mean importance weight of the tokens, 1 where vLLM and the trainer agree."""
+    effective_share: float = share("Effective sample size", curve="mismatch/effective_share")
+    """Effective sample size of the importance weights over the number of tokens."""
+    staleness: float = metric("Staleness", "versions", over="max", curve="rollout/staleness")
+    """Most versions that were published between the sampling of a token and the step that trains on it.
+
+    Not finite when the version of a token is unknown.
+    """
+    changed_weight_share: float = share("Weights changed", curve="train/changed_weight_share")
+    """Share of the weights whose bytes this step changed."""
+    rollout_s: float = metric("Rollouts", "s", over="max", curve="rollout/seconds")
+    """Time spent on sampling and scoring."""
+    train_s: float = metric("Training", "s", over="max", curve="train/seconds")
+    """Time spent on forward and backward passes."""
+    fence_pause_s: float = metric("Pause", "ms", scale=1e3, over="max", curve="fence/pause_ms")
+    """Time until the server was paused and its devices idle; 0 in modes that pause nothing."""
+    fence_prepare_s: float = metric("Passes in the fence", "ms", scale=1e3, over="max", curve="fence/prepare_ms")
+    """Part of `train_s` during which the server was paused because its KV cache slept."""
+    fence_write_s: float = metric("Write", "ms", scale=1e3, over="max", curve="fence/write_ms")
+    """Time in which the optimizer wrote and its device finished."""
+    fence_publish_s: float = metric("Publish", "ms", scale=1e3, over="max", curve="fence/publish_ms")
+    """Time until the server generated with the new weights: after the fence, a load from disk, or a restart.
+
+    0 when the step was not published: mode `none` publishes every `vllm_restart_interval` steps.
+    """
+    rollouts: str
+    """Digest of the step's sampled token ids, in order: steps with equal digests had the same rollouts."""
+    tokens_generated: int = metric("Tokens generated", over="sum", curve="rollout/tokens")
+    """Sampled tokens of the step."""
+    tokens_trained: int = metric("Tokens trained on", over="sum", curve="train/tokens")
+    """Those that were trained on; the others had no advantage or were masked."""
+    peak_memory_gib: float = metric("Trainer's peak memory", "GiB", over="max", curve="memory/peak_gib")
+    """Most memory that the trainer has held so far: on the GPU, or of the process on the CPU."""
+    device: str
+    """Where that memory is: `cuda` or `cpu`."""
+
+    @property
+    def fence_s(self) -> float:
+        """Return the seconds from the pause until the server generates with the new weights."""
+        return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
+
+    @property
+    def is_published(self) -> bool:
+        """Tell whether the server got the weights of this step."""
+        return self.fence_publish_s > 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return how many tokens a second were sampled."""
+        return self.tokens_generated / self.rollout_s if self.rollout_s else 0.0
+
+    def curves(self) -> dict[str, float]:
+        """Return the points of this step by the names of their curves, without those that are not finite."""
+        points = _points(self, "reward/part/")
+        shares = zip(BINS, self.logprob_diff_histogram, strict=False)
+        points |= {f"logprob_diff_share/{name}": value for name, value in shares} | {
+            "fence/total_ms": 1e3 * self.fence_s
+        }
+        if self.rollout_s:
+            points["rollout/tokens_per_s"] = self.tokens_per_s
+        return _finite(points)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The held-out problems, sampled and scored as in training, but not trained on."""
+
+    step: int
+    """Steps taken before; 0: before training."""
+    weight_version: int
+    """Version that made the completions."""
+    reward_mean: float = metric("Mean reward", curve="held_out/reward_mean")
+    """Mean reward of the completions."""
+    reward_std: float = metric("Standard deviation of the rewards", curve="held_out/reward_std")
+    """Standard deviation of the same rewards."""
+    reward_parts: Mapping[str, float]
+    """Mean of each part of the reward, before its weight, by the part's name."""
+    unscored: int = metric("Unscored completions", over="sum", curve="held_out/unscored")
+    """Completions that are left out because scoring failed."""
+    num_problems: int
+    """Held-out problems."""
+    completion_tokens_mean: float = metric("Completion length", "tokens", curve="held_out/completion_tokens")
+    """Mean length of the completions."""
+    truncated_share: float = share("Truncated completions", curve="held_out/truncated_share")
+    """Share of the completions that reached the length limit."""
+    seconds: float = metric("Time", "s", over="max", curve="held_out/seconds")
+    """Time spent on sampling and scoring."""
+
+    def curves(self) -> dict[str, float]:
+        """Return the points of this evaluation by the names of their curves, without those that are not finite."""
+        return _finite(_points(self, "held_out/part/"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run."""
+
+    steps: int
+    """The last step."""
+    updates: int
+    """Optimizer steps taken since this process started."""
+    weight_version: int
+    """Version that the server serves now."""
+    checkpoint: Path
+    """The last checkpoint."""
+    reward_before: float | None
+    """Mean reward of the held-out problems before the first step, of a resumed run too; None without evaluation."""
+    reward_after: float | None
+    """The same afterwards."""
+    rewards: tuple[float, ...]
+    """Mean reward of each step."""
+    logprob_diff_max: float
+    """Largest log-prob mismatch of all steps, in nats; not finite when nothing was trained on."""
+    fence_p50_ms: float
+    """Median of `StepMetrics.fence_s` over the published steps, in milliseconds."""
+    attach_ms: float
+    """Time to attach all parameters, in milliseconds."""
+    weight_bytes: int
+    """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
+
+
+def _points(record: StepMetrics | Evaluation, parts: str) -> dict[str, float]:
+    found = {each.curve: (name, each) for name, each in declared(type(record)).items() if each.curve}
+    points = {
+        curve: float(getattr(record, name)) * (each.scale if each.unit == "ms" else 1)
+        for curve, (name, each) in found.items()
+    }
+    return points | {parts + name: mean for name, mean in record.reward_parts.items()}
+
+
+def _finite(points: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in points.items() if math.isfinite(value)}

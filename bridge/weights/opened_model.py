@@ -1,0 +1,23 @@
+"""The model to train, as a mode opens it and the learner takes it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """The model to train, on the device where it lies."""
+
+    model: PreTrainedModel
+    """In evaluation mode; what is trained requires gradients, and nothing else does."""
+    device: torch.device
+    """Where it lies."""
+    lr_factors: Mapping[str, float]
+    """Every trained parameter, by its name in the model -> factor of the learning rate."""
+    open_s: float
+    """Seconds until its weights were there: attaching them, or loading."""
+    weight_bytes: int
+    """Bytes of weights that this process holds beside the server's; 0 with one copy."""

@@ -1,0 +1,103 @@
+"""Count the files of Bridge that one training step passes through: all of them, and the longest chain of calls.
+
+    python -m tests.architecture.step_files
+
+A real trainer takes three steps on a patched server without vLLM; the second one is followed, in the trainer's process.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import bridge
+from bridge.run.trainer import Trainer
+from cli.main import answer
+from cli.serve import free_port
+from tests.models import tiny
+from tests.unit import patched_server
+
+PACKAGE = str(Path(bridge.__file__).parent)
+FOLLOWED_STEP = 2
+TASK = """
+class Uneven:
+    def __iter__(self):
+        yield from ({"prompt": f"say {number}:"} for number in range(40))
+
+    def score(self, problem, completion):
+        return sum(map(ord, completion)) % 10 / 10
+"""
+
+
+@dataclass
+class Passage:
+    """What one step passes through."""
+
+    files: set[str] = field(default_factory=set)
+    """Every file."""
+    chain: list[str] = field(default_factory=list)
+    """The most files that were on the stack at once, outermost first."""
+
+    def follow(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """Note one call; a profile function of `sys`."""
+        name = frame.f_code.co_filename
+        if event != "call" or not name.startswith(PACKAGE) or name.endswith("__init__.py"):
+            return
+        self.files.add(name)
+        chain = list(dict.fromkeys(reversed([*_bridge_files(frame)])))
+        if len(chain) > len(self.chain):
+            self.chain = chain
+
+
+def _bridge_files(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def measure(folder: Path) -> Passage:
+    """Train in `folder`, and return what one step passed through."""
+    model = tiny.write(tiny.llama(), folder / "model")
+    (folder / "uneven.py").write_text(TASK)
+    passage = Passage()
+    step = Trainer._step
+
+    def followed(self: Any, number: int) -> None:
+        if number == FOLLOWED_STEP:
+            sys.setprofile(passage.follow)
+        try:
+            step(self, number)
+        finally:
+            sys.setprofile(None)
+
+    Trainer._step = followed  # type: ignore[method-assign]
+    try:
+        with patched_server.served(model, folder / "server", port=free_port("127.0.0.1")) as server:
+            code = answer([
+                "train", "--model-name", str(model), "--vllm-config-path", str(server.path), "--reward-processes", "0",
+                "--environment", f"{folder / 'uneven.py'}:Uneven", "--batch-size", "8", "--group-size", "4",
+                "--max-new-tokens", "16", "--training-steps", "3", "--run-dir", str(folder / "run"),
+                "--mismatch-alarm", "99",
+            ])  # fmt: skip
+    finally:
+        Trainer._step = step  # type: ignore[method-assign]
+    assert code == 0, "training failed"
+    return passage
+
+
+def main() -> None:
+    """Print both counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder))
+    print(f"files: {len(found.files)}")  # noqa: T201
+    print(f"longest chain: {len(found.chain)}")  # noqa: T201
+    for name in found.chain:
+        print("  " + str(Path(name).relative_to(Path(PACKAGE).parent)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""A training step passes through few files: as many as it needs."""
+
+from pathlib import Path
+
+from tests.architecture import step_files
+
+MOST_FILES = 51
+LONGEST_CHAIN = 10
+
+
+def test_a_step_passes_through_few_files(tmp_path: Path) -> None:
+    found = step_files.measure(tmp_path)
+    assert 20 < len(found.files) <= MOST_FILES
+    assert 5 < len(found.chain) <= LONGEST_CHAIN
