@@ -74,7 +74,7 @@ def measure(folder: Path) -> Passage:
         finally:
             sys.setprofile(None)
 
-    Trainer._step = followed  # type: ignore[method-assign]
+    Trainer._step = followed  # type: ignore[method-assign, assignment]
     try:
         with patched_server.served(model, folder / "server", port=free_port("127.0.0.1")) as server:
             code = answer([
