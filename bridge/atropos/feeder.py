@@ -25,6 +25,7 @@ from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.scoring.scorer import Scorer
 from bridge.scoring.scoring import Scores
+from bridge.server.client import max_model_len
 from bridge.types import Completion, Environment, Problem
 from bridge.weights import skeleton
 
@@ -55,7 +56,7 @@ def feed(
         BridgeError: as joining, sampling and scoring do.
         AtroposError: the API is gone, or was reset.
     """
-    lengths = [length for url in asked.urls(config.server_url) if (length := limits.max_model_len(url))]
+    lengths = [length for url in asked.urls(config.server_url) if (length := max_model_len(url))]
     config = limits.fit_completions(config, min(lengths, default=None), tell)
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.reward_processes, timeout_s=config.reward_timeout_s)

@@ -9,8 +9,8 @@ from bridge.atropos.client import AtroposApi
 from bridge.atropos.protocol import Info, TrainerRegistration
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.rollouts.limits import max_model_len
 from bridge.run.run_directory import CHECKPOINTS
+from bridge.server.client import max_model_len
 
 NOBODY = -1
 """What an API tells instead of settings where no trainer registered."""

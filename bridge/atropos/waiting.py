@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import httpx
-
 from bridge.atropos.client import AtroposApi
 from bridge.atropos.diagnosis import Diagnosis, diagnose
 from bridge.errors import AtroposError
-from bridge.server import api_key
-from bridge.server.client import CONTROL_LIMIT_S, unreachable
+from bridge.server.client import VllmClient
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """Seconds between two questions for a batch; each time half as long again."""
@@ -61,7 +58,8 @@ class Waiting:
         now = self._clock.now()
         if now - self._looked >= HEALTH_INTERVAL_S:
             self._looked = now
-            check_health(self._server_url)
+            with VllmClient(self._server_url) as server:
+                server.check_health()
         if now - self._begun >= self._limit_s:
             raise self._too_long()
         if now - self._begun >= self._word_s:
@@ -79,17 +77,3 @@ class Waiting:
             f"the Atropos API at {self._api.url} gave no batch for {self._limit_s:.0f} s: {why.found}",
             remedy=why.remedy,
         )
-
-
-def check_health(url: str) -> None:
-    """Make sure that the server at `url` is well, if it can tell.
-
-    Raises:
-        ServerUnreachableError: it is gone, or says that it is unwell.
-    """
-    try:
-        response = httpx.get(f"{url}/health", headers=api_key.headers(), timeout=CONTROL_LIMIT_S, trust_env=False)
-    except httpx.TransportError as error:
-        raise unreachable(url, f"{type(error).__name__}: {error}") from error
-    if response.is_server_error:
-        raise unreachable(url, f"/health answered {response.status_code}")

@@ -18,7 +18,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import ServerUnreachableError, UsageError
 from bridge.learn import mismatch
 from bridge.learn.opening import MakeOptimizer, learner_of
-from bridge.modes.mode import Engine, Mode
+from bridge.modes.mode import Mode
 from bridge.rollouts.source import Source
 from bridge.run import measuring
 from bridge.run.checkpoint import Found
@@ -26,6 +26,7 @@ from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.series import Series
+from bridge.server.fence import Update
 from bridge.types import Group
 
 Result = TypeVar("Result")
@@ -44,11 +45,12 @@ class Trainer:
         source: Source,
         run: RunDirectory,
         mode: Mode,
-        engine: Engine | None,
         reporter: Reporter,
         make_optimizer: MakeOptimizer,
+        *,
+        owns_server: bool,
     ) -> None:
-        self._config, self._run, self._mode, self._engine = config, run, mode, engine
+        self._config, self._run, self._mode, self._owns_server = config, run, mode, owns_server
         self._source, self._reporter = source, reporter
         self._opened = mode.open()
         self._device = self._opened.device
@@ -93,12 +95,8 @@ class Trainer:
     def run(self) -> Summary:
         """Take every step, evaluating before, in between and after if asked to."""
         before, last = self._before(), self._config.training_steps
-        nobody_asks_again = (
-            self._engine is not None and not self._config.evaluation.samples
-        )  # the server ends with the run
         try:
             for step in range(self._begun_at + 1, last + 1):
-                self._mode.ends = nobody_asks_again and step == last
                 self._step(step)
                 if self._checkpoints.is_due(step):
                     self._save()
@@ -108,7 +106,7 @@ class Trainer:
             if self._written > self._begun_at and not self._half_written:
                 self._save()
             raise
-        if not nobody_asks_again:
+        if not self._is_last(last):
             self._surviving(self._mode.catch_up)
         after = self._evaluate()
         return measuring.summary(
@@ -173,7 +171,7 @@ class Trainer:
 
     def _surviving(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`; where the server dies and is ours, start it again with the newest weights and repeat."""
-        for _ in range(RESTARTS_PER_STEP if self._engine else 0):
+        for _ in range(RESTARTS_PER_STEP if self._owns_server else 0):
             try:
                 return operation()
             except ServerUnreachableError as error:
@@ -181,7 +179,6 @@ class Trainer:
         return operation()
 
     def _revive(self, error: ServerUnreachableError) -> None:
-        assert self._engine is not None
         if self._half_written:
             raise error
         self._run.note(f"the server died: {error.message}")
@@ -192,17 +189,20 @@ class Trainer:
             self._learner.forget()  # its memory is the new server's KV cache's
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
-        self._mode.revive(self._engine, newest)
+        self._mode.revive(newest)
         self._run.note(f"the server was started again with the weights of step {self._written}")
 
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         served = self._mode.version
         with deferred_interrupt():  # a step that was published is in the metrics too
             times = self._mode.publish(
-                lambda: self._write(step),
-                prepare=self._learner.prepare if self._sleeps and self._written != step else None,
-                sleep=bool(self._sleeps),
-                last_checkpoint=self._checkpoints.last,
+                Update(
+                    lambda: self._write(step),
+                    prepare=self._learner.prepare if self._sleeps and self._written != step else None,
+                    sleep=bool(self._sleeps),
+                    last_checkpoint=self._checkpoints.last,
+                    is_last=self._is_last(step),
+                )
             )
             learnt = self._learner.learnt()
             metrics = measuring.step(
@@ -217,6 +217,10 @@ class Trainer:
         self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
+
+    def _is_last(self, step: int) -> bool:
+        """Tell whether nothing is sampled after `step`: a server of our own ends with the run."""
+        return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
 
     def _watch(self, kind: str, alarm: str | None) -> None:
         """Note an alarm in the first of the steps in a row that have one."""
