@@ -31,7 +31,7 @@ from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import TrainConfig
-from bridge.modes import mode_of
+from bridge.modes import way_of
 from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
 from bridge.run.loop import train
@@ -140,7 +140,7 @@ def load(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
     """Hand an adapter over again and again without changing it; in ms, and with the first token by it."""
-    mode = mode_of(config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
+    mode = way_of(config)(config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
     try:
         mode.open()
         bare, with_token = [], []

@@ -7,7 +7,6 @@ from bridge.config import TrainConfig
 from bridge.modes.in_place import InPlace
 from bridge.modes.lora_disk import LoraDisk
 from bridge.modes.lora_memory import LoraMemory
-from bridge.modes.mode import Mode, RunContext
 from bridge.modes.restart import Restart
 from bridge.modes.shared_vllm import SharedVllm
 
@@ -25,12 +24,3 @@ WAYS: dict[tuple[str, str], Way] = {
 def way_of(config: TrainConfig) -> Way:
     """Return the class that implements the chosen way of publishing."""
     return WAYS[config.mode, {"lora_only": config.lora.handover, "none": config.publishing.reload}.get(config.mode, "")]
-
-
-def mode_of(config: TrainConfig, run: RunContext) -> Mode:
-    """Return the mode that `config` chooses, connected to its server.
-
-    Raises:
-        BridgeError: there is no server that it can use, or another trainer uses it.
-    """
-    return way_of(config)(config, run)

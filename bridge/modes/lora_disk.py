@@ -11,7 +11,7 @@ from pathlib import Path
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, UsageError
 from bridge.modes.mode import RunContext
-from bridge.modes.patched_server import manifest_of, of_this_model
+from bridge.modes.patched_server import manifest_of
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
@@ -47,7 +47,7 @@ class LoraDisk:
 
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, put an adapter into it, and let the server load that."""
-        base = self._attach() or self._load()
+        base = self._open_base()
         self._adapter = Adapter(base.model, self._config)
         self._serve_first(self.version + 1)
         if self._attached is not None:
@@ -105,20 +105,18 @@ class LoraDisk:
         fence.when_free(lambda: client.take_lease(self._run.name))
         return client
 
-    def _attach(self) -> OpenedModel | None:
-        if self._manifest is None:
-            return None
-        try:
-            found = self._attached = attach(self._manifest)
-        except AttachError as error:
-            self._why_copied = error.message
-            return None
-        return OpenedModel(
-            model=found.model, device=found.device, lr_factors={}, open_s=found.attach_s,
-            weight_bytes=found.weight_bytes(),
-        )  # fmt: skip
-
-    def _load(self) -> OpenedModel:
+    def _open_base(self) -> OpenedModel:
+        """Attach to the server's base, or load one."""
+        if self._manifest is not None:
+            try:
+                found = self._attached = attach(self._manifest)
+            except AttachError as error:
+                self._why_copied = error.message
+            else:
+                return OpenedModel(
+                    model=found.model, device=found.device, lr_factors={}, open_s=found.attach_s,
+                    weight_bytes=found.weight_bytes(),
+                )  # fmt: skip
         own = loaded.load(
             self._config.model_name,
             device=self._config.trainer_device,
@@ -176,7 +174,7 @@ def _find_manifest(config: TrainConfig) -> tuple[Manifest | None, str]:
     url = config.server.url(found.url)
     if url != found.url:
         return None, f"the manifest found here is of the server at {found.url}, not {url}"
-    return of_this_model(found, config), ""
+    return manifest_of(config, found), ""
 
 
 def _versioned(version: int) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, ManifestError, UsageError
 from bridge.modes.mode import RunContext
-from bridge.modes.patched_server import PatchedServer, of_this_model
+from bridge.modes.patched_server import PatchedServer, manifest_of
 from bridge.server import manifest
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.protocol import ADAPTER
@@ -36,7 +36,7 @@ class LoraMemory(PatchedServer):
                 f"--lora-handover memory trains the adapter in vLLM's own memory, and {error.message}",
                 remedy="bridge serve-vllm --max-lora-rank R on this host, or --lora-handover disk",
             ) from error
-        super().__init__(config, run, of_this_model(found, config), writes="adapter")
+        super().__init__(config, run, manifest_of(config, found), writes="adapter")
 
     def open(self) -> OpenedModel:
         """Attach to the server's base, put an adapter into it, and move the adapter into the slot."""
@@ -49,9 +49,6 @@ class LoraMemory(PatchedServer):
     def publish(self, update: Update) -> FenceTimes:
         """Run `update` inside the fence; before the first checkpoint, the first adapter repairs the server."""
         return super().publish(replace(update, last_checkpoint=update.last_checkpoint or self._run.scratch / ADAPTER))
-
-    def catch_up(self) -> None:
-        """Do nothing: every update is published."""
 
     def save(self, folder: Path) -> None:
         """Write the adapter as PEFT and stock vLLM load it."""

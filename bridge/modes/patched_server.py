@@ -47,6 +47,9 @@ class PatchedServer:
             self.version = times.version
         return times
 
+    def catch_up(self) -> None:
+        """Do nothing: every update is published."""
+
     def restart(self, model: str | Path) -> None:
         """Start the dead server again with `model`, and point the attached parameters at its memory."""
         assert self._run.process is not None, "only a server that this run started is revived"
@@ -85,21 +88,13 @@ class PatchedServer:
         return status.version
 
 
-def manifest_of(config: TrainConfig) -> Manifest:
-    """Return the manifest of the server that serves the model to train.
+def manifest_of(config: TrainConfig, found: Manifest | None = None) -> Manifest:
+    """Return the manifest of the server that serves the model to train; `found` if it is loaded already.
 
     Raises:
         ManifestError: there is none, it cannot be used, or another model is served.
     """
-    return of_this_model(manifest.load(config.server.config_path), config)
-
-
-def of_this_model(found: Manifest, config: TrainConfig) -> Manifest:
-    """Return `found` if its server serves the model to train.
-
-    Raises:
-        ManifestError: it serves another one.
-    """
+    found = found or manifest.load(config.server.config_path)
     wanted = skeleton.absolute(config.model_name)
     if wanted != found.model:
         raise ManifestError(

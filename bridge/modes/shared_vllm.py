@@ -25,9 +25,6 @@ class SharedVllm(PatchedServer):
         self._model = opened.model
         return opened
 
-    def catch_up(self) -> None:
-        """Do nothing: every update is published."""
-
     def save(self, folder: Path) -> None:
         """Write the weights as a plain Hugging Face model."""
         model_folder.save(self._model, self._config.model_name, folder)

@@ -11,7 +11,7 @@ from bridge.atropos.experience import AtroposExperience
 from bridge.config import TrainConfig
 from bridge.learn import reference
 from bridge.learn.opening import MakeOptimizer
-from bridge.modes import mode_of
+from bridge.modes import way_of
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.optimizers import factory
 from bridge.rollouts import limits
@@ -53,10 +53,8 @@ def train(
     reference.check(config)
     config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
     name = str(run.path.absolute())
-    mode = mode_of(
-        config,
-        RunContext(name=name, scratch=run.served, note=run.note, resumes=resume is not None, process=process),
-    )
+    context = RunContext(name=name, scratch=run.served, note=run.note, resumes=resume is not None, process=process)
+    mode = way_of(config)(config, context)
     try:
         config = limits.fit_completions(config, mode.max_model_len, run.note)
         with closing(_source(config, environment, run, reporter, recipe)) as source:

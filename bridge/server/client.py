@@ -12,7 +12,6 @@ import ssl
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
 
 import httpx
@@ -20,27 +19,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
-from bridge.server import api_key
+from bridge.server import api_key, protocol
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import (
-    ADAPTER,
-    TOKEN_HEADER,
-    AdapterRequest,
-    AdapterSlot,
-    Digests,
-    Element,
-    HolderRequest,
-    InFlight,
-    LeaseRequest,
-    PauseRequest,
-    PublishRequest,
-    ReadRequest,
-    Refusal,
-    Status,
-    Values,
-    WriteRequest,
-    Written,
-)
+from bridge.server.protocol import InFlight, Refusal, Status, Written
 
 Answer = TypeVar("Answer", bound=BaseModel)
 BRIDGE_ROUTES = "/bridge/"
@@ -72,7 +53,7 @@ class Authorization(httpx.Auth):
         else:
             request.headers.update(api_key.headers())
             if self._token is not None:
-                request.headers[TOKEN_HEADER] = self._token
+                request.headers[protocol.TOKEN_HEADER] = self._token
         yield request
 
 
@@ -141,9 +122,7 @@ class VllmClient:
         """Return the client."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 
@@ -180,7 +159,7 @@ class VllmClient:
     def unload_earlier_adapters(self) -> None:
         """Unload what an earlier run with `--lora-handover disk` left."""
         for model in self.models():
-            if model.id.startswith(f"{ADAPTER}-"):
+            if model.id.startswith(f"{protocol.ADAPTER}-"):
                 self.unload_adapter(model.id)
 
     def _change_adapters(self, route: str, body: dict[str, str], *, limit_s: float | None) -> None:
@@ -238,7 +217,7 @@ class BridgeClient(VllmClient):
         if self._leased:
             with suppress(BridgeError):  # a dead server has no lease, and the end of this process frees any other
                 limit_s = min(FAREWELL_LIMIT_S, self._control_limit_s)
-                self._call("DELETE", "lease", Status, HolderRequest(holder=self._holder), limit_s=limit_s)
+                self._call("DELETE", "lease", Status, protocol.HolderRequest(holder=self._holder), limit_s=limit_s)
         self._leased = False
         super().close()
 
@@ -248,7 +227,7 @@ class BridgeClient(VllmClient):
 
     def take_lease(self, run: str) -> Status:
         """Become the one process that updates the server, until `close`; `run` names it in error messages."""
-        taken = self._control("POST", "lease", LeaseRequest(holder=self._holder, run=run))
+        taken = self._control("POST", "lease", protocol.LeaseRequest(holder=self._holder, run=run))
         self._leased = True
         return taken
 
@@ -268,7 +247,7 @@ class BridgeClient(VllmClient):
         from `last_checkpoint` repairs what this process leaves half written if it dies. Only a process that rewrites
         everything may use `takeover`. With `sleep` the KV cache's memory is free until the fence is left.
         """
-        body = PauseRequest(
+        body = protocol.PauseRequest(
             holder=self._holder,
             version=version,
             in_flight=in_flight,
@@ -284,38 +263,43 @@ class BridgeClient(VllmClient):
 
     def publish(self, version: int | None = None) -> Status:
         """Make what was written the next version, or `version` if that is later, and resume generation."""
-        body = PublishRequest(holder=self._holder, after=self._paused_at, version=version)
+        body = protocol.PublishRequest(holder=self._holder, after=self._paused_at, version=version)
         return self._control("POST", "publish", body)
 
     def resume(self) -> Status:
         """Resume generation with the same version: nothing was written."""
-        return self._control("POST", "resume", HolderRequest(holder=self._holder))
+        return self._control("POST", "resume", protocol.HolderRequest(holder=self._holder))
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each of vLLM's parameters, computed by the server."""
-        return self._call("GET", "tensors/digest", Digests).digests
+        return self._call("GET", "tensors/digest", protocol.Digests).digests
 
-    def read(self, elements: tuple[Element, ...]) -> tuple[float, ...]:
+    def read(self, elements: tuple[protocol.Element, ...]) -> tuple[float, ...]:
         """Return `elements` as the server reads them."""
-        return self._call("POST", "tensors/read", Values, ReadRequest(elements=elements)).values
+        return self._call("POST", "tensors/read", protocol.Values, protocol.ReadRequest(elements=elements)).values
 
-    def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+    def write(self, elements: tuple[protocol.Element, ...], values: tuple[float, ...]) -> None:
         """Let the server set `elements`; only inside the fence."""
-        self._call("POST", "tensors/write", Status, WriteRequest(holder=self._holder, elements=elements, values=values))
+        self._call(
+            "POST",
+            "tensors/write",
+            Status,
+            protocol.WriteRequest(holder=self._holder, elements=elements, values=values),
+        )
 
     def seat_adapter(self, folder: Path) -> int:
         """Let the server load the adapter in `folder` into a slot that does not move, and return the slot."""
         self.unload_earlier_adapters()  # or there may be no free slot
-        return self.adapter(ADAPTER, folder)
+        return self.adapter(protocol.ADAPTER, folder)
 
     def adapter(self, name: str, folder: Path) -> int:
         """Let the server load an adapter into such a slot under another name, and return the slot."""
-        body = AdapterRequest(holder=self._holder, name=name, path=str(folder.absolute()))
-        return self._call("POST", "adapter", AdapterSlot, body).slot
+        body = protocol.AdapterRequest(holder=self._holder, name=name, path=str(folder.absolute()))
+        return self._call("POST", "adapter", protocol.AdapterSlot, body).slot
 
     def release_adapter(self) -> None:
         """Let the server remove the adapter from its slot, if there is one."""
-        self._control("DELETE", "adapter", HolderRequest(holder=self._holder))
+        self._control("DELETE", "adapter", protocol.HolderRequest(holder=self._holder))
 
     def _control(self, method: str, route: str, body: BaseModel | None) -> Status:
         return self._call(method, route, Status, body, limit_s=self._control_limit_s)

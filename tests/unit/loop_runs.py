@@ -245,11 +245,11 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
         with serving(openai(bend, version=lambda: version)) as server:
             mode = FakeMode(toy, server.url, **choices)
 
-            def mode_of(_: TrainConfig, context: RunContext) -> FakeMode:
+            def made(_: TrainConfig, context: RunContext) -> FakeMode:
                 mode.process = context.process
                 return mode
 
-            monkeypatch.setattr(loop, "mode_of", mode_of)
+            monkeypatch.setattr(loop, "way_of", lambda _: made)
             if mode.dropout:  # two passes then differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.modes import mode_of
+from bridge.modes import way_of
 from bridge.modes.lora_disk import LoraDisk
 from bridge.modes.lora_memory import LoraMemory
 from bridge.modes.mode import RunContext
@@ -124,7 +124,7 @@ class World:
         context = RunContext(
             name="runs/ours", scratch=self.scratch, note=self.notes.append, resumes=resumes, process=FakeProcess(self)
         )
-        mode = mode_of(config, context)
+        mode = way_of(config)(config, context)
         assert isinstance(mode, LoraMemory | LoraDisk)
         return mode
 

@@ -11,7 +11,7 @@ from bridge.atropos import asked, registration
 from bridge.checks import server as checks
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.modes import WAYS, mode_of
+from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
 from bridge.server import api_key
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
@@ -95,7 +95,7 @@ def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monk
     choices: dict[str, Any] = {"model_name": world.server.toy.manifest.model, "mode": mode, "vllm_port": world.port}
     choices |= {"lora_only": {"lora_handover": choice, "lora_r": RANK}, "none": {"reload": choice}}.get(mode, {})
     context = RunContext(name="runs/ours", scratch=world.scratch, note=lambda _: None, process=Again())
-    opened = mode_of(TrainConfig.of(**choices), context)
+    opened = WAYS[way](TrainConfig.of(**choices), context)
     try:
         opened.open()
         sampled(opened.endpoint)
