@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from benchmarks import _results
 from benchmarks._results import say
 from bridge.config import ServeConfig
-from bridge.server import api_key
+from bridge.errors import ServerUnreachableError
+from bridge.server.client import VllmClient, open_async_http
 from bridge.types import Problem
 from cli import children
 from cli.serve import free_port
@@ -82,10 +82,11 @@ def served(command: ServerCommand, log: Path) -> Iterator[str]:
 
     def is_ready() -> bool:
         try:
-            answers = httpx.get(f"{url}/health", timeout=2).is_success
-        except httpx.TransportError:
+            with VllmClient(url, timeout_s=2) as server:
+                server.check_health()
+        except ServerUnreachableError:
             return False
-        return answers and (not patched or command.manifest.exists())
+        return not patched or command.manifest.exists()
 
     start = time.perf_counter()
     child = children.start(command.argv, command.environment, log)
@@ -123,13 +124,13 @@ def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> di
 
 async def one_round(url: str, options: argparse.Namespace, model: str | None = None) -> float:
     """Generate `requests` x `tokens` tokens at once by `model`, else the first that is served; return tokens/s."""
-    limits = httpx.Limits(max_connections=options.requests)
-    async with httpx.AsyncClient(base_url=url, headers=api_key.headers(), timeout=600, limits=limits) as http:
-        name = model or (await http.get("/v1/models")).json()["data"][0]["id"]
+    route = f"{url}/v1/completions"
+    async with open_async_http(timeout_s=600) as http:
+        name = model or (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
         body = {"model": name, "max_tokens": options.tokens, "ignore_eos": True, "temperature": 1.0}
         start = time.perf_counter()
         answers = await asyncio.gather(
-            *(http.post("/v1/completions", json={**body, "prompt": [5 + i % 90] * 32}) for i in range(options.requests))
+            *(http.post(route, json={**body, "prompt": [5 + i % 90] * 32}) for i in range(options.requests))
         )
     for answer in answers:
         answer.raise_for_status()

@@ -21,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -32,14 +31,16 @@ from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import TrainConfig
-from bridge.modes.lora_only import LoraOnly
+from bridge.modes import way_of
+from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
 from bridge.run.loop import train
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge.server import api_key, fence, manifest, protocol
-from bridge.server.client import BridgeClient
+from bridge.server import fence, manifest, protocol
+from bridge.server.client import BridgeClient, VllmClient, open_http
 from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update
 from bridge.types import Group
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
@@ -84,18 +85,18 @@ def spread(exported: manifest.Manifest) -> None:
     """Give vLLM's dummy weights a spread that says something, through the fence."""
     attached = attach(exported)
     with BridgeClient(exported, timeout_s=600) as client:
-        fence.update(client, lambda: scatter(attached), in_flight="keep")
+        fence.publish(client, Update(lambda: scatter(attached)))
 
 
 class Sampled:
     """Samples the same prompts again and again."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
-        self._url, self._vocabulary = url, int(str(SIZES[options.size]["vocab_size"]))
+        self.url, self._vocabulary = url, int(str(SIZES[options.size]["vocab_size"]))
 
     def by(self, name: str | None) -> list[Group]:
         """Sample completions by the model or adapter `name`."""
-        endpoint = Endpoint(url=self._url, model=name)
+        endpoint = Endpoint(url=self.url, model=name)
         with Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600) as sampler:
             return sample(sampler, endpoint, self._vocabulary)
 
@@ -139,13 +140,13 @@ def load(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
     """Hand an adapter over again and again without changing it; in ms, and with the first token by it."""
-    mode = LoraOnly(config, run)
+    mode = way_of(config)(config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
     try:
         mode.open()
         bare, with_token = [], []
         for _ in range(options.handovers):
             start = time.perf_counter()
-            times = mode.publish(lambda: None, last_checkpoint=None)
+            times = mode.publish(Update(lambda: None))
             first_token(mode.endpoint)
             with_token.append(1e3 * (time.perf_counter() - start))
             bare.append(1e3 * (times.pause_s + times.publish_s))
@@ -160,13 +161,14 @@ def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirect
 def first_token(endpoint: Endpoint) -> None:
     """Generate one token."""
     body = {"model": endpoint.model, "prompt": [5] * 32, "max_tokens": 1}
-    httpx.post(f"{endpoint.url}/v1/completions", json=body, headers=api_key.headers(), timeout=60).raise_for_status()
+    with open_http(endpoint.url) as http:
+        http.post("/v1/completions", json=body).raise_for_status()
 
 
 def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: Path) -> dict[str, Any]:
     """Let both servers generate in turns: stock vLLM by the saved adapter, ours by the slot that it was trained in."""
-    body = {"lora_name": ADAPTER, "lora_path": str(adapter)}
-    httpx.post(f"{urls[0]}/v1/load_lora_adapter", json=body, headers=api_key.headers(), timeout=60).raise_for_status()
+    with VllmClient(urls[0], timeout_s=60) as plain:
+        plain.load_adapter(ADAPTER, adapter)
     stock_rates, patched_rates = rates(urls, options, (ADAPTER, protocol.ADAPTER))
     figures = compared(stock_rates, patched_rates)
     if options.base:
@@ -194,8 +196,8 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
 
 def newest_adapter(sampled: Sampled) -> str:
     """Return the name of the adapter that is served beside the base model."""
-    names = [model["id"] for model in httpx.get(f"{sampled._url}/v1/models", headers=api_key.headers()).json()["data"]]
-    return next(str(name) for name in names if name.startswith(protocol.ADAPTER))
+    with VllmClient(sampled.url) as server:
+        return next(model.id for model in server.models() if model.id.startswith(protocol.ADAPTER))
 
 
 def graphs_captured(log: Path) -> list[str]:

@@ -29,10 +29,11 @@ from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.serve import free_port, prepare
 from environments import registry
 
@@ -132,7 +133,7 @@ def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[d
     )
     command = prepare(serve, [])
     rows = []
-    with ServedEngine(command, folder / "serve.log", limit_s=300).running():
+    with StartedServer(command, folder / "serve.log", limit_s=300).running():
         exported = manifest.load(command.manifest)
         live = attach(exported)
         first = _weights(live)
@@ -185,7 +186,7 @@ def _begin_again(exported: manifest.Manifest, live: AttachedModel, model: Path) 
     """Load the first weights into the live ones."""
     with BridgeClient(exported, timeout_s=60) as client:
         version = client.status().version + 1
-        fence.restore(client, lambda: model_folder.load_into(live.model, model), version=version)
+        fence.publish(client, Update(lambda: model_folder.load_into(live.model, model), version=version, takeover=True))
 
 
 def _weights(live: AttachedModel) -> Tensor:

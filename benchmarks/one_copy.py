@@ -34,6 +34,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update
 from bridge.weights.attach import attach
 
 
@@ -66,9 +67,9 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     with BridgeClient(exported, timeout_s=600) as client:
         attached = attach(exported)
         attach_ms = [attached.attach_s * 1e3]
-        fence.update(client, lambda: scatter(attached), in_flight="keep")
+        fence.publish(client, Update(lambda: scatter(attached)))
         checks = list(verify(folder / "manifest.json"))
-        idle = [fence.update(client, lambda: None, in_flight="keep") for _ in range(200)]
+        idle = [fence.publish(client, Update(lambda: None)) for _ in range(200)]
     endpoint, sampler = Endpoint(url=exported.url), Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     before = sample(sampler, endpoint, vocabulary)

@@ -15,7 +15,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json
 from cli import console
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.options import Json
 from cli.report import command as report
 from cli.run import attached_to
@@ -128,8 +128,8 @@ def _train_and_verify(
     environment = load_environment(train)
     command = prepare(serve, [])
     write_json(run.server_config, serve.document())
-    with ServedEngine(command, run.server_log, limit_s=START_LIMIT_S).running() as engine:
-        summary = train_in(run, attached_to(train, command), environment, as_json=False, engine=engine, chosen=train)
+    with StartedServer(command, run.server_log, limit_s=START_LIMIT_S).running() as process:
+        summary = train_in(run, attached_to(train, command), environment, as_json=False, process=process, chosen=train)
         console.note("verifying on the same live server")
         return summary, proof(command.manifest, as_json=False)
 

@@ -40,12 +40,12 @@ def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | N
 
 
 def _lines(run: RunDirectory, config: TrainConfig) -> Iterator[str]:
-    from bridge.modes import MODES
+    from bridge.modes import way_of
     from bridge.run import checkpoint
 
     if not run.metrics.exists():
         return
-    saved = checkpoint.numbered(config.save_path or run.checkpoints, MODES[config.mode].checkpoint_prefix)
+    saved = checkpoint.numbered(config.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
     whole = {step: folder for step, folder in saved.items() if checkpoint.is_checkpoint(folder)}
     if whole:
         last = max(whole)

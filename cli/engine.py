@@ -29,8 +29,8 @@ ASK_LIMIT_S = 2.0
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
 
 
-class ServedEngine:
-    """One server at a time, in one place; implements `bridge.modes.mode.Engine`."""
+class StartedServer:
+    """One server at a time, in one place; implements `bridge.modes.mode.ServerProcess`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ServedEngine:
         return self._server.process.pid if self._server else None
 
     @contextlib.contextmanager
-    def running(self) -> Iterator["ServedEngine"]:
+    def running(self) -> Iterator["StartedServer"]:
         """Serve for as long as the context lasts; the server is ready when it begins and gone when it ends.
 
         Raises:

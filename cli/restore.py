@@ -128,19 +128,20 @@ def load_adapter(client: "BridgeClient", folder: Path, version: int) -> "FenceTi
         AttachError: a living process holds the fence, the weights themselves are torn, or the adapter does not fit.
         ServerUnreachableError: the server is gone.
     """
-    from bridge.modes import handover
     from bridge.server import fence
+    from bridge.server.fence import Update
 
     def write() -> None:
         try:
-            handover.seat(client, folder)
+            client.seat_adapter(folder)
         except AttachError:  # vLLM loads an adapter whole or not at all
             with suppress(AttachError):  # one that was torn before stays torn
                 client.resume()
             raise
 
     with console.waiting(f"Loading {folder}"):
-        return fence.restore(client, write, version=version, last_checkpoint=folder, writes="adapter")
+        update = Update(write, version=version, takeover=True, last_checkpoint=folder)
+        return fence.publish(client, update, writes="adapter")
 
 
 def checked(folder: Path) -> "Progress | None":
@@ -182,6 +183,7 @@ def load(client: "BridgeClient", attached: "AttachedModel", folder: Path, versio
         ServerUnreachableError: the server is gone.
     """
     from bridge.server import fence
+    from bridge.server.fence import Update
     from bridge.weights import model_folder
 
     def write() -> None:
@@ -192,7 +194,7 @@ def load(client: "BridgeClient", attached: "AttachedModel", folder: Path, versio
             raise
 
     with console.waiting(f"Loading {folder}"):
-        return fence.restore(client, write, version=version, last_checkpoint=folder)
+        return fence.publish(client, Update(write, version=version, takeover=True, last_checkpoint=folder))
 
 
 def tell(folder: Path, progress: "Progress | None", times: "FenceTimes", model: str, *, as_json: bool) -> None:

@@ -57,11 +57,11 @@ def _newest(config: TrainConfig) -> Resumed:
 
 
 def _from(config: TrainConfig) -> Resumed:
-    from bridge.modes import MODES
+    from bridge.modes import way_of
     from bridge.run import checkpoint
 
     assert config.checkpoints.save_path is not None
-    found, passed_over = checkpoint.newest(config.checkpoints.save_path, MODES[config.mode].checkpoint_prefix)
+    found, passed_over = checkpoint.newest(config.checkpoints.save_path, way_of(config).checkpoint_prefix)
     return Resumed(config, found, passed_over)
 
 

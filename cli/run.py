@@ -14,7 +14,7 @@ from bridge.errors import UsageError
 from bridge.run.run_directory import write_json
 from bridge.server import api_key
 from cli import console, ending
-from cli.engine import START_LIMIT_S, ServedEngine, reachable
+from cli.engine import START_LIMIT_S, StartedServer, reachable
 from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
 from cli.server_command import ServerCommand
@@ -61,9 +61,9 @@ def run(
         console.note(
             f"mode {train.mode}, vLLM at {settled.server.url()}, checkpoints in {settled.checkpoints.save_path}"
         )
-        served = ServedEngine(command, directory.server_log, limit_s=start_limit_s)
-        with served.running() as engine, ending.told(directory, settled):
-            train_in(directory, settled, environment, as_json=as_json, engine=engine, resume=found, chosen=train)
+        served = StartedServer(command, directory.server_log, limit_s=start_limit_s)
+        with served.running() as process, ending.told(directory, settled):
+            train_in(directory, settled, environment, as_json=as_json, process=process, resume=found, chosen=train)
     finally:
         directory.remove_if_unused()
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.serve import check_port
 
 MODEL = "{model}"
@@ -68,13 +68,13 @@ class StartCommand:
 
 
 @contextmanager
-def started(command: StartCommand | None, log: Path) -> Iterator[ServedEngine | None]:
+def started(command: StartCommand | None, log: Path) -> Iterator[StartedServer | None]:
     """Run the server of `command` for as long as the context lasts; without a command there is none."""
     if command is None:
         yield None
         return
-    with ServedEngine(command, log).running() as engine:
-        yield engine
+    with StartedServer(command, log).running() as server:
+        yield server
 
 
 def _split(command: str) -> tuple[dict[str, str], list[str]]:

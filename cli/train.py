@@ -19,7 +19,7 @@ from cli.options import Json, from_config
 from cli.steps import summary_line
 
 if TYPE_CHECKING:
-    from bridge.modes.mode import Engine
+    from bridge.modes.mode import ServerProcess
     from bridge.run.checkpoint import Found
     from bridge.run.metrics import Summary
     from bridge.scoring.score import Scores
@@ -35,8 +35,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     settled, run, found = open_run(config)
     try:
         rehearse(settled, environment)
-        with started(command, run.server_log) as engine, ending.told(run, settled):
-            train_in(run, settled, environment, as_json=as_json, engine=engine, resume=found, chosen=config)
+        with started(command, run.server_log) as process, ending.told(run, settled):
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=found, chosen=config)
     finally:
         run.remove_if_unused()
 
@@ -144,13 +144,13 @@ def _is_same(path: Path, other: Path | None) -> bool:
 
 def _refuse_overwriting(config: TrainConfig, found: "Found | None") -> None:
     """Refuse to start where a checkpoint of this run would meet a folder that it may not replace."""
-    from bridge.modes import MODES
+    from bridge.modes import way_of
     from bridge.run import checkpoint
 
     save_path = config.checkpoints.save_path or (RunDirectory(config.run_dir).checkpoints if config.run_dir else None)
     if save_path is None:
         return
-    steps = checkpoint.numbered(save_path, MODES[config.mode].checkpoint_prefix)
+    steps = checkpoint.numbered(save_path, way_of(config).checkpoint_prefix)
     begin = found.progress.step if found else 0
     ahead = [folder for step, folder in sorted(steps.items()) if begin < step <= config.training_steps]
     foreign = [folder for folder in ahead if not checkpoint.is_checkpoint(folder) and not _is_empty(folder)]
@@ -177,7 +177,7 @@ def train_in(
     environment: Environment | None,
     *,
     as_json: bool,
-    engine: "Engine | None" = None,
+    process: "ServerProcess | None" = None,
     resume: "Found | None" = None,
     chosen: TrainConfig | None = None,
 ) -> "Summary":
@@ -201,7 +201,7 @@ def train_in(
             run,
             Several(curves, lines),
             recipe=recipe_of(config),
-            engine=engine,
+            process=process,
             resume=resume,
             chosen=chosen,
         )

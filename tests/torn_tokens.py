@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.server import fence
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, InFlight
 from bridge.weights.attach import attach
 from tests import scenarios
@@ -123,7 +124,7 @@ class Alternation:
     def publish(self, in_flight: InFlight) -> None:
         """Let the other state follow, through the fence."""
         state = 1 - self.published[max(self.published)]
-        times = fence.update(self.client, lambda: self.write(state), in_flight=in_flight)
+        times = fence.publish(self.client, Update(lambda: self.write(state)), in_flight=in_flight)
         self.published[times.version] = state
 
     def under_load(self, load: Load, meanwhile: Callable[[], None]) -> list[Answer]:

@@ -12,9 +12,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-import httpx
-from pydantic import ValidationError
-
 from bridge.atropos.api import (
     AtroposApi,
     EnvironmentRegistration,
@@ -26,12 +23,11 @@ from bridge.atropos.sending import FeedProgress, Membership, Sending
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
 from bridge.rollouts import limits, problems
-from bridge.rollouts.openai_api import Models, Vocabulary
+from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.scoring.score import Scores
 from bridge.scoring.scorer import Scorer
-from bridge.server import api_key
-from bridge.server.client import CONTROL_LIMIT_S, unreachable
+from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import ADAPTER
 from bridge.types import Completion, Environment, Problem
@@ -68,7 +64,7 @@ def feed(
         BridgeError: joining, sampling or scoring failed.
         AtroposError: the API is gone, or was reset.
     """
-    lengths = [length for url in urls(config.server_url) if (length := limits.max_model_len(url))]
+    lengths = [length for url in urls(config.server_url) if (length := max_model_len(url))]
     config = limits.fit_completions(config, min(lengths, default=None), tell)
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.task.reward_processes, timeout_s=config.task.reward_timeout_s)
@@ -271,23 +267,11 @@ def endpoints(server_url: str) -> list[Endpoint]:
 
 
 def _endpoint(url: str) -> Endpoint:
-    names = [model.id for model in _models(url).data]
+    with VllmClient(url) as server:
+        names = [model.id for model in server.models()]
     if renamed := [name for name in names if name.startswith(f"{ADAPTER}-")]:
         raise UsageError(
             f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
             remedy="train it with --lora-handover memory, which keeps its name",
         )
     return Endpoint(url=url, model=ADAPTER if ADAPTER in names else None)
-
-
-def _models(url: str) -> Models:
-    try:
-        with httpx.Client(timeout=CONTROL_LIMIT_S, trust_env=False, headers=api_key.headers()) as http:
-            answer = http.get(f"{url}/v1/models")
-        if answer.status_code in api_key.LOCKED:
-            raise api_key.refusal(url, answer.status_code, answer.text[:200])
-        answer.raise_for_status()
-        return Models.model_validate_json(answer.content)
-    except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
-        words = " ".join(str(error).split())[:200]
-        raise unreachable(url, f"/v1/models: {type(error).__name__}: {words}") from error

@@ -12,16 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import httpx
 import torch
 
 from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo, TrainerRegistration
 from bridge.atropos.groups import Bounds, Flaw, first_flaw, ignored, left_out, to_train_on
 from bridge.config import RolloutConfig, TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
-from bridge.rollouts.limits import max_model_len
-from bridge.server import api_key
-from bridge.server.client import CONTROL_LIMIT_S, unreachable
+from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, TrainedProblems
 from bridge.weights import skeleton
@@ -255,7 +252,8 @@ class _Waiting:
         now = self._clock.now()
         if now - self._checked >= HEALTH_INTERVAL_S:
             self._checked = now
-            check_health(self._server_url)
+            with VllmClient(self._server_url) as server:
+                server.check_health()
         if now - self._begun >= self._limit_s:
             why = diagnose(self._api, self._batch_size)
             raise AtroposError(
@@ -310,17 +308,3 @@ def diagnose(api: AtroposApi, batch_size: int) -> Diagnosis:
         found=f"{waiting} they make no batch of {batch_size}",
         hint="read the environments' logs; if they have a min_batch_allocation, each has to send its share",
     )
-
-
-def check_health(url: str) -> None:
-    """Make sure that the server at `url` is well, if it can tell.
-
-    Raises:
-        ServerUnreachableError: it is gone, or says that it is unwell.
-    """
-    try:
-        response = httpx.get(f"{url}/health", headers=api_key.headers(), timeout=CONTROL_LIMIT_S, trust_env=False)
-    except httpx.TransportError as error:
-        raise unreachable(url, f"{type(error).__name__}: {error}") from error
-    if response.is_server_error:
-        raise unreachable(url, f"/health answered {response.status_code}")

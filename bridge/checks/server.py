@@ -9,6 +9,8 @@ import httpx
 from pydantic import ValidationError
 
 from bridge.checks.result import Check, failed, passed, skipped, warned
+from bridge.errors import UsageError
+from bridge.server.client import open_http
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Finiteness, Status
 from bridge.server.shard import SharedMemoryHandle
@@ -21,9 +23,8 @@ RESTART = "bridge serve-vllm --model"
 
 
 def connect(manifest: Manifest) -> httpx.Client:
-    """Open a connection with the manifest's token, past any proxy: the server is on this host."""
-    headers = {"authorization": f"Bearer {manifest.token}"}
-    return httpx.Client(base_url=manifest.url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False)
+    """Open a connection with the manifest's token."""
+    return open_http(manifest.url, token=manifest.token, timeout_s=ANSWER_TIMEOUT_S)
 
 
 def answers(manifest: Manifest) -> list[Check]:
@@ -44,6 +45,8 @@ def health(client: httpx.Client, manifest: Manifest) -> Check:
         response = client.get("/health")
     except httpx.TransportError as error:
         return failed(HEALTH, f"no answer: {str(error) or type(error).__name__}", expected, remedy)
+    except UsageError as error:  # the API key cannot be sent
+        return failed(HEALTH, error.message, expected, error.remedy)
     if response.status_code != httpx.codes.OK:
         return failed(HEALTH, f"answered {response.status_code}", expected, remedy)
     return passed(HEALTH, f"{manifest.url} is well", expected)

@@ -1,25 +1,26 @@
-"""How new weights reach vLLM: one small protocol, and an implementation per mode.
+"""The ways of publishing new weights to vLLM: one protocol, `Mode`, and one file for each way.
 
-Words: *mode*; `open` gives the model to train, `publish` makes one update visible to generation.
-The implementations do not know each other, and the training loop does not know which one it runs.
-May import: `bridge.server`, `bridge.weights`, `bridge.config`, `bridge.core`.
+A mode opens the model to train and publishes each update of it. The training loop does not know which one it runs.
 """
 
-from typing import Protocol
-
 from bridge.config import TrainConfig
-from bridge.modes.lora_only import LoraOnly
-from bridge.modes.mode import Engine, Mode
-from bridge.modes.none import NoneMode
+from bridge.modes.in_place import InPlace
+from bridge.modes.lora_disk import LoraDisk
+from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.restart import Restart
 from bridge.modes.shared_vllm import SharedVllm
-from bridge.run.run_directory import RunDirectory
+
+Way = type[SharedVllm | LoraMemory | LoraDisk | Restart | InPlace]
+WAYS: dict[tuple[str, str], Way] = {
+    ("shared_vllm", ""): SharedVllm,
+    ("lora_only", "memory"): LoraMemory,
+    ("lora_only", "disk"): LoraDisk,
+    ("none", "restart"): Restart,
+    ("none", "in-place"): InPlace,
+}
+"""(`--mode`, `--lora-handover` or `--reload`) -> the class that implements it."""
 
 
-class _Opener(Protocol):
-    checkpoint_prefix: str
-
-    def __call__(self, config: TrainConfig, run: RunDirectory, engine: Engine | None) -> Mode: ...
-
-
-MODES: dict[str, _Opener] = {"shared_vllm": SharedVllm, "lora_only": LoraOnly, "none": NoneMode}
-"""Implementations by the name that `--mode` takes."""
+def way_of(config: TrainConfig) -> Way:
+    """Return the class that implements the chosen way of publishing."""
+    return WAYS[config.mode, {"lora_only": config.lora.handover, "none": config.publishing.reload}.get(config.mode, "")]

@@ -1,80 +1,96 @@
-"""What every mode offers to the training loop, and what it may ask for itself.
+"""The protocol of a way of publishing, and what a mode needs from the run that uses it."""
 
-Not covered: the implementations, each in the file of its name.
-"""
-
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bridge.core.whole_folder import written_whole
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes
+from bridge.server.fence import FenceTimes, Update
 from bridge.weights.opened_model import OpenedModel
 
 
-class Engine(Protocol):
-    """A server that this run started, and may start again."""
+class ServerProcess(Protocol):
+    """A server that this run started."""
 
     def restart(self, model: str | Path) -> None:
-        """End what is left of it, start it with the weights of `model` under its old name, and wait until it serves.
+        """Stop whatever is left of it, start it with the weights of `model`, and wait until it serves.
 
         Raises:
-            ServerUnreachableError: it does not come up; the message names its log.
+            ServerUnreachableError: it does not start; the message names its log.
         """
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The run that a mode works for."""
+
+    name: str
+    """Names the run to other trainers that want the same server."""
+    scratch: Path
+    """Folder for weights and adapters that a server loads."""
+    note: Callable[[str], None]
+    """Logs a line."""
+    resumes: bool = False
+    """The weights will be loaded from a checkpoint, so that the server's may be half written now."""
+    process: ServerProcess | None = None
+    """The server, if this run started it."""
+
+    def saved(self, name: str, save: Callable[[Path], None]) -> Path:
+        """Let `save` fill a scratch folder and return it; not durable, since no server survives the machine."""
+        folder = (self.scratch / name).absolute()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(folder, replaceable=lambda _: True, durable=False) as partial:
+            save(partial)
+        return folder
+
+    def discard(self, name: str) -> None:
+        """Remove a scratch folder, and the one around it if it is empty."""
+        shutil.rmtree(self.scratch / name, ignore_errors=True)
+        with suppress(OSError):
+            self.scratch.rmdir()
+
+
 class Mode(Protocol):
-    """One way for new weights to reach vLLM."""
+    """One way of publishing new weights to vLLM, connected to its server."""
 
     checkpoint_prefix: str
-    """Name of a checkpoint's folder before the number of its step."""
-    ends: bool
-    """Set before the last publication if no server will be asked after it: one that needs a restart gets none then."""
+    """Name of a checkpoint's folder without the number of its step."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where rollouts are sampled now."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The version that is served now."""
+        ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence that the server takes, in tokens; None if it does not say."""
+        ...
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the server can free its KV cache during an update."""
+        ...
 
     def open(self) -> OpenedModel:
         """Return the model to train; called once."""
         ...
 
-    @property
-    def endpoint(self) -> Endpoint:
-        """Whom the rollouts ask, and for what."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Version that the server serves now."""
-        ...
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of the longest sequence that the server takes; None where it does not say. Known before `open`."""
-        ...
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the server can free its KV cache while `publish` runs; asked once the mode is open."""
-        ...
-
-    def publish(
-        self,
-        write: Callable[[], None],
-        *,
-        prepare: Callable[[], None] | None = None,
-        sleep: bool = False,
-        last_checkpoint: Path | None,
-    ) -> FenceTimes:
-        """Run `prepare`, then `write`, which changes the trained parameters, and make the result the next version.
-
-        Where the parameters are the server's, generation stands still for both. An interrupt acts at once in
-        `prepare`, which drops what it computed if it raises, so that the server goes on as it was; in `write` it waits.
-        With `sleep`, for `can_sleep` alone, both have the memory of the KV cache, and `write` gives it back.
-        `last_checkpoint` is what a server that is left torn names as its remedy.
-        """
+    def publish(self, update: Update) -> FenceTimes:
+        """Run `update`, which writes the model's parameters, and publish the result."""
         ...
 
     def catch_up(self) -> None:
-        """Let the server serve the newest weights, where it does not yet."""
+        """Publish now whatever was written and not published."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -82,16 +98,16 @@ class Mode(Protocol):
         ...
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
-        """Bring the weights of `checkpoint` back, here and in the server, as `version` or a later one."""
+        """Load the weights of a checkpoint and publish them as `version`, or as the next one if that is later."""
         ...
 
-    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
-        """Start the dead server again with the newest weights and go on; the model's parameters stay the same objects.
+    def revive(self, checkpoint: Path | None) -> None:
+        """Start the dead server again and publish the newest weights; the model's parameters stay the same objects.
 
-        `checkpoint` holds the weights of the model as it is now; None: they are those that it was opened with.
+        `checkpoint` holds the weights that the model has now; None: those that it was opened with.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the server; it keeps serving what was published last."""
+        """Disconnect; the server keeps serving what was published last."""
         ...

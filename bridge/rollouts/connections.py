@@ -10,12 +10,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from bridge.errors import AttachError, ServerUnreachableError, UsageError
-from bridge.server import api_key
-from bridge.server.client import CONFLICT, KEEPALIVE_S, unreachable
-from bridge.server.protocol import VERSION_HEADER, Refusal
+from bridge.server.client import LOCKED, key_rejected, open_async_http, refusal_of, unreachable, words_of
+from bridge.server.protocol import VERSION_HEADER
 
-CONNECT_LIMIT_S = 15.0
-"""Longest wait for a connection, which the kernel of a host that is up accepts at once."""
 RETRY_AFTER_LIMIT_S = 30.0
 """Longest wait that a server can request."""
 UNFIT = (400, 413, 422)
@@ -50,8 +47,6 @@ class Connections:
     """Connections to any number of servers, kept between requests; one per request in flight."""
 
     def __init__(self) -> None:
-        self._headers = api_key.headers()
-        self._tls = httpx.create_ssl_context(trust_env=False)
         self._idle: dict[str, list[httpx.AsyncClient]] = {}
         self._clients: list[httpx.AsyncClient] = []
 
@@ -101,39 +96,27 @@ class Connections:
             idle.append(client)
 
     def _new(self) -> httpx.AsyncClient:
-        # Nothing but connecting is limited here: who asks gives an answer a limit as a whole.
-        timeout, limits = httpx.Timeout(None, connect=CONNECT_LIMIT_S), httpx.Limits(keepalive_expiry=KEEPALIVE_S)
-        client = httpx.AsyncClient(
-            headers=self._headers, timeout=timeout, limits=limits, trust_env=False, verify=self._tls
-        )
+        client = open_async_http()  # the caller limits the answer as a whole
         self._clients.append(client)
         return client
 
 
 def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
-    words, status = _words(response), response.status_code
-    if status == CONFLICT and (refusal := _own_refusal(response)):
+    words, status = words_of(response), response.status_code
+    if refusal := refusal_of(response):
         return AttachError(f"the server at {url}: {refusal.error}", remedy=refusal.remedy)
     if status in UNFIT:
         return UsageError(
             f"the server at {url} rejects the request: {words}",
             remedy="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
         )
-    if status in api_key.LOCKED:
-        return api_key.refusal(url, status, words)
+    if status in LOCKED:
+        return key_rejected(url, response)
     return RequestFailed(
         f"{route} answered {status}: {words}",
         "anywhere" if status in TRANSIENT else "never",
         retry_after_s=_seconds(response.headers.get("retry-after")),
     )
-
-
-def _own_refusal(response: httpx.Response) -> Refusal | None:
-    """Return the refusal of a vLLM with Bridge in it; None if another server answered."""
-    try:
-        return Refusal.model_validate_json(response.content)
-    except ValidationError:
-        return None
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -157,12 +140,3 @@ def _until(date: str) -> float:
 
 def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _words(response: httpx.Response) -> str:
-    """Return the server's own message, on one line."""
-    try:
-        words = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        words = response.text
-    return " ".join(words.split())[:300]

@@ -3,25 +3,11 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import httpx
-
 from bridge.config import FeedConfig, TrainConfig
 from bridge.config.rollouts import DEFAULT_NEW_TOKENS
 from bridge.errors import UsageError
-from bridge.server import api_key
-from bridge.server.client import CONTROL_LIMIT_S
 
 Choices = TypeVar("Choices", TrainConfig, FeedConfig)
-
-
-def max_model_len(url: str) -> int | None:
-    """Return the tokens of the longest sequence of the server at `url`; None if it does not report them."""
-    try:
-        answer = httpx.get(f"{url}/v1/models", headers=api_key.headers(), trust_env=False, timeout=CONTROL_LIMIT_S)
-        lengths = [int(model["max_model_len"]) for model in answer.json()["data"] if model.get("max_model_len")]
-    except (httpx.TransportError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
-        return None  # whoever needs an answer asks again, and says so
-    return min(lengths, default=None)
 
 
 def fit_completions(config: Choices, longest: int | None, note: Callable[[str], None]) -> Choices:

@@ -11,8 +11,8 @@ from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.learn import reference
 from bridge.learn.opening import MakeOptimizer
-from bridge.modes import MODES
-from bridge.modes.mode import Engine
+from bridge.modes import way_of
+from bridge.modes.mode import RunContext, ServerProcess
 from bridge.optimizers import factory
 from bridge.rollouts import limits
 from bridge.rollouts.environment import EnvironmentStream
@@ -33,7 +33,7 @@ def train(
     reporter: Reporter,
     *,
     recipe: Callable[[], Scores] | None = None,
-    engine: Engine | None = None,
+    process: ServerProcess | None = None,
     resume: Found | None = None,
     chosen: TrainConfig | None = None,
     make_optimizer: MakeOptimizer = factory.make,
@@ -42,9 +42,9 @@ def train(
 
     `environment` has the problems; None where rollouts come from elsewhere. What scores is made by `recipe` in
     processes of its own; without one, `environment` scores, in this process. An interrupt or an error ends the run with
-    the weights of the last published step saved. With an `engine`, a server that dies is not the end. `resume` is the
-    checkpoint to resume from. `make_optimizer` is for comparisons. `config` may hold derived values where nothing was
-    `chosen`; both are written to the run directory.
+    the weights of the last published step saved. `process` is the server if this run started it: if it dies, it is
+    started again. `resume` is the checkpoint to resume from. `make_optimizer` is for comparisons. `config` may hold
+    derived values where nothing was `chosen`; both are written to the run directory.
 
     Raises:
         BridgeError: whatever the mode, the environment, the server or the disk gave as a reason to stop.
@@ -52,11 +52,13 @@ def train(
     chosen = chosen or config
     reference.check(config)
     config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
-    mode = MODES[config.mode](config.changed(resume=resume is not None), run, engine)
+    name = str(run.path.absolute())
+    context = RunContext(name=name, scratch=run.served, note=run.note, resumes=resume is not None, process=process)
+    mode = way_of(config)(config, context)
     try:
         config = limits.fit_completions(config, mode.max_model_len, run.note)
         with closing(_stream(config, environment, run, reporter, recipe)) as stream:
-            trainer = Trainer(config, stream, run, mode, engine, reporter, make_optimizer)
+            trainer = Trainer(config, stream, run, mode, reporter, make_optimizer, owns_server=process is not None)
             if resume is not None:
                 trainer.resume(resume)
             elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own

@@ -18,7 +18,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import ServerUnreachableError, UsageError
 from bridge.learn import mismatch
 from bridge.learn.opening import MakeOptimizer, learner_of
-from bridge.modes.mode import Engine, Mode
+from bridge.modes.mode import Mode
 from bridge.rollouts.stream import Stream
 from bridge.run import measuring
 from bridge.run.checkpoint import Found
@@ -26,6 +26,7 @@ from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.series import Series
+from bridge.server.fence import Update
 from bridge.types import Group, TrainedProblems
 
 Result = TypeVar("Result")
@@ -44,11 +45,12 @@ class Trainer:
         stream: Stream,
         run: RunDirectory,
         mode: Mode,
-        engine: Engine | None,
         reporter: Reporter,
         make_optimizer: MakeOptimizer,
+        *,
+        owns_server: bool,
     ) -> None:
-        self._config, self._run, self._mode, self._engine = config, run, mode, engine
+        self._config, self._run, self._mode, self._owns_server = config, run, mode, owns_server
         self._stream, self._reporter = stream, reporter
         self._opened = mode.open()
         self._device = self._opened.device
@@ -95,12 +97,8 @@ class Trainer:
         """Take every step, evaluating before, in between and after if asked to."""
         self._tell_stream()
         before, last = self._before(), self._config.training_steps
-        nobody_asks_again = (
-            self._engine is not None and not self._config.evaluation.samples
-        )  # the server ends with the run
         try:
             for step in range(self._begun_at + 1, last + 1):
-                self._mode.ends = nobody_asks_again and step == last
                 self._step(step)
                 if self._checkpoints.is_due(step):
                     self._save()
@@ -110,7 +108,7 @@ class Trainer:
             if self._written > self._begun_at and not self._half_written:
                 self._save()
             raise
-        if not nobody_asks_again:
+        if not self._is_last(last):
             self._surviving(self._mode.catch_up)
             self._tell_stream()
         after = self._evaluate()
@@ -178,7 +176,7 @@ class Trainer:
 
     def _surviving(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`; where the server dies and is ours, start it again with the newest weights and repeat."""
-        for _ in range(RESTARTS_PER_STEP if self._engine else 0):
+        for _ in range(RESTARTS_PER_STEP if self._owns_server else 0):
             try:
                 return operation()
             except ServerUnreachableError as error:
@@ -186,7 +184,6 @@ class Trainer:
         return operation()
 
     def _revive(self, error: ServerUnreachableError) -> None:
-        assert self._engine is not None
         if self._half_written:
             raise error
         self._run.note(f"the server died: {error.message}")
@@ -197,7 +194,7 @@ class Trainer:
             self._learner.forget()  # its memory is the new server's KV cache's
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
-        self._mode.revive(self._engine, newest)
+        self._mode.revive(newest)
         self._tell_stream()
         self._run.note(f"the server was started again with the weights of step {self._written}")
 
@@ -205,10 +202,13 @@ class Trainer:
         served = self._mode.version
         with deferred_interrupt():  # a step that was published is in the metrics too
             times = self._mode.publish(
-                lambda: self._write(step),
-                prepare=self._learner.prepare if self._sleeps and self._written != step else None,
-                sleep=bool(self._sleeps),
-                last_checkpoint=self._checkpoints.last,
+                Update(
+                    lambda: self._write(step),
+                    prepare=self._learner.prepare if self._sleeps and self._written != step else None,
+                    sleep=bool(self._sleeps),
+                    last_checkpoint=self._checkpoints.last,
+                    is_last=self._is_last(step),
+                )
             )
             learnt = self._learner.learnt()
             metrics = measuring.step(
@@ -223,6 +223,10 @@ class Trainer:
         self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
+
+    def _is_last(self, step: int) -> bool:
+        """Tell whether nothing is sampled after `step`: a server of our own ends with the run."""
+        return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
 
     def _watch(self, kind: str, alarm: str | None) -> None:
         """Note an alarm in the first of the steps in a row that have one."""

@@ -1,39 +1,27 @@
-"""The key that a server asks for (`--api-key`), and the header with which every client of ours sends it.
-
-Not covered: the token in the manifest, which opens `/bridge/*` and nothing else.
-"""
+"""The API key of a vLLM server: one variable, read by servers and clients alike."""
 
 import os
 from collections.abc import Mapping
 
 from bridge.errors import UsageError
 
-LOCKED = (401, 403)
-"""HTTP statuses of a request without the right key."""
 VARIABLE = "VLLM_API_KEY"
-"""vLLM's own variable. Its server reads the key there, too, unless it has `--api-key`."""
+"""vLLM's own variable. The server reads its key there too, unless `--api-key` is given."""
 
 
 def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the header for a request to a server, none without a key.
+    """Return the header that carries the key; empty if no key is set.
 
     Raises:
-        UsageError: no HTTP header can carry the key.
+        UsageError: the key cannot be sent in an HTTP header.
     """
     key = environment.get(VARIABLE, "")
     if not key:
         return {}
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise UsageError(
-            f"{VARIABLE} has a line break, a space at an end, or a character beyond ASCII: no HTTP header can carry it",
-            remedy=f"export {VARIABLE}=KEY with the very key that the server was started with",
+            f"{VARIABLE} contains a line break, leading or trailing spaces, or a non-ASCII character, so it cannot be"
+            " sent in an HTTP header",
+            remedy=f"export {VARIABLE}=KEY with the exact key that the server was started with",
         )
     return {"authorization": f"Bearer {key}"}
-
-
-def refusal(url: str, status: int, words: str) -> UsageError:
-    """Describe a server that rejected a request because of its key."""
-    return UsageError(
-        f"the server at {url} rejected the request with status {status}: {words}",
-        remedy=f"export {VARIABLE}=KEY, the key that the server was started with",
-    )

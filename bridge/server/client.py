@@ -1,94 +1,233 @@
-"""Talk to a patched vLLM: the routes under `/bridge/*`, over one pooled connection.
+"""Clients for a vLLM server. No other module opens an HTTP connection to one.
 
-Not covered: generation (`bridge/rollouts`).
+Requests to vLLM's own routes carry `VLLM_API_KEY`, if it is set; requests to `/bridge/*` carry the token from the
+manifest. A client that has a token sends it to vLLM's own routes too, in a separate header: a patched vLLM then knows
+that a change of its adapters comes from the trainer that holds the lease. Proxy settings are ignored.
+
+Not covered: retries of rollouts (`bridge/rollouts`), and how `bridge run` watches its server (`cli/health.py`).
 """
 
+import functools
+import ssl
+from collections.abc import Generator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from bridge.core.process import ProcessIdentity
-from bridge.errors import AttachError, BridgeError, FenceBusyError, ManifestError, ServerUnreachableError
+from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
+from bridge.server import api_key, protocol
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import (
-    AdapterRequest,
-    AdapterSlot,
-    Digests,
-    Element,
-    HolderRequest,
-    InFlight,
-    LeaseRequest,
-    PauseRequest,
-    PublishRequest,
-    ReadRequest,
-    Refusal,
-    Status,
-    Values,
-    WriteRequest,
-    Written,
-)
+from bridge.server.protocol import InFlight, Refusal, Status, Written
 
 Answer = TypeVar("Answer", bound=BaseModel)
+BRIDGE_ROUTES = "/bridge/"
 CONFLICT = 409
+LOCKED = (401, 403)
+"""Statuses of a request that lacks the right key."""
+CONNECT_LIMIT_S = 15.0
+"""Connect timeout: the kernel of a running host accepts a connection at once."""
 CONTROL_LIMIT_S = 30.0
-"""Longest wait for a call that a well server answers in milliseconds. vLLM's API server outlives an engine that was
-killed, and such a call would wait for ever: inside the fence, where Ctrl-C is held back."""
+"""Timeout of a call that takes a healthy server milliseconds. vLLM's API server survives a killed engine; without a
+timeout such a call would block forever, inside the fence, where Ctrl-C is held back."""
 FAREWELL_LIMIT_S = 5.0
-"""Longest wait for the lease to be given back: the end of the process frees it as well."""
+"""Timeout for returning the lease, which also ends with this process."""
 KEEPALIVE_S = 2.0
-"""Idle time after which a connection is not used again. vLLM's API server closes one after 5 s, httpx's own limit too:
-the call that ends a fence of that length could meet the end of its connection, and would be lost."""
+"""Idle time after which a connection is not reused. vLLM's API server closes one after 5 s, which is also httpx's
+default: a call at that moment would be lost."""
 
 
-class BridgeClient:
-    """The control connection of one trainer to one server; its calls are those of the fence and of the proof.
+class Authorization(httpx.Auth):
+    """The credentials of each request, by its route."""
 
-    Every call raises ServerUnreachableError when the server does not answer or answers nonsense, AttachError with the
-    server's own words when it refuses, and FenceBusyError when the same call may succeed soon. One whose connection is
-    lost is sent again, once: each does the same when it is repeated.
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Add the token to Bridge's own routes, and the API key to any other."""
+        if request.url.path.startswith(BRIDGE_ROUTES):
+            request.headers["authorization"] = f"Bearer {self._token}"
+        else:
+            request.headers.update(api_key.headers())
+            if self._token is not None:
+                request.headers[protocol.TOKEN_HEADER] = self._token
+        yield request
+
+
+def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_LIMIT_S) -> httpx.Client:
+    """Open connections to the server at `url`.
+
+    Raises:
+        UsageError: `url` is not a URL.
+    """
+    try:
+        return httpx.Client(base_url=url, **_options(token, timeout_s))
+    except httpx.InvalidURL as error:
+        raise UsageError(f"{url} is not the address of a server: {error}", remedy="give http://HOST:PORT") from error
+
+
+def open_async_http(*, timeout_s: float | None = None) -> httpx.AsyncClient:
+    """Open connections to any servers, by default with a timeout for connecting alone."""
+    return httpx.AsyncClient(**_options(None, timeout_s))
+
+
+def _options(token: str | None, timeout_s: float | None) -> dict[str, Any]:
+    connect_s = CONNECT_LIMIT_S if timeout_s is None else min(CONNECT_LIMIT_S, timeout_s)
+    return {
+        "auth": Authorization(token),
+        "timeout": httpx.Timeout(timeout_s, connect=connect_s),
+        "limits": httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        "trust_env": False,
+        "verify": _tls(),
+    }
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)  # slow enough to be made once
+
+
+class ServedModel(BaseModel):
+    """One entry of `GET /v1/models`."""
+
+    id: str
+    """Name of a model or an adapter."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; vLLM reports it, for models only."""
+
+
+class ServedModels(BaseModel):
+    """The answer of `GET /v1/models`."""
+
+    data: Annotated[tuple[ServedModel, ...], Field(min_length=1)]
+    """Models and adapters."""
+
+
+class VllmClient:
+    """vLLM's own routes for health, models and adapters.
+
+    Every call raises ServerUnreachableError if the server does not answer or answers nonsense, and UsageError if it
+    rejects the API key.
     """
 
-    def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
-        self.url = url or manifest.url
-        self.token = manifest.token
-        self._holder = ProcessIdentity.current()
-        self._http = _open(self.url, manifest.token, timeout_s)
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = CONTROL_LIMIT_S) -> None:
+        self.url, self.token = url, token
+        self._http = open_http(url, token=token, timeout_s=timeout_s)
         self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)
-        self._leased = False
-        self._paused_at: int | None = None
-        """The version that was served when this connection last paused the server."""
 
     def __enter__(self) -> Self:
-        """Use the connection in a `with` block."""
+        """Return the client."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 
     def close(self) -> None:
-        """Give the lease back, if this connection took it, and close."""
-        if self._leased:
-            with suppress(BridgeError):  # a server that is gone has no lease, and the end of this process frees it
-                body, limit_s = HolderRequest(holder=self._holder), min(FAREWELL_LIMIT_S, self._control_limit_s)
-                self._call("DELETE", "lease", body, Status, limit_s=limit_s)
-        self._leased = False
+        """Close its connections."""
         self._http.close()
 
+    def check_health(self) -> None:
+        """Return if the server is healthy, or has no route that would tell."""
+        response = self._send("GET", "/health", limit_s=self._control_limit_s)
+        if response.is_server_error:
+            raise unreachable(self.url, f"/health answered {response.status_code}")
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return the served models and adapters."""
+        route = "/v1/models"
+        response = self._send("GET", route, limit_s=self._control_limit_s)
+        if not response.is_success:
+            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
+        return self._parse(route, response, ServedModels).data
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Serve the adapter in `folder` as `name`.
+
+        Raises:
+            UsageError: the server takes no adapters, or not this one.
+        """
+        self._change_adapters("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, limit_s=None)
+
+    def unload_adapter(self, name: str) -> None:
+        """Stop serving the adapter `name`."""
+        self._change_adapters("/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_limit_s)
+
+    def unload_earlier_adapters(self) -> None:
+        """Unload what an earlier run with `--lora-handover disk` left."""
+        for model in self.models():
+            if model.id.startswith(f"{protocol.ADAPTER}-"):
+                self.unload_adapter(model.id)
+
+    def _change_adapters(self, route: str, body: dict[str, str], *, limit_s: float | None) -> None:
+        response = self._send("POST", route, body, limit_s=limit_s)
+        status, words = response.status_code, words_of(response)
+        if response.is_server_error:
+            raise unreachable(self.url, f"{route} answered {status}: {words}")
+        if not response.is_success:
+            raise UsageError(
+                f"the server at {self.url} does not accept the adapter: {status} {words}",
+                remedy="bridge serve-vllm --max-lora-rank R; any other vLLM: --enable-lora --max-lora-rank R and the"
+                " environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+            )
+
+    def _send(
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None
+    ) -> httpx.Response:
+        """Return the response. Requests to `/bridge/*` are idempotent, and repeated once if the connection is lost."""
+        limit = httpx.USE_CLIENT_DEFAULT if limit_s is None else httpx.Timeout(limit_s)
+        lost = (httpx.NetworkError, httpx.RemoteProtocolError) if route.startswith(BRIDGE_ROUTES) else ()
+        try:
+            try:
+                response = self._http.request(method, route, json=body, timeout=limit)
+            except lost:
+                response = self._http.request(method, route, json=body, timeout=limit)
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise unreachable(self.url, f"{type(error).__name__}: {error}") from error
+        if response.status_code in LOCKED and not route.startswith(BRIDGE_ROUTES):
+            raise key_rejected(self.url, response)
+        return response
+
+    def _parse(self, route: str, response: httpx.Response, kind: type[Answer]) -> Answer:
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:
+            raise unreachable(self.url, f"the answer of {route} is not a valid {kind.__name__}") from error
+
+
+class BridgeClient(VllmClient):
+    """The routes under `/bridge/*` as well, for one trainer and one server.
+
+    Every call raises ServerUnreachableError as above, AttachError with the server's own message if it refuses, and
+    FenceBusyError if the same call may succeed soon.
+    """
+
+    def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
+        super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
+        self._holder = ProcessIdentity.current()
+        self._leased = False
+        self._paused_at: int | None = None
+        """The version served when this client last paused the server."""
+
+    def close(self) -> None:
+        """Return the lease if this client took it, and close the connections."""
+        if self._leased:
+            with suppress(BridgeError):  # a dead server has no lease, and the end of this process frees any other
+                limit_s = min(FAREWELL_LIMIT_S, self._control_limit_s)
+                self._call("DELETE", "lease", Status, protocol.HolderRequest(holder=self._holder), limit_s=limit_s)
+        self._leased = False
+        super().close()
+
     def status(self) -> Status:
-        """Return the version and where the fence stands."""
+        """Return the version and the state of the fence."""
         return self._control("GET", "status", None)
 
     def take_lease(self, run: str) -> Status:
-        """Become the one process that updates the server, until `close` or its end; people see `run` as its name."""
-        taken = self._control("POST", "lease", LeaseRequest(holder=self._holder, run=run))
+        """Become the one process that updates the server, until `close`; `run` names it in error messages."""
+        taken = self._control("POST", "lease", protocol.LeaseRequest(holder=self._holder, run=run))
         self._leased = True
         return taken
 
@@ -102,105 +241,127 @@ class BridgeClient:
         takeover: bool = False,
         sleep: bool = False,
     ) -> Status:
-        """Stop generation and take the fence; `wait` may take as long as a request does.
+        """Stop generation and take the fence; with `wait` this may take as long as a request does.
 
-        Refused where the server does not serve `version`, the one that this process wrote or found last.
-        `last_checkpoint` would mend the server if this process died; `takeover` is for who writes everything anew;
-        with `sleep` the memory of the KV cache is free until the fence is left.
+        The server refuses if it does not serve `version`, the one that this process wrote or found last. A restore
+        from `last_checkpoint` repairs what this process leaves half written if it dies. Only a process that rewrites
+        everything may use `takeover`. With `sleep` the KV cache's memory is free until the fence is left.
         """
-        named = None if last_checkpoint is None else str(last_checkpoint.absolute())
-        body = PauseRequest(
+        body = protocol.PauseRequest(
             holder=self._holder,
             version=version,
             in_flight=in_flight,
-            last_checkpoint=named,
+            last_checkpoint=None if last_checkpoint is None else str(last_checkpoint.absolute()),
             writes=writes,
             takeover=takeover,
             sleep=sleep,
         )
         limit_s = None if in_flight == "wait" else self._control_limit_s
-        paused = self._call("POST", "pause", body, Status, limit_s=limit_s)
+        paused = self._call("POST", "pause", Status, body, limit_s=limit_s)
         self._paused_at = paused.version
         return paused
 
     def publish(self, version: int | None = None) -> Status:
         """Make what was written the next version, or `version` if that is later, and resume generation."""
-        body = PublishRequest(holder=self._holder, after=self._paused_at, version=version)
+        body = protocol.PublishRequest(holder=self._holder, after=self._paused_at, version=version)
         return self._control("POST", "publish", body)
 
     def resume(self) -> Status:
-        """Resume generation with the same version, because nothing was written."""
-        return self._control("POST", "resume", HolderRequest(holder=self._holder))
+        """Resume generation with the same version: nothing was written."""
+        return self._control("POST", "resume", protocol.HolderRequest(holder=self._holder))
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each of vLLM's parameters, computed by the server."""
-        return self._call("GET", "tensors/digest", None, Digests).digests
+        return self._call("GET", "tensors/digest", protocol.Digests).digests
 
-    def read(self, elements: tuple[Element, ...]) -> tuple[float, ...]:
-        """Return the server's view of `elements`."""
-        return self._call("POST", "tensors/read", ReadRequest(elements=elements), Values).values
+    def read(self, elements: tuple[protocol.Element, ...]) -> tuple[float, ...]:
+        """Return `elements` as the server reads them."""
+        return self._call("POST", "tensors/read", protocol.Values, protocol.ReadRequest(elements=elements)).values
 
-    def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+    def write(self, elements: tuple[protocol.Element, ...], values: tuple[float, ...]) -> None:
         """Let the server set `elements`; only inside the fence."""
-        self._call("POST", "tensors/write", WriteRequest(holder=self._holder, elements=elements, values=values), Status)
+        self._call(
+            "POST",
+            "tensors/write",
+            Status,
+            protocol.WriteRequest(holder=self._holder, elements=elements, values=values),
+        )
 
-    def adapter(self, name: str, path: Path) -> int:
-        """Let the server serve the adapter in folder `path` as `name`, alone among pinned ones; return its slot."""
-        body = AdapterRequest(holder=self._holder, name=name, path=str(path.absolute()))
-        return self._call("POST", "adapter", body, AdapterSlot).slot
+    def seat_adapter(self, folder: Path) -> int:
+        """Let the server load the adapter in `folder` into a slot that does not move, and return the slot."""
+        self.unload_earlier_adapters()  # or there may be no free slot
+        return self.adapter(protocol.ADAPTER, folder)
+
+    def adapter(self, name: str, folder: Path) -> int:
+        """Let the server load an adapter into such a slot under another name, and return the slot."""
+        body = protocol.AdapterRequest(holder=self._holder, name=name, path=str(folder.absolute()))
+        return self._call("POST", "adapter", protocol.AdapterSlot, body).slot
 
     def release_adapter(self) -> None:
-        """Let the server take out the adapter that has a slot of its own, if there is one."""
-        self._call("DELETE", "adapter", HolderRequest(holder=self._holder), Status)
+        """Let the server remove the adapter from its slot, if there is one."""
+        self._control("DELETE", "adapter", protocol.HolderRequest(holder=self._holder))
 
     def _control(self, method: str, route: str, body: BaseModel | None) -> Status:
-        return self._call(method, route, body, Status, limit_s=self._control_limit_s)
+        return self._call(method, route, Status, body, limit_s=self._control_limit_s)
 
     def _call(
-        self, method: str, route: str, body: BaseModel | None, answer: type[Answer], *, limit_s: float | None = None
+        self,
+        method: str,
+        route: str,
+        kind: type[Answer],
+        body: BaseModel | None = None,
+        *,
+        limit_s: float | None = None,
     ) -> Answer:
-        response = self._send(method, route, body, limit_s)
-        if response.status_code == CONFLICT:
-            refusal = self._parse(route, response, Refusal)
-            raise (FenceBusyError if refusal.busy else AttachError)(refusal.error, remedy=refusal.remedy)
+        route = BRIDGE_ROUTES + route
+        content = None if body is None else body.model_dump(mode="json")
+        response = self._send(method, route, content, limit_s=limit_s)
+        if refused := refusal_of(response):
+            raise (FenceBusyError if refused.busy else AttachError)(refused.error, remedy=refused.remedy)
         if not response.is_success:
-            raise unreachable(self.url, f"/bridge/{route} answered {response.status_code}: {response.text[:200]}")
-        return self._parse(route, response, answer)
-
-    def _send(self, method: str, route: str, body: BaseModel | None, limit_s: float | None) -> httpx.Response:
-        content = None if body is None else body.model_dump_json()
-        headers = {"content-type": "application/json"}
-        limit = httpx.USE_CLIENT_DEFAULT if limit_s is None else httpx.Timeout(limit_s)
-        send = partial(self._http.request, method, f"/bridge/{route}", content=content, headers=headers, timeout=limit)
-        try:
-            try:
-                return send()
-            except (httpx.NetworkError, httpx.RemoteProtocolError):  # the call is lost, or its answer
-                return send()
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise unreachable(self.url, f"{type(error).__name__}: {error}") from error
-
-    def _parse(self, route: str, response: httpx.Response, kind: type[Answer]) -> Answer:
-        try:
-            return kind.model_validate_json(response.content)
-        except ValidationError as error:
-            raise unreachable(self.url, f"/bridge/{route} answered what is no {kind.__name__}") from error
+            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
+        return self._parse(route, response, kind)
 
 
-def _open(url: str, token: str, timeout_s: float) -> httpx.Client:
-    """Open a connection past any proxy: the server is on this host."""
-    headers = {"authorization": f"Bearer {token}"}
+def max_model_len(url: str) -> int | None:
+    """Return the longest sequence, in tokens, of the server at `url`; None if it cannot be asked or does not say."""
     try:
-        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
-        return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False, limits=limits)
-    except httpx.InvalidURL as error:
-        raise ManifestError(
-            f"{url} is no address of a server: {error}", remedy="--vllm-port, or restart the server"
-        ) from error
+        with VllmClient(url) as server:
+            lengths = [model.max_model_len for model in server.models() if model.max_model_len]
+    except (ServerUnreachableError, UsageError):
+        return None  # the first rollout asks again, and reports the error
+    return min(lengths, default=None)
+
+
+def refusal_of(response: httpx.Response) -> Refusal | None:
+    """Return the refusal of a patched vLLM; None if the response is anything else."""
+    if response.status_code != CONFLICT:
+        return None
+    try:
+        return Refusal.model_validate_json(response.content)
+    except ValidationError:
+        return None
+
+
+def words_of(response: httpx.Response) -> str:
+    """Return the server's own error message on one line, cut if it is long."""
+    try:
+        words = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        words = response.text
+    return " ".join(words.split())[:300]
+
+
+def key_rejected(url: str, response: httpx.Response) -> UsageError:
+    """Return the error for a response in `LOCKED`."""
+    return UsageError(
+        f"the server at {url} rejected the request with status {response.status_code}: {words_of(response)}",
+        remedy=f"export {api_key.VARIABLE}=KEY, the key that the server was started with",
+    )
 
 
 def unreachable(url: str, reason: str) -> ServerUnreachableError:
-    """Describe a server that does not answer, or not as ours does."""
+    """Return the error for a server that does not answer, or answers nonsense."""
     return ServerUnreachableError(
         f"the server at {url} does not answer as expected ({reason})",
         remedy="look into its log, and restart it with: bridge serve-vllm --model MODEL",

@@ -1,140 +1,145 @@
-"""The trainer's side of the fence: the only window in which weights change.
+"""The trainer's side of the fence: the only window in which served weights change.
 
-    pause      the scheduler stops, every rank's device is idle, cached keys and values are dropped
-    prepare    where asked for: the caller computes, in the memory of the KV cache if that sleeps meanwhile
-    write      the caller writes, then this process's device is idle
-    publish    the version goes up by one, generation resumes
+    pause      the scheduler stops, every rank's device is idle, the prefix cache is dropped
+    prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps meanwhile
+    write      the caller writes, then waits for its own device
+    publish    the version goes up, generation resumes
 
-Only the process that has the server's lease may write. One that reads, such as `bridge verify` beside training, may
-hold the fence as well: whoever comes meanwhile waits for it.
+Only the process that holds the server's lease may write. A process that only reads, such as `bridge verify` during
+training, may hold the fence too; the next process to arrive waits for it.
 
-A Ctrl-C acts at once while the caller prepares: nothing is written yet, and the server goes on as it was. Anywhere else
-in the window it waits for the end: weights are never left half written by an interrupt. An error while writing leaves
-the server paused, and torn once this process is gone: half-written weights are never served.
-
-Not covered: what is written.
+Ctrl-C acts at once while the caller prepares: nothing has been written, and the server resumes unchanged. Anywhere else
+in the window it is held back until the end, so an interrupt never leaves half-written weights. An error during the
+write leaves the server paused, and torn once this process is gone: half-written weights are never served.
 """
 
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
 
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import InFlight, Status, Written
 
 BUSY_LIMIT_S = 120.0
-"""Longest wait for another process to leave the fence: `bridge verify` digests every weight in it."""
+"""Longest wait for another process to leave the fence: `bridge verify` computes a digest of every weight inside it."""
 BUSY_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Update:
+    """One change of what is served."""
+
+    write: Callable[[], None]
+    """Writes it; an interrupt waits until it is done."""
+    _: KW_ONLY
+    prepare: Callable[[], None] | None = None
+    """Runs before `write` and changes nothing that is served. If it raises, the server resumes unchanged, and whatever
+    it computed is dropped. An interrupt acts at once."""
+    sleep: bool = False
+    """Give both the KV cache's memory; they have to free it again."""
+    last_checkpoint: Path | None = None
+    """What repairs the server if this process dies while it writes."""
+    is_last: bool = False
+    """No request follows: a server that would have to be restarted is left alone."""
+    version: int | None = None
+    """Publish as this version, or as the next one if that is later; None: as the next one."""
+    takeover: bool = False
+    """`write` sets everything, so that it may repair a torn server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FenceTimes:
-    """One passage through the fence."""
+    """What one update took."""
 
     version: int
     """The version that it published."""
     pause_s: float
     """Seconds until the server had stopped."""
     prepare_s: float = 0.0
-    """Seconds of preparing, before the first write; 0 where nothing was to be prepared."""
+    """Seconds of preparing; 0 if there was nothing to prepare."""
     write_s: float
     """Seconds of writing."""
     publish_s: float
     """Seconds until the server generated again."""
 
 
-def update(
+def publish(
     client: BridgeClient,
-    write: Callable[[], None],
+    update: Update,
     *,
-    in_flight: InFlight,
-    prepare: Callable[[], None] | None = None,
-    sleep: bool = False,
-    version: int | None = None,
-    last_checkpoint: Path | None = None,
+    in_flight: InFlight = "keep",
+    served: int | None = None,
     writes: Written = "weights",
 ) -> FenceTimes:
-    """Run `prepare`, then `write`, inside the fence and publish what was written.
+    """Run `update` inside the fence.
 
-    `prepare` changes nothing that is served, and drops what it computed if it raises: the server then goes on with the
-    same version. With `sleep` both have the KV cache's memory, and give it back. `version` is the one that the caller
-    takes for the served one; None: any. `last_checkpoint` would mend what is left torn.
+    The server refuses if it does not serve version `served`; None: any will do.
 
     Raises:
-        AttachError: the server refuses the fence, or finds no memory for its KV cache at the end.
+        AttachError: the server refuses the fence, or has no memory for its KV cache afterwards.
         ServerUnreachableError: the server is gone.
     """
+
+    def pause() -> Status:
+        return client.pause(
+            in_flight,
+            version=served,
+            last_checkpoint=update.last_checkpoint,
+            writes=writes,
+            takeover=update.takeover,
+            sleep=update.sleep,
+        )
+
+    def publish() -> int:
+        if update.sleep:
+            torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
+        return client.publish(update.version).version
 
     def abandon(error: BaseException) -> None:
-        with deferred_interrupt():
-            if sleep:
-                _forget(error)
-                torch.cuda.empty_cache()
-            client.resume()
+        if update.sleep:
+            _forget(error)
+            torch.cuda.empty_cache()
+        client.resume()
 
-    def publish() -> Status:
-        if sleep:
-            torch.cuda.empty_cache()  # or what this process keeps for later is missing there
-        return client.publish()
-
-    return _passage(
-        client,
-        lambda: client.pause(in_flight, version=version, last_checkpoint=last_checkpoint, writes=writes, sleep=sleep),
-        write,
-        publish,
-        prepare=lambda: interruptible(prepare, abandon),
-    )
+    return run(update, publish, pause=lambda: _pause(client, pause), abandon=abandon)
 
 
-def restore(
-    client: BridgeClient,
-    write: Callable[[], None],
+def run(
+    update: Update,
+    publish: Callable[[], int],
     *,
-    version: int,
-    last_checkpoint: Path | None = None,
-    writes: Written = "weights",
+    pause: Callable[[], object] | None = None,
+    abandon: Callable[[BaseException], None] = lambda _: None,
 ) -> FenceTimes:
-    """Run `write`, which sets all that it `writes`, inside the fence, torn or not; publish as `version` or a later one.
+    """Run and time `update`: `pause`, prepare, write, and `publish`, which returns the new version.
 
-    Raises:
-        AttachError: a living process holds the fence, or more is torn than is written.
-        ServerUnreachableError: the server is gone.
+    By default no server is paused, for weights that only this process holds. `abandon` is called if preparing fails.
     """
-    return _passage(
-        client,
-        lambda: client.pause("keep", last_checkpoint=last_checkpoint, writes=writes, takeover=True),
-        write,
-        lambda: client.publish(version),
-    )
-
-
-def _passage(
-    client: BridgeClient,
-    pause: Callable[[], Status],
-    write: Callable[[], None],
-    publish: Callable[[], Status],
-    *,
-    prepare: Callable[[], None] = lambda: None,
-) -> FenceTimes:
     with deferred_interrupt():
-        start = time.perf_counter()
-        _paused(client, pause)
-        paused = time.perf_counter()
-        prepare()
+        start = paused = time.perf_counter()
+        if pause is not None:
+            pause()
+            paused = time.perf_counter()
+        if update.prepare is not None:
+            try:
+                with acting_interrupt():
+                    update.prepare()
+            except BaseException as error:
+                abandon(error)
+                raise
         prepared = time.perf_counter()
-        write()
+        update.write()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         written = time.perf_counter()
-        version = publish().version
+        version = publish()
         published = time.perf_counter()
     return FenceTimes(
         version=version,
@@ -147,22 +152,29 @@ def _passage(
 
 @contextmanager
 def frozen(client: BridgeClient) -> Iterator[bool]:
-    """Hold the server still without publishing, and yield whether the block may write what it puts back.
+    """Pause the server without publishing; yield whether the block may write, if it restores what it found.
 
-    It may only read where another process has the lease: that one computes with the weights at any time.
+    It may only read while another process holds the lease: that process computes with the weights at any time.
     """
-    with deferred_interrupt():
-        lease = client.status().lease
-        may_write = lease is None or lease.holder == ProcessIdentity.current()
-        _paused(client, lambda: client.pause("keep", writes="weights" if may_write else "nothing"))
+
+    def pause() -> Status:
         try:
-            yield may_write
+            return client.pause("keep")
+        except FenceBusyError:
+            raise
+        except AttachError:  # another process holds the lease; any other reason is raised again
+            return client.pause("keep", writes="nothing")
+
+    with deferred_interrupt():
+        paused = _pause(client, pause)
+        try:
+            yield paused.writes != "nothing"
         finally:
             client.resume()
 
 
 def when_free(call: Callable[[], Status]) -> Status:
-    """Return what `call` returns, once no other process holds the fence; an interrupt acts at once meanwhile.
+    """Return what `call` returns once no other process holds the fence; an interrupt acts at once while it waits.
 
     Raises:
         FenceBusyError: another process has held it for `BUSY_LIMIT_S`.
@@ -178,33 +190,19 @@ def when_free(call: Callable[[], Status]) -> Status:
             time.sleep(BUSY_POLL_S)
 
 
-def _paused(client: BridgeClient, pause: Callable[[], Status]) -> None:
+def _pause(client: BridgeClient, pause: Callable[[], Status]) -> Status:
     try:
-        when_free(pause)
-    except AttachError:  # it was refused
+        return when_free(pause)
+    except AttachError:  # refused
         raise
-    except Exception:  # the server may stand still all the same, and nothing is written yet
+    except Exception:  # the server may have paused all the same, and nothing is written yet
         with suppress(BridgeError):
             client.resume()
         raise
 
 
-def interruptible(
-    prepare: Callable[[], None] | None, abandon: Callable[[BaseException], None] = lambda _: None
-) -> None:
-    """Run `prepare`, where there is one, so that an interrupt acts at once; after an error, `abandon` first."""
-    if prepare is None:
-        return
-    try:
-        with acting_interrupt():
-            prepare()
-    except BaseException as error:
-        abandon(error)
-        raise
-
-
 def _forget(error: BaseException | None) -> None:
-    """Drop the local variables of whatever `error` came through: they hold the memory of what was computed."""
+    """Drop the local variables of every frame that `error` passed through: they hold the memory to free."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

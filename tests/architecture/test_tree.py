@@ -14,6 +14,9 @@ PACKAGES = ("bridge", "cli", "environments", "patches", "tests")
 SHARED_BY_ALL = {"/", "/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/var/tmp"}
 """Folders that a file may name although a checkout may lie in them."""
 OPENS_CUDA_IPC = "_new_shared_cuda"
+OPENS_HTTP = {
+    f"httpx.{name}" for name in ("Client", "AsyncClient", "get", "post", "put", "delete", "request", "stream")
+}
 
 
 def _python_files() -> Iterator[Path]:
@@ -43,6 +46,18 @@ def test_one_file_opens_cuda_ipc_handles() -> None:
         if isinstance(node, ast.Attribute) and node.attr == OPENS_CUDA_IPC
     }
     assert openers == {"bridge/weights/cuda_ipc.py"}
+
+
+def test_one_module_opens_connections_to_a_vllm_server() -> None:
+    openers = {
+        str(file.relative_to(ROOT))
+        for package in ("bridge", "cli", "environments", "patches", "benchmarks")
+        for file in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in OPENS_HTTP
+    }
+    elsewhere = {"bridge/atropos/client.py", "patches/exporter.py"}  # an Atropos API, and the server's look at itself
+    assert openers == {"bridge/server/client.py"} | elsewhere
 
 
 def test_no_file_names_a_place_beside_the_checkout() -> None:

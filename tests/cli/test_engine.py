@@ -17,9 +17,9 @@ import pytest
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ServerUnreachableError, UnsupportedModelError, UsageError
-from bridge.modes.mode import Engine
+from bridge.modes.mode import ServerProcess
 from cli import children, watchdog
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.health import Address
 from cli.serve import free_port
 from cli.server_command import ServerCommand
@@ -59,8 +59,8 @@ def fake(folder: Path, *flags: str, shares_weights: bool = True) -> ServerComman
     )
 
 
-def served(command: ServerCommand, log: Path, **changed: Any) -> ServedEngine:
-    return ServedEngine(command, log, **{"limit_s": LIMIT_S, "hang_limit_s": HANG_LIMIT_S} | changed)
+def served(command: ServerCommand, log: Path, **changed: Any) -> StartedServer:
+    return StartedServer(command, log, **{"limit_s": LIMIT_S, "hang_limit_s": HANG_LIMIT_S} | changed)
 
 
 def answer(command: ServerCommand) -> str:
@@ -99,18 +99,18 @@ def ask_in_vain() -> None:
     raise ServerUnreachableError("no answer", remedy="look into its log")
 
 
-def ask_after_a_kill(server: ServedEngine) -> None:
+def ask_after_a_kill(server: StartedServer) -> None:
     kill(server.pid, signal.SIGKILL)
     until(lambda: is_dead(server.pid))
     ask_in_vain()
 
 
-def ask_after_its_end(server: ServedEngine) -> None:
+def ask_after_its_end(server: StartedServer) -> None:
     until(lambda: is_dead(server.pid))
     ask_in_vain()
 
 
-def restart_twice_and_ask_after_a_kill(server: ServedEngine) -> None:
+def restart_twice_and_ask_after_a_kill(server: StartedServer) -> None:
     for _ in range(2):
         server.restart("again")
     ask_after_a_kill(server)
@@ -127,7 +127,7 @@ def test_the_server_is_ready_inside_and_gone_with_its_manifest_after(tmp_path: P
 
 
 def test_it_is_what_the_training_loop_asks_for(tmp_path: Path, log: Path) -> None:
-    accepted: Engine = served(fake(tmp_path), log)
+    accepted: ServerProcess = served(fake(tmp_path), log)
     assert callable(accepted.restart)
 
 
@@ -304,7 +304,7 @@ def test_the_watchdog_ends_a_server_whose_engine_is_gone(
 ) -> None:
     command = fake(tmp_path, "--status", "503")
     address = Address(command.host, command.port)
-    monkeypatch.setattr(ServedEngine, "_answering", lambda *_: address)  # it was well when it began
+    monkeypatch.setattr(StartedServer, "_answering", lambda *_: address)  # it was well when it began
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         ask_after_its_end(server)
     assert "lost its engine" in refused.value.message

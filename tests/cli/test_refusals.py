@@ -175,7 +175,7 @@ def test_another_model_than_the_one_served_is_refused_with_both_names(bridge: Br
     manifests.write(exported, bridge.folder / manifests.MANIFEST_NAME)
     other = tiny.write(tiny.qwen2(), bridge.folder / "other")
     error = bridge.refused(4, *train(exported, "--model-name", str(other)))
-    assert error == f"error: the server serves {exported.model}, and --model-name asks for {other}"
+    assert error == f"error: the server serves {exported.model}, expected {other} (--model-name)"
 
 
 def quantised(folder: Path) -> Path:

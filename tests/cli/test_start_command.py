@@ -11,7 +11,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.serve import free_port
 from cli.start_command import StartCommand, started
 
@@ -89,7 +89,7 @@ def answer(port: int) -> str:
 def test_any_server_is_started_and_restarted(tmp_path: Path, flags: tuple[str, ...]) -> None:
     command = StartCommand.of(fake(*flags))
     with started(command, tmp_path / "serve.log") as engine:
-        assert isinstance(engine, ServedEngine)
+        assert isinstance(engine, StartedServer)
         assert answer(command.port) == "first as None"
         engine.restart(tmp_path / "step_1")
         assert answer(command.port) == f"{tmp_path / 'step_1'} as None"

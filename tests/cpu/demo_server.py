@@ -16,10 +16,11 @@ from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from cli import demo_model
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.serve import free_port
 from cli.server_command import ServerCommand
 from environments import registry
@@ -40,7 +41,9 @@ class DemoServer:
         live = attach(exported).model
         with BridgeClient(exported, timeout_s=60) as client:
             version = client.status().version + 1
-            fence.restore(client, lambda: model_folder.load_into(live, self.model), version=version)
+            fence.publish(
+                client, Update(lambda: model_folder.load_into(live, self.model), version=version, takeover=True)
+            )
 
     def train(self, folder: Path, report: Callable[[StepMetrics], None], **choices: Any) -> Summary:
         """Train in this process, in place, by what the demo chooses unless `choices` say otherwise."""
@@ -58,6 +61,6 @@ def served(folder: Path) -> Iterator[DemoServer]:
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)
     command = ServerCommand.of(config, EAGER)
-    with ServedEngine(command, folder / "serve.log", limit_s=START_LIMIT_S).running() as engine:
+    with StartedServer(command, folder / "serve.log", limit_s=START_LIMIT_S).running() as engine:
         assert engine.pid is not None
         yield DemoServer(exported, model, engine.pid)

@@ -26,6 +26,7 @@ from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError
 from bridge.server import fence
 from bridge.server.client import CONTROL_LIMIT_S, BridgeClient
+from bridge.server.fence import Update
 from bridge.server.protocol import Status
 from bridge.weights.attach import attach
 from tests import scenarios
@@ -304,7 +305,7 @@ def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama:
         raise ZeroDivisionError
 
     with BridgeClient(llama.manifest, timeout_s=60) as client, pytest.raises(ZeroDivisionError):
-        fence.update(client, lambda: pytest.fail("it wrote"), in_flight="keep", prepare=prepare)
+        fence.publish(client, Update(lambda: pytest.fail("it wrote"), prepare=prepare))
     assert status(llama) == before
     assert scenarios.alike(llama.sample(), samples)
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge.modes.handover import opened, unload_earlier
 from bridge.rollouts.distribution import WHOLE
 from bridge.server import api_key, fence
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from bridge.server.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_HEADER
 from bridge.types import Completion, Group
 from bridge.weights.attach import attach
@@ -185,8 +185,8 @@ def test_an_adapter_is_trained_behind_a_key(
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     scenarios.trains_an_adapter(llama, tmp_path, handover)
-    with BridgeClient(llama.manifest, timeout_s=60) as client, opened(client.url, 60, client.token) as ours:
-        unload_earlier(ours)
+    with BridgeClient(llama.manifest, timeout_s=60) as client:
+        client.unload_earlier_adapters()
         client.release_adapter()
 
 
@@ -201,7 +201,9 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
         assert (refused.status_code, "runs/a" in refused.json()["error"]["message"]) == (409, True), refused.text
         refused = http.post("/v1/load_lora_adapter", json={"lora_name": f"{ADAPTER}-9", "lora_path": str(tmp_path)})
         assert refused.status_code == 409
-        ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers={TOKEN_HEADER: client.token})
+        ours = http.post(
+            "/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers={TOKEN_HEADER: llama.manifest.token}
+        )
         assert ours.status_code == 200
         waiting = http.post("/generate", json=ASKED)
         assert (waiting.status_code, "not served at this moment" in waiting.text) == (503, True)
@@ -214,10 +216,10 @@ def test_weights_that_are_no_numbers_are_named(llama: LiveServer, http: httpx.Cl
     weight = attached.model.get_parameter("model.norm.weight").detach()
     before = weight.clone()
     with BridgeClient(llama.manifest, timeout_s=60) as client:
-        fence.update(client, lambda: weight[3].fill_(float("nan")), in_flight="keep")
+        fence.publish(client, Update(lambda: weight[3].fill_(float("nan"))))
         refused = http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT})
         found = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path, expect=3).stdout
-        fence.update(client, lambda: weight.copy_(before), in_flight="keep")
+        fence.publish(client, Update(lambda: weight.copy_(before)))
     assert (refused.status_code, "tensors, the first: model.norm.weight" in refused.json()["error"]) == (409, True)
     assert refused.json()["remedy"].startswith("bridge restore ")
     (check,) = [check for check in map(json.loads, found.splitlines()) if check["name"] == "Server's numbers"]
@@ -273,7 +275,7 @@ def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(llama: LiveServe
         assert not waiting.done()
         client.publish()
         assert waiting.result().headers[VERSION_HEADER] in {f"{version}-{version + 1}", str(version + 1)}
-        fence.update(client, lambda: None, in_flight="keep")
+        fence.publish(client, Update(lambda: None))
 
 
 @pytest.mark.parametrize("route", ["/generate", COMPLETIONS])

@@ -16,7 +16,7 @@ import pytest
 from bridge.config import ServeConfig
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.serve import free_port
 from cli.server_command import ServerCommand
 from tests import disturbed, scenarios
@@ -149,7 +149,7 @@ def stock(model: Path, log: Path) -> Iterator[int]:
         model=str(model), port=free_port("127.0.0.1"), max_model_len=2048, max_lora_rank=scenarios.LORA_RANK
     )
     command = ServerCommand.of(config, scenarios.EAGER, shares_weights=False)
-    with ServedEngine(command, log, limit_s=scenarios.START_LIMIT_S).running():
+    with StartedServer(command, log, limit_s=scenarios.START_LIMIT_S).running():
         yield config.port
 
 

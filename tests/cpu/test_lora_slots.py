@@ -20,6 +20,7 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update
 from bridge.server.shard import AnyHandle, SharedMemoryHandle
 from bridge.types import Group
 from bridge.weights import shared_memory
@@ -158,7 +159,7 @@ def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
         assert largest_difference(model, first) < PARITY_LIMIT
         for seed in (2, 3):
             fill(model, seed)
-            fence.update(client, lambda: write(llama, slot, model), in_flight="keep")
+            fence.publish(client, Update(lambda: write(llama, slot, model)))
             assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
             assert largest_difference(model, first) > 5 * PARITY_LIMIT
             assert_slot_holds(llama, slot, model)  # vLLM has not written its own copy over it
@@ -171,7 +172,7 @@ def test_requests_for_both_names_at_once_leave_the_slot_alone(llama: LiveServer,
     with BridgeClient(llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
         fill(model, 5)
-        fence.update(client, lambda: write(llama, slot, model), in_flight="keep")
+        fence.publish(client, Update(lambda: write(llama, slot, model)))
     for _ in range(3):
         with ThreadPoolExecutor() as background:
             base, trained = background.map(lambda name: sampled(llama, name), (None, "trained"))
@@ -209,7 +210,7 @@ def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_a
         fill(model, 11)
         write(llama, slot, model)  # without the fence: the keys and values of the prompt are the old ones still
         assert largest_difference(model, sampled_long(llama, "trained")) > PARITY_LIMIT
-        fence.update(client, lambda: None, in_flight="keep")
+        fence.publish(client, Update(lambda: None))
         assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
         fill(model, 12)
         client.adapter("trained", saved(model, tmp_path / "adapter"))  # the same name, the same path

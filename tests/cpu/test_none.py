@@ -22,7 +22,7 @@ from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
-from cli.engine import ServedEngine
+from cli.engine import StartedServer
 from cli.serve import free_port
 from cli.server_command import ServerCommand
 from environments import registry
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Stock:
     """A vLLM without our patches, which is started again."""
 
-    engine: ServedEngine
+    engine: StartedServer
     port: int
 
     @property
@@ -58,7 +58,7 @@ class Stock:
 def stock(model: Path, log: Path) -> Iterator[Stock]:
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), max_model_len=2048)
     command = ServerCommand.of(config, scenarios.EAGER, shares_weights=False)
-    with ServedEngine(command, log, limit_s=scenarios.START_LIMIT_S).running() as engine:
+    with StartedServer(command, log, limit_s=scenarios.START_LIMIT_S).running() as engine:
         yield Stock(engine, config.port)
 
 
@@ -89,7 +89,7 @@ def test_a_stock_server_is_another_process_after_each_step_and_serves_what_was_t
             max_new_tokens=16, vllm_port=server.port, save_path=tmp_path / "saved", environment=ENVIRONMENT,
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="vowels")
-        summary = loop.train(config, registry.load(config.task), run, Listener(report), engine=server.engine)
+        summary = loop.train(config, registry.load(config.task), run, Listener(report), process=server.engine)
         scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, server.sample(), device="cpu")
     assert len({*pids}) == 3, pids
     steps = scenarios.metrics(tmp_path / "run")

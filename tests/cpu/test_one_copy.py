@@ -18,7 +18,7 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes
+from bridge.server.fence import FenceTimes, Update
 from bridge.server.protocol import VERSION_HEADER, Element, InFlight
 from bridge.types import Group
 from bridge.weights.attach import attach
@@ -71,9 +71,9 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
     values.neg_()  # behind the server's back: it goes on with the keys and values that it cached before
     assert largest_difference() > 10 * scenarios.PARITY_LIMIT
     with BridgeClient(llama.manifest, timeout_s=60) as client:
-        fence.update(client, lambda: None, in_flight="keep")
+        fence.publish(client, Update(lambda: None))
         assert largest_difference() < scenarios.PARITY_LIMIT
-        fence.update(client, lambda: _negate(values), in_flight="keep")
+        fence.publish(client, Update(lambda: _negate(values)))
     assert largest_difference() < scenarios.PARITY_LIMIT
 
 
@@ -105,7 +105,7 @@ def _fence_into_a_request(
         before = client.status().version
         pending = background.submit(http.post, "/v1/completions", json=body)
         time.sleep(0.5)
-        times = fence.update(client, lambda: None, in_flight=in_flight)
+        times = fence.publish(client, Update(lambda: None), in_flight=in_flight)
         return before, times, pending.result().raise_for_status()
 
 

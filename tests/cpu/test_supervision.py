@@ -39,7 +39,7 @@ COMMAND = "from cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
 from cli import main, run
-run.ServedEngine = functools.partial(run.ServedEngine, hang_limit_s={HANG_LIMIT_S})
+run.StartedServer = functools.partial(run.StartedServer, hang_limit_s={HANG_LIMIT_S})
 main.main()
 """
 """The same command, with less patience."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.modes.lora_only import LoraOnly
-from bridge.run.run_directory import RunDirectory
+from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.mode import RunContext
 from bridge.server import fence
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -43,7 +44,7 @@ def test_base_and_adapter_take_no_memory_of_the_trainers_own(llama: LiveServer, 
     config = TrainConfig.of(
         model_name=llama.manifest.model, mode="lora_only", lora_r=scenarios.LORA_RANK, vllm_config_path=llama.path
     )
-    mode = LoraOnly(config, RunDirectory.create(tmp_path / "run", environment="vowels"))
+    mode = LoraMemory(config, RunContext(name="run", scratch=tmp_path / "served", note=lambda _: None))
     opened = mode.open()
     try:
         assert opened.weight_bytes == 0
@@ -58,7 +59,7 @@ def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServ
     name = scenarios.adapter_name(llama.manifest.url)
     before = llama.sample(name)
     with BridgeClient(llama.manifest, timeout_s=60) as client:
-        fence.update(client, lambda: None, in_flight="keep", sleep=True, writes="adapter")
+        fence.publish(client, Update(lambda: None, sleep=True), writes="adapter")
     assert scenarios.alike(llama.sample(name), before)
     assert not scenarios.alike(llama.sample(), before)
 

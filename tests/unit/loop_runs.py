@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from bridge.config import TrainConfig
+from bridge.core.interrupt import acting_interrupt
 from bridge.errors import ServerUnreachableError
-from bridge.modes.mode import Engine
+from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
 from bridge.rollouts.problems import WINDOW
 from bridge.run import checkpoint, loop
@@ -24,7 +25,7 @@ from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, interruptible
+from bridge.server.fence import FenceTimes, Update
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
@@ -85,8 +86,8 @@ class FakeMode:
     last_checkpoints: list[Path | None] = field(default_factory=list)
     gradients_at_revival: list[int] = field(default_factory=list)
     """How many gradients the trainer held each time."""
+    process: ServerProcess | None = None
     checkpoint_prefix = "step_"
-    ends = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -106,26 +107,20 @@ class FakeMode:
             weight_bytes=attached.weight_bytes(),
         )
 
-    def publish(
-        self,
-        write: Callable[[], None],
-        *,
-        prepare: Callable[[], None] | None = None,
-        sleep: bool = False,
-        last_checkpoint: Path | None,
-    ) -> FenceTimes:
-        self.last_checkpoints.append(last_checkpoint)
+    def publish(self, update: Update) -> FenceTimes:
+        self.last_checkpoints.append(update.last_checkpoint)
         self.before_pause(self.version)
-        if sleep:
+        if update.sleep:
             self.calls.append("sleep")
-        if prepare is not None:
+        if update.prepare is not None:
             self.calls.append("prepare")
-        interruptible(prepare)
-        write()
+            with acting_interrupt():
+                update.prepare()
+        update.write()
         self.before_publish(self.version)
         self.version += 1
         self.calls.append("publish")
-        prepare_s = 0.0 if prepare is None else 0.125
+        prepare_s = 0.0 if update.prepare is None else 0.125
         return FenceTimes(version=self.version, pause_s=0.25, prepare_s=prepare_s, write_s=0.5, publish_s=1.0)
 
     def catch_up(self) -> None:
@@ -141,10 +136,11 @@ class FakeMode:
         model_folder.load_into(self.model, checkpoint)
         self.version = version
 
-    def revive(self, engine: Engine, checkpoint: Path | None) -> None:
+    def revive(self, checkpoint: Path | None) -> None:
+        assert self.process is not None
         self.calls.append("revive")
         self.gradients_at_revival.append(sum(parameter.grad is not None for parameter in self.model.parameters()))
-        engine.restart(checkpoint or self.server.manifest.model)
+        self.process.restart(checkpoint or self.server.manifest.model)
         spoil(self.model)  # what the dead server's memory holds is lost
         model_folder.load_into(self.model, checkpoint or Path(self.server.manifest.model))
         self.version += 1
@@ -171,12 +167,12 @@ class Run:
     """That the fake server was trained before: it begins with version 3."""
     report: Callable[[StepMetrics], None] = lambda _: None
 
-    def train(self, environment: Letters | None = None, engine: Engine | None = None, **choices: Any) -> Summary:
+    def train(self, environment: Letters | None = None, engine: ServerProcess | None = None, **choices: Any) -> Summary:
         def tell(line: str) -> None:
             (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
 
         run = RunDirectory.create(self.folder / "run", environment="letters", tell=tell)
-        return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), engine=engine)
+        return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine)
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -248,7 +244,12 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
         toy = toy_server.serve(tiny.llama(), tmp_path / folder / "model")
         with serving(openai(bend, version=lambda: version)) as server:
             mode = FakeMode(toy, server.url, **choices)
-            monkeypatch.setattr(loop, "MODES", {"shared_vllm": lambda *_: mode})
+
+            def made(_: TrainConfig, context: RunContext) -> FakeMode:
+                mode.process = context.process
+                return mode
+
+            monkeypatch.setattr(loop, "way_of", lambda _: made)
             if mode.dropout:  # two passes then differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)

@@ -1,34 +1,30 @@
-"""Every client of ours sends the server's key, and says what to do where it is not the right one."""
+"""A server that requires a key: every client of ours sends it, in every mode, and says what to do if it is wrong."""
 
-import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from bridge.atropos import feeder, stream
+from bridge.checks import server as checks
+from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.modes import handover
+from bridge.modes import WAYS
+from bridge.modes.mode import RunContext
 from bridge.server import api_key
-from bridge.server.client import BridgeClient
+from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update
 from cli.health import Address
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
+from tests.unit.lora_runs import RANK, World, world_in
 from tests.unit.openai_server import openai
 from tests.unit.test_rollouts import sampled
 
 KEY = "the key"
-ROOT = Path(__file__).parents[2]
-NO_KEY_NEEDED = {
-    "bridge/server/client.py": "the manifest's token",
-    "bridge/checks/server.py": "the manifest's token, and /health",
-    "bridge/atropos/api.py": "an Atropos API, which must not see the key",
-    "patches/exporter.py": "/health",
-}
-
-OPENING = {"httpx.Client", "httpx.AsyncClient", "httpx.get", "httpx.post", "httpx.request", "httpx.stream"}
 
 
 @pytest.fixture
@@ -41,9 +37,9 @@ def server() -> Iterator[HttpServer]:
 
 
 def adapters(url: str) -> None:
-    with handover.opened(url, 20, "token") as http:
-        handover.unload_earlier(http)
-        handover.unload(http, "an adapter")
+    with VllmClient(url, token="token") as client:
+        client.unload_earlier_adapters()
+        client.unload_adapter("an adapter")
 
 
 CLIENTS: dict[str, Callable[[str], object]] = {
@@ -72,6 +68,63 @@ def test_without_the_right_one_it_says_what_to_do(
     assert refusal.value.remedy == "export VLLM_API_KEY=KEY, the key that the server was started with"
 
 
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A patched server that takes adapters, samples and requires a key."""
+    with world_in(tmp_path, monkeypatch) as world:
+
+        def answers(one: Asked) -> Answer | None:
+            return openai()(one) if one.path == "/v1/completions" else world.server(one)
+
+        with serving(locked(answers, KEY)) as world.http:
+            world.export()
+            yield world
+
+
+class Again:
+    """A server that is started again at once, with whatever it has."""
+
+    def restart(self, model: str | Path) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way).strip())
+def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, KEY)
+    mode, choice = way
+    choices: dict[str, Any] = {"model_name": world.server.toy.manifest.model, "mode": mode, "vllm_port": world.port}
+    more: dict[str, dict[str, Any]] = {"lora_only": {"lora_handover": choice, "lora_r": RANK}}
+    choices |= more.get(mode, {}) | ({"reload": choice} if mode == "none" else {})
+    context = RunContext(name="runs/ours", scratch=world.scratch, note=lambda _: None, process=Again())
+    opened = WAYS[way](TrainConfig.of(**choices), context)
+    try:
+        opened.open()
+        sampled(opened.endpoint)
+        version = opened.version
+        assert opened.publish(Update(lambda: None)).version == opened.version == version + 1
+        sampled(opened.endpoint)
+    finally:
+        opened.close()
+    for one in world.http.asked:
+        given, token = one.headers.get("authorization"), one.headers.get("x-bridge-token")
+        if one.path.startswith("/bridge/"):
+            assert (given, token) == ("Bearer secret", None), one
+        else:
+            names_the_holder = one.path.endswith("lora_adapter")
+            assert (given, token or names_the_holder) == (f"Bearer {KEY}", "secret" if token else names_the_holder), one
+
+
+@pytest.mark.parametrize("handover", ["memory", "disk"])
+def test_an_adapter_is_not_published_without_the_key(
+    world: World, handover: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(api_key.VARIABLE, raising=False)
+    mode = world.made(handover)
+    with pytest.raises(UsageError, match="rejected the request with status 401"):
+        mode.open()
+    mode.close()
+
+
 def test_a_server_that_is_watched_by_another_route_than_health_is_sent_it(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +136,7 @@ def test_a_server_that_is_watched_by_another_route_than_health_is_sent_it(
 
 
 def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max_model_len(server.url) is None
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     stream.longest_sequence(server.url, 1024)
     assert server.asked[-1].headers["authorization"] == f"Bearer {KEY}"
@@ -90,9 +144,19 @@ def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monk
 
 def test_the_fence_is_asked_by_the_manifests_token_alone(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
-    with BridgeClient(manifest(url=server.url), timeout_s=20) as client, pytest.raises(Exception, match="no Status"):
+    with BridgeClient(manifest(url=server.url), timeout_s=20) as client, pytest.raises(Exception, match="valid Status"):
         client.status()
     assert server.asked[-1].headers["authorization"] == "Bearer secret"
+
+
+def test_doctor_asks_with_both(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, KEY)
+    checks.answers(manifest(url=server.url))
+    given = {one.path: one.headers["authorization"] for one in server.asked}
+    assert given == {"/health": f"Bearer {KEY}", "/bridge/status": "Bearer secret"}
+    monkeypatch.setenv(api_key.VARIABLE, "broken\n")
+    (check,) = checks.answers(manifest(url=server.url))
+    assert (check.status, api_key.VARIABLE in check.found) == ("FAIL", True)
 
 
 @pytest.mark.parametrize("key", ["k-e-y\n", " k-e-y", "k-\ne-y", "schlüssel", "k-e-y\t"])
@@ -104,12 +168,3 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
 
 def test_without_a_key_there_is_no_header() -> None:
     assert api_key.headers({}) == api_key.headers({api_key.VARIABLE: ""}) == {}
-
-
-def test_no_client_is_opened_without_thinking_of_the_key() -> None:
-    found = {}
-    for file in (path for part in ("bridge", "cli", "patches") for path in (ROOT / part).rglob("*.py")):
-        opened = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-        if any(ast.unparse(node.func) in OPENING for node in opened) and "api_key" not in file.read_text():
-            found[str(file.relative_to(ROOT))] = True
-    assert found.keys() == NO_KEY_NEEDED.keys()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bridge.core.process import ProcessIdentity
-from bridge.errors import AttachError, BridgeError, FenceBusyError, ManifestError, ServerUnreachableError
+from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
 from bridge.server import client as client_module
-from bridge.server.client import BridgeClient
+from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.protocol import Element, Status
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
@@ -211,7 +211,7 @@ def test_a_server_that_is_busy_is_told_from_one_that_refuses() -> None:
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(ManifestError, match="no address"):
+    with pytest.raises(UsageError, match="not the address of a server"):
         BridgeClient(manifest(), timeout_s=1, url="http://127.0.0.1:none")
 
 
@@ -242,3 +242,69 @@ def test_a_closed_connection_is_given_back() -> None:
         client.close()
         with pytest.raises(RuntimeError, match="closed"):
             client.status()
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"data": [{"id": "base", "max_model_len": 512}, {"id": "adapter", "max_model_len": None}]}, 512),
+        ({"data": [{"id": "m", "max_model_len": 512}, {"id": "n", "max_model_len": 256}]}, 256),
+        ({"data": [{"id": "m"}]}, None),
+        ({"data": []}, None),
+        ({"error": "no"}, None),
+        ({"data": 3}, None),
+    ],
+)
+def test_the_length_is_what_the_server_lists(document: object, expected: int | None) -> None:
+    with serving(lambda _: as_json(document)) as server:
+        assert max_model_len(server.url) == expected
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "no address", "http://[half"])
+def test_a_server_that_does_not_answer_has_no_known_length(url: str) -> None:
+    assert max_model_len(url) is None
+
+
+VLLM_CALLS: dict[str, Callable[[VllmClient], object]] = {
+    "health": lambda client: client.check_health(),
+    "models": lambda client: client.models(),
+    "load": lambda client: client.load_adapter("a", Path("/a")),
+    "unload": lambda client: client.unload_adapter("a"),
+}
+
+
+@pytest.mark.parametrize("call", VLLM_CALLS)
+@pytest.mark.parametrize("answer", [None, Answer("engine is dead", 500)], ids=["dropped", "500"])
+def test_a_vllm_that_is_gone_or_unwell_is_unreachable(call: str, answer: Answer | None) -> None:
+    with (
+        serving(lambda _: answer) as server,
+        VllmClient(server.url) as client,
+        pytest.raises(ServerUnreachableError, match=server.url),
+    ):
+        VLLM_CALLS[call](client)
+    assert len(server.asked) == 1, "a change of adapters is not repeated: it would be refused"
+
+
+@pytest.mark.parametrize("body", ["<html>", "{}", '{"data": []}', '{"data": [{"name": "m"}]}'])
+def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
+    with (
+        serving(lambda _: Answer(body)) as server,
+        VllmClient(server.url) as client,
+        pytest.raises(ServerUnreachableError, match="not a valid ServedModels"),
+    ):
+        client.models()
+
+
+def test_a_server_without_a_route_for_its_health_counts_as_healthy() -> None:
+    with serving(lambda _: Answer("Not Found", 404)) as server, VllmClient(server.url) as client:
+        client.check_health()
+
+
+def test_vllms_own_message_is_quoted_on_one_line() -> None:
+    answer = as_json({"error": {"message": "no slot\nis free", "code": 400}}, 400)
+    with (
+        serving(lambda _: answer) as server,
+        VllmClient(server.url) as client,
+        pytest.raises(UsageError, match="does not accept the adapter: 400 no slot is free"),
+    ):
+        client.load_adapter("a", Path("/a"))

@@ -18,6 +18,7 @@ from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError, ServerUnreachableError
 from bridge.server import fence
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from bridge.server.protocol import InFlight, Lease, Status, Written
 
 
@@ -28,7 +29,7 @@ class FakeClient:
         self.calls: list[str] = []
         self.version = 4
         self.named: Path | None = None
-        self.writes: Written | None = None
+        self.writes: Written = "weights"
         self.believed: int | None = None
         self.lease: Lease | None = None
         self._failing = failing or {}
@@ -43,7 +44,11 @@ class FakeClient:
         takeover: bool = False,
         sleep: bool = False,
     ) -> Status:
-        self.believed, self.named, self.writes = version, last_checkpoint, writes
+        self.believed, self.named = version, last_checkpoint
+        others = self.lease is not None and self.lease.holder != ProcessIdentity.current()
+        if others and writes != "nothing":
+            raise AttachError("another trainer", remedy="wait")
+        self.writes = writes
         return self._call(f"pause {in_flight}{' takeover' * takeover}{' sleep' * sleep}")
 
     def publish(self, version: int | None = None) -> Status:
@@ -55,7 +60,7 @@ class FakeClient:
 
     def status(self) -> Status:
         me = ProcessIdentity.current()
-        return Status(model="m", version=self.version, state="serving", server=me, lease=self.lease)
+        return Status(model="m", version=self.version, state="serving", server=me, lease=self.lease, writes=self.writes)
 
     def _call(self, name: str) -> Status:
         self.calls.append(name)
@@ -65,9 +70,9 @@ class FakeClient:
 
 
 def update(
-    fake: FakeClient, write: Callable[[], None], in_flight: InFlight = "keep", **choices: Any
+    fake: FakeClient, write: Callable[[], None], in_flight: InFlight = "keep", served: int | None = None, **choices: Any
 ) -> fence.FenceTimes:
-    return fence.update(cast(BridgeClient, fake), write, in_flight=in_flight, **choices)
+    return fence.publish(cast(BridgeClient, fake), Update(write, **choices), in_flight=in_flight, served=served)
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
@@ -323,12 +328,12 @@ def test_outside_of_the_main_thread_the_fence_works_without_signals() -> None:
 
 
 def restore(fake: FakeClient, write: Callable[[], None], version: int = 0) -> fence.FenceTimes:
-    return fence.restore(cast(BridgeClient, fake), write, version=version, last_checkpoint=Path("saved/step_3"))
+    return update(fake, write, version=version, takeover=True, last_checkpoint=Path("saved/step_3"))
 
 
 def test_an_update_names_what_would_mend_it_and_never_takes_over() -> None:
     fake = FakeClient()
-    fence.update(cast(BridgeClient, fake), lambda: None, in_flight="keep", last_checkpoint=Path("saved/step_2"))
+    update(fake, lambda: None, last_checkpoint=Path("saved/step_2"))
     assert (fake.calls, fake.named) == (["pause keep", "publish"], Path("saved/step_2"))
 
 
@@ -387,6 +392,40 @@ def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
     assert found == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}
 
 
+def test_frozen_only_reads_if_another_process_takes_the_lease_while_it_waits() -> None:
+    fake = FakeClient()
+    busy_until(fake, 2)
+    pausing = fake.pause
+
+    def pause(*arguments: Any, **choices: Any) -> Status:
+        try:
+            return pausing(*arguments, **choices)
+        except FenceBusyError:  # and then it trains
+            fake.lease = Lease(holder=ProcessIdentity.of(os.getppid()), run="runs/first", since=0.0)
+            raise
+
+    fake.pause = pause  # type: ignore[method-assign]
+    with fence.frozen(cast(Any, fake)) as may_write:
+        assert (may_write, fake.writes) == (False, "nothing")
+
+
+def test_what_no_other_process_keeps_from_being_paused_is_told_as_the_server_tells_it() -> None:
+    fake = FakeClient({"pause keep": AttachError("torn", remedy="restore")})
+    with pytest.raises(AttachError, match="torn"), fence.frozen(cast(Any, fake)):
+        pytest.fail("the block ran")
+
+
+def test_without_a_server_to_pause_an_update_is_run_in_the_same_order() -> None:
+    calls: list[str] = []
+
+    def publish() -> int:
+        calls.append("publish")
+        return 7
+
+    times = fence.run(Update(lambda: calls.append("write"), prepare=lambda: calls.append("prepare")), publish)
+    assert (calls, times.version) == (["prepare", "write", "publish"], 7)
+
+
 def busy_until(fake: FakeClient, attempt: int) -> None:
     """Let another process hold the fence until the `attempt`th pause."""
     pausing = fake.pause
@@ -429,7 +468,7 @@ def test_an_interrupt_acts_at_once_while_another_process_holds_the_fence() -> No
 
 def test_an_update_names_the_version_that_it_believes_in() -> None:
     fake = FakeClient()
-    update(fake, lambda: None, version=4)
+    update(fake, lambda: None, served=4)
     assert fake.believed == 4
 
 
@@ -450,6 +489,6 @@ def test_frozen_resumes_what_it_may_have_paused_though_the_answer_is_lost() -> N
 @pytest.mark.parametrize("writes", ["weights", "adapter"])
 def test_both_ways_say_what_they_write(writes: Written) -> None:
     updated, restored = FakeClient(), FakeClient()
-    fence.update(cast(BridgeClient, updated), lambda: None, in_flight="keep", writes=writes)
-    fence.restore(cast(BridgeClient, restored), lambda: None, version=0, writes=writes)
+    fence.publish(cast(BridgeClient, updated), Update(lambda: None), writes=writes)
+    fence.publish(cast(BridgeClient, restored), Update(lambda: None, takeover=True), writes=writes)
     assert (updated.writes, restored.writes) == (writes, writes)

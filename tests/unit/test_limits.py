@@ -1,32 +1,10 @@
-"""How long a sequence a server takes, and which length of a completion follows from it."""
+"""Which length of a completion follows from the longest sequence that a server takes."""
 
 import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.rollouts import limits
-from tests.unit.http_server import as_json, serving
-
-
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        ({"data": [{"id": "base", "max_model_len": 512}, {"id": "adapter", "max_model_len": None}]}, 512),
-        ({"data": [{"id": "m", "max_model_len": 512}, {"id": "n", "max_model_len": 256}]}, 256),
-        ({"data": [{"id": "m"}]}, None),
-        ({"data": []}, None),
-        ({"error": "no"}, None),
-        ({"data": 3}, None),
-    ],
-)
-def test_the_length_is_what_the_server_lists(document: object, expected: int | None) -> None:
-    with serving(lambda _: as_json(document)) as server:
-        assert limits.max_model_len(server.url) == expected
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "no address", "http://[half"])
-def test_a_server_that_does_not_answer_has_no_known_length(url: str) -> None:
-    assert limits.max_model_len(url) is None
 
 
 def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:

@@ -19,12 +19,15 @@ from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
-from bridge.modes.none import NoneMode
+from bridge.modes.in_place import InPlace
+from bridge.modes.mode import RunContext
+from bridge.modes.restart import Restart
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.run import loop
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import manifest as manifests
+from bridge.server.fence import FenceTimes, Update
 from bridge.server.protocol import Status
 from bridge.server.shard import View
 from bridge.types import Problem
@@ -51,7 +54,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @dataclass
-class FakeEngine:
+class FakeProcess:
     """Notes what it is started with, and what of it is on the disk at that moment."""
 
     started: list[str] = field(default_factory=list)
@@ -72,20 +75,27 @@ class FakeEngine:
 
 @dataclass
 class Running:
-    mode: NoneMode
+    mode: Restart | InPlace
     model: PreTrainedModel
-    engine: FakeEngine
-    run: RunDirectory
+    process: FakeProcess
+    scratch: Path
 
     def write(self) -> None:
         with torch.no_grad():
             self.model.get_parameter(NORM).add_(1)
 
     def publish(self) -> int:
-        return self.mode.publish(self.write, last_checkpoint=None).version
+        return self.timed().version
 
-    def served(self) -> list[str]:
-        return sorted(folder.name for folder in self.run.served.iterdir()) if self.run.served.is_dir() else []
+    def timed(self, **choices: Any) -> FenceTimes:
+        return self.mode.publish(Update(self.write, **choices))
+
+    def scratch_folders(self) -> list[str]:
+        return sorted(folder.name for folder in self.scratch.iterdir()) if self.scratch.is_dir() else []
+
+
+def context(folder: Path, process: FakeProcess | None = None) -> RunContext:
+    return RunContext(name="runs/ours", scratch=folder / "served", note=lambda _: None, process=process)
 
 
 @pytest.fixture
@@ -97,23 +107,23 @@ def folder(tmp_path: Path) -> Path:
 def restarting(folder: Path, tmp_path: Path) -> Callable[..., Running]:
     def start(**choices: Any) -> Running:
         config = TrainConfig.model_validate({"model_name": str(folder), "mode": "none", **choices})
-        run, engine = RunDirectory.create(tmp_path / "run", environment="letters"), FakeEngine()
-        mode = NoneMode(config, run, engine)
-        return Running(mode, mode.open().model, engine, run)
+        process = FakeProcess()
+        mode = Restart(config, context(tmp_path, process))
+        return Running(mode, mode.open().model, process, tmp_path / "served")
 
     return start
 
 
 def test_a_server_that_was_not_started_by_us_is_not_restarted(folder: Path, tmp_path: Path) -> None:
     config = TrainConfig.of(model_name=str(folder), mode="none")
-    with pytest.raises(UsageError, match="was not started by us") as caught:
-        NoneMode(config, RunDirectory(tmp_path))
+    with pytest.raises(UsageError, match="did not start this server") as caught:
+        Restart(config, context(tmp_path))
     for way_out in ("bridge run", "--start-command 'vllm serve {model} --port N'", "--reload in-place"):
         assert way_out in caught.value.remedy
 
 
 def test_the_copy_is_the_trainers_own_and_counted(folder: Path, tmp_path: Path) -> None:
-    mode = NoneMode(TrainConfig.of(model_name=str(folder), mode="none"), RunDirectory(tmp_path), FakeEngine())
+    mode = Restart(TrainConfig.of(model_name=str(folder), mode="none"), context(tmp_path, FakeProcess()))
     opened = mode.open()
     assert equal(weights(opened.model), stored(folder))
     assert opened.weight_bytes == sum(tensor.nbytes for tensor in stored(folder).values())
@@ -127,7 +137,7 @@ def test_the_copy_computes_positions_as_the_server_reports_its_length(folder: Pa
     with serving(lambda _: listed) as server:
         port = int(server.url.rpartition(":")[2])
         config = TrainConfig.of(model_name=str(folder), mode="none", vllm_port=port)
-        opened = NoneMode(config, RunDirectory(tmp_path), FakeEngine()).open()
+        opened = Restart(config, context(tmp_path, FakeProcess())).open()
     torch.testing.assert_close(opened.model.model.rotary_emb.inv_freq, frequencies)
 
 
@@ -135,19 +145,19 @@ def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(folder: Path, 
     for file in (*folder.glob("tokenizer*"), folder / "model.safetensors"):
         file.unlink()
     with pytest.raises(UsageError, match="tokenizer"):
-        NoneMode(TrainConfig.of(model_name=str(folder), mode="none"), RunDirectory(tmp_path), FakeEngine()).open()
+        Restart(TrainConfig.of(model_name=str(folder), mode="none"), context(tmp_path, FakeProcess())).open()
 
 
 def test_each_step_starts_the_server_again_with_what_was_written(restarting: Callable[..., Running]) -> None:
     running = restarting()
     for version in (1, 2, 3):
         assert running.publish() == running.mode.version == running.mode.endpoint.version == version
-        assert len(running.engine.started) == version
-        assert equal(running.engine.weights, weights(running.model))
-        assert Path(running.engine.started[-1]).is_absolute()
+        assert len(running.process.started) == version
+        assert equal(running.process.weights, weights(running.model))
+        assert Path(running.process.started[-1]).is_absolute()
         older = [f"version_{version - 1}"] if version > 1 else []
-        assert running.engine.beside == [*older, f"version_{version}"]  # the old one goes once the new one is served
-        assert running.served() == [f"version_{version}"]
+        assert running.process.beside == [*older, f"version_{version}"]  # the old one goes once the new one is served
+        assert running.scratch_folders() == [f"version_{version}"]
 
 
 def test_the_interval_counts_steps_and_the_server_keeps_older_weights_between(
@@ -157,19 +167,19 @@ def test_the_interval_counts_steps_and_the_server_keeps_older_weights_between(
     served = []
     for _ in range(5):
         running.publish()
-        served.append((running.mode.version, len(running.engine.started)))
+        served.append((running.mode.version, len(running.process.started)))
     assert served == [(0, 0), (1, 1), (1, 1), (2, 2), (2, 2)]
-    assert not equal(running.engine.weights, weights(running.model))
+    assert not equal(running.process.weights, weights(running.model))
     running.mode.catch_up()
-    assert (running.mode.version, len(running.engine.started)) == (3, 3)
-    assert equal(running.engine.weights, weights(running.model))
+    assert (running.mode.version, len(running.process.started)) == (3, 3)
+    assert equal(running.process.weights, weights(running.model))
     running.mode.catch_up()
-    assert len(running.engine.started) == 3
+    assert len(running.process.started) == 3
 
 
 def test_times_are_of_writing_and_of_saving_with_restarting(restarting: Callable[..., Running]) -> None:
     running = restarting()
-    times = running.mode.publish(running.write, last_checkpoint=None)
+    times = running.timed()
     assert times.pause_s == 0
     assert times.publish_s > times.write_s > 0
 
@@ -183,11 +193,11 @@ def test_what_is_prepared_comes_first_is_timed_and_an_interrupt_in_it_acts_at_on
     def prepare() -> None:
         assert equal(weights(running.model), before)
 
-    times = running.mode.publish(running.write, prepare=prepare, last_checkpoint=None)
+    times = running.timed(prepare=prepare)
     assert times.prepare_s > 0
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
-        running.mode.publish(running.write, prepare=lambda: os.kill(os.getpid(), signal.SIGINT), last_checkpoint=None)
-    assert (running.mode.version, len(running.engine.started)) == (1, 1)
+        running.timed(prepare=lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert (running.mode.version, len(running.process.started)) == (1, 1)
     assert not running.mode.can_sleep
 
 
@@ -196,18 +206,18 @@ def test_a_restart_that_fails_is_no_version_and_the_next_one_goes_on(
 ) -> None:
     running = restarting()
     running.publish()
-    running.engine.fails = True
+    running.process.fails = True
     with pytest.raises(ServerUnreachableError):
         running.publish()
     assert running.mode.version == 1
-    running.engine.fails = False
+    running.process.fails = False
     (tmp_path / "checkpoint").mkdir()
     running.mode.save(tmp_path / "checkpoint")
-    running.mode.revive(running.engine, tmp_path / "checkpoint")
+    running.mode.revive(tmp_path / "checkpoint")
     assert running.mode.version == 2
-    assert running.engine.started[-1] == str(tmp_path / "checkpoint")
-    assert equal(running.engine.weights, weights(running.model))
-    assert running.served() == []
+    assert running.process.started[-1] == str(tmp_path / "checkpoint")
+    assert equal(running.process.weights, weights(running.model))
+    assert running.scratch_folders() == []
     assert running.publish() == 3
 
 
@@ -215,10 +225,10 @@ def test_a_server_that_dies_before_any_step_is_started_with_the_model_again(
     restarting: Callable[..., Running], folder: Path
 ) -> None:
     running = restarting(vllm_restart_interval=2)
-    running.mode.revive(running.engine, None)
-    assert (running.engine.started, running.mode.version) == ([str(folder)], 1)
+    running.mode.revive(None)
+    assert (running.process.started, running.mode.version) == ([str(folder)], 1)
     running.publish()
-    assert len(running.engine.started) == 1  # two steps from here on, as from the beginning
+    assert len(running.process.started) == 1  # two steps from here on, as from the beginning
 
 
 @pytest.mark.parametrize(("version", "expected"), [(7, 7), (0, 2)])
@@ -231,7 +241,7 @@ def test_a_checkpoint_comes_back_into_the_same_parameters_and_to_the_server(
     running.mode.restore(folder, version=version)
     assert all(before is after for before, after in zip(parameters, running.model.parameters(), strict=True))
     assert equal(weights(running.model), stored(folder))
-    assert running.engine.started[-1] == str(folder)
+    assert running.process.started[-1] == str(folder)
     assert running.mode.version == expected
 
 
@@ -243,14 +253,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_server_left_alone(
     with pytest.raises(UsageError):
         running.mode.restore(tiny.write(tiny.llama(200), tmp_path / "other"), version=1)
     assert equal(weights(running.model), before)
-    assert running.engine.started == []
+    assert running.process.started == []
 
 
 def test_nothing_but_checkpoints_is_left_at_the_end(restarting: Callable[..., Running]) -> None:
     running = restarting()
     running.publish()
     running.mode.close()
-    assert not running.run.served.exists()
+    assert not running.scratch.exists()
 
 
 class FakeRoutes:
@@ -298,9 +308,8 @@ def in_place(tmp_path: Path) -> Iterator[Callable[..., Attached]]:
             path = tmp_path / manifests.MANIFEST_NAME
             manifests.write(toy.edited(url=server.url), path)
             fixed = {"model_name": toy.manifest.model, "mode": "none", "reload": "in-place", "vllm_config_path": path}
-            run = RunDirectory.create(tmp_path / "run", environment="letters")
-            mode = NoneMode(TrainConfig.model_validate(fixed | choices), run)
-            return Attached(mode, mode.open().model, FakeEngine(), run, toy, routes)
+            mode = InPlace(TrainConfig.model_validate(fixed | choices), context(tmp_path))
+            return Attached(mode, mode.open().model, FakeProcess(), tmp_path / "served", toy, routes)
 
         yield start
 
@@ -312,9 +321,9 @@ def test_in_place_the_saved_model_is_loaded_between_pause_and_publish(in_place: 
     assert running.routes.calls == [("lease", 1.0), ("pause", 1.0), ("publish", 2.0)]
     assert running.routes.bodies[1]["in_flight"] == "abort"
     assert equal(running.live(), weights(running.model))
-    assert running.served() == []
+    assert running.scratch_folders() == []
     running.mode.close()
-    assert not running.run.served.exists()
+    assert not running.scratch.exists()
 
 
 def test_in_place_the_trainer_writes_into_a_copy_of_its_own(in_place: Callable[..., Attached]) -> None:
@@ -349,9 +358,9 @@ def test_in_place_weights_that_cannot_be_loaded_stay_on_the_disk_as_the_servers_
     with pytest.raises(OSError, match="input/output"):
         running.publish()
     assert [name for name, _ in running.routes.calls] == ["lease", "pause"]
-    assert running.routes.bodies[1]["last_checkpoint"] == str(running.run.served / "version_1")
+    assert running.routes.bodies[1]["last_checkpoint"] == str(running.scratch / "version_1")
     running.mode.close()
-    assert equal(stored(running.run.served / "version_1"), weights(running.model))
+    assert equal(stored(running.scratch / "version_1"), weights(running.model))
 
 
 def test_in_place_a_checkpoint_comes_back_through_a_fence_that_may_be_torn(
@@ -368,7 +377,7 @@ def test_in_place_a_checkpoint_comes_back_through_a_fence_that_may_be_torn(
 
 def test_in_place_the_model_has_to_be_the_servers(in_place: Callable[..., Attached], folder: Path) -> None:
     shutil.copytree(folder, folder.with_name("other"))
-    with pytest.raises(ManifestError, match="--model-name asks for"):
+    with pytest.raises(ManifestError, match="the server serves"):
         in_place(model_name=str(folder.with_name("other")))
 
 
@@ -386,21 +395,21 @@ class Letters:
 def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: Path) -> None:
     tokenizer = skeleton.tokenizer(str(folder))
     assert Vocabulary(tokenizer)("A") == (36,)
-    engine, asked_before = FakeEngine(), []
+    process, asked_before = FakeProcess(), []
     with serving(plain(lambda token_id: tokenizer.decode([token_id]))) as server:
-        engine.note = lambda: asked_before.append(sum(asked.method == "POST" for asked in server.asked))
+        process.note = lambda: asked_before.append(sum(asked.method == "POST" for asked in server.asked))
         host, port = server.url.removeprefix("http://").split(":")
         config = TrainConfig.of(
             model_name=str(folder), mode="none", training_steps=2, batch_size=8, group_size=4, lr=1e-3,
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="letters")
-        summary = loop.train(config, Letters(), run, Listener(), engine=engine)
+        summary = loop.train(config, Letters(), run, Listener(), process=process)
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
     assert asked_before == [2]  # two groups a step, then the restart; none after the last step, the server ends then
-    assert not equal(engine.weights, stored(tmp_path / "saved" / "step_2"))
-    assert not equal(engine.weights, stored(folder))
+    assert not equal(process.weights, stored(tmp_path / "saved" / "step_2"))
+    assert not equal(process.weights, stored(folder))
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [row["weight_version"] for row in rows] == [1, 1]
     published, not_published = (row["fence_publish_s"] for row in rows)

@@ -16,10 +16,11 @@ import pytest
 
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.rollouts import connections, event_loop
+from bridge.rollouts import event_loop
 from bridge.rollouts.connections import RequestFailed
 from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, Servers
+from bridge.server import client
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 from tests.unit.faulty_server import Cut, FaultyServer, Hang, Script, faulty
@@ -315,7 +316,7 @@ def test_versions_names_and_what_is_lacking_are_each_servers_own() -> None:
 
 
 def test_connections_are_used_again_within_a_call_and_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEEPALIVE_S", 600)
+    monkeypatch.setattr(client, "KEEPALIVE_S", 600)
     with faulty(react) as server, sampler(max_concurrency=3) as ours:
         for _ in range(5):
             assert sample(ours, server) == EXPECTED

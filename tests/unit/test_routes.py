@@ -22,6 +22,7 @@ from bridge.errors import ServerUnreachableError
 from bridge.server import fence
 from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
 from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
 from patches import exporter, routes
 from patches.server_fence import Phase, ServerFence
@@ -221,8 +222,8 @@ def test_a_trainer_that_gives_up_a_pending_pause_leaves_a_server_that_serves(app
     app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest)
     with listening(app) as url, BridgeClient(manifest(url=url), timeout_s=1) as client:
         with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
-            fence.update(client, lambda: pytest.fail("it wrote"), in_flight="wait")
-        assert fence.update(client, lambda: None, in_flight="keep", version=0).version == 1
+            fence.publish(client, Update(lambda: pytest.fail("it wrote")), in_flight="wait")
+        assert fence.publish(client, Update(lambda: None), served=0).version == 1
         assert client.status().state == "serving"
     assert not engine.paused
 

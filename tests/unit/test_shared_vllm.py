@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
-from bridge.modes.mode import Mode
-from bridge.modes.none import NoneMode
+from bridge.modes.in_place import InPlace
+from bridge.modes.mode import Mode, RunContext
 from bridge.modes.shared_vllm import SharedVllm
-from bridge.run.run_directory import RunDirectory
 from bridge.server import manifest as manifests
+from bridge.server.fence import Update
 from bridge.server.protocol import Status
 from tests.models import tiny
 from tests.unit import toy_server
@@ -23,8 +24,7 @@ from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, serving
 from tests.unit.toy_server import ToyServer
 
-RUN = RunDirectory(Path("/nonexistent"))
-"""The mode leaves nothing behind between two checkpoints."""
+RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"), note=lambda _: None)
 
 
 class FakeRoutes:
@@ -54,7 +54,7 @@ def test_it_knows_the_servers_version_from_the_start_and_after_each_update(tmp_p
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path, in_flight="abort"), RUN)
         assert (mode.version, mode.endpoint.url) == (7, server.url)
-        assert mode.publish(lambda: None, last_checkpoint=None).version == mode.version == 8
+        assert mode.publish(Update(lambda: None)).version == mode.version == 8
         mode.close()
     assert paths(server) == ["lease", "pause", "publish", "lease"]
     assert server.asked[1].body["in_flight"] == "abort"
@@ -64,7 +64,7 @@ def test_an_interrupt_in_the_fence_comes_after_the_new_version_is_known(tmp_path
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         with pytest.raises(KeyboardInterrupt):
-            mode.publish(lambda: os.kill(os.getpid(), signal.SIGINT), last_checkpoint=None)
+            mode.publish(Update(lambda: os.kill(os.getpid(), signal.SIGINT)))
         assert mode.version == 8
         mode.close()
 
@@ -73,10 +73,8 @@ def test_the_span_before_writing_lies_inside_of_the_fence_and_has_the_memory_of_
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         seen: list[list[str]] = []
-        times = mode.publish(
-            lambda: seen.append(paths(server)), prepare=lambda: seen.append(paths(server)), sleep=True,
-            last_checkpoint=None,
-        )  # fmt: skip
+        update = Update(lambda: seen.append(paths(server)), prepare=lambda: seen.append(paths(server)), sleep=True)
+        times = mode.publish(update)
         assert mode.can_sleep
         assert times.version == mode.version == 8
         mode.close()
@@ -88,11 +86,7 @@ def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) 
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         with pytest.raises(KeyboardInterrupt):
-            mode.publish(
-                lambda: pytest.fail("written"),
-                prepare=lambda: os.kill(os.getpid(), signal.SIGINT),
-                last_checkpoint=None,
-            )
+            mode.publish(Update(lambda: pytest.fail("written"), prepare=lambda: os.kill(os.getpid(), signal.SIGINT)))
         assert mode.version == 7
         mode.close()
     assert paths(server) == ["lease", "pause", "resume", "lease"]
@@ -112,16 +106,16 @@ def test_a_torn_server_is_refused_unless_the_run_goes_on_and_writes_what_is_torn
     torn = {"state": "torn", "writes": writes}
     with serving(FakeRoutes(**torn)) as server:
         with pytest.raises(AttachError, match="torn after version 7"):
-            SharedVllm(config(server, tmp_path, resume=resume), RUN)
+            SharedVllm(config(server, tmp_path), replace(RUN, resumes=resume))
         assert paths(server) == ["lease", "lease"]
 
 
 def test_a_run_that_goes_on_takes_torn_weights(tmp_path: Path) -> None:
     with serving(FakeRoutes(state="torn")) as server:
-        SharedVllm(config(server, tmp_path, resume=True), RUN).close()
+        SharedVllm(config(server, tmp_path), replace(RUN, resumes=True)).close()
 
 
-class FakeEngine:
+class FakeProcess:
     """A new server in the place of the old one, with memory and a manifest of its own."""
 
     def __init__(self, toy: ToyServer, url: str, path: Path) -> None:
@@ -139,15 +133,15 @@ def test_after_a_restart_the_same_parameters_are_the_new_servers_weights(tmp_pat
     with serving(FakeRoutes()) as server, serving(FakeRoutes(can_sleep=False)) as other:
         manifests.write(old.edited(url=server.url), path)
         chosen = {"model_name": old.manifest.model, "vllm_config_path": path}
-        mode = SharedVllm(TrainConfig.model_validate(chosen), RUN)
+        process = FakeProcess(new, other.url, path)
+        mode = SharedVllm(TrainConfig.model_validate(chosen), replace(RUN, process=process))
         norm = mode.open().model.get_parameter("model.norm.weight")
-        engine = FakeEngine(new, other.url, path)
-        mode.revive(engine, None)
+        mode.revive(None)
         new.tensors["model.norm.weight"].fill_(5)
         assert (norm == 5).all()
         assert (mode.version, mode.endpoint.url, mode.can_sleep) == (8, other.url, False)
         mode.close()
-    assert engine.started_with == [old.manifest.model]
+    assert process.started_with == [old.manifest.model]
     assert paths(other) == ["lease", "pause", "publish", "lease"]
     assert other.asked[1].body["takeover"] is True
     assert other.asked[2].body["version"] == 8
@@ -157,7 +151,7 @@ def test_after_a_restart_the_same_parameters_are_the_new_servers_weights(tmp_pat
 def test_another_model_than_the_one_served_is_refused_before_the_server_is_asked(tmp_path: Path) -> None:
     with (
         serving(FakeRoutes()) as server,
-        pytest.raises(ManifestError, match="serves tiny, and --model-name asks for big"),
+        pytest.raises(ManifestError, match="serves tiny, expected big"),
     ):
         SharedVllm(config(server, tmp_path, model_name="big"), RUN)
     assert server.asked == []
@@ -181,11 +175,11 @@ def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
         mode.close()
 
 
-@pytest.mark.parametrize("mode", [SharedVllm, NoneMode])
+@pytest.mark.parametrize("mode", [SharedVllm, InPlace])
 def test_beside_another_trainer_it_does_not_start(tmp_path: Path, mode: Callable[..., Mode]) -> None:
     words = "another trainer (pid 4711, run runs/first) is updating this server"
     with serving(lambda _: as_json({"error": words, "remedy": "wait"}, 409)) as server:
-        choices = config(server, tmp_path, mode="none", reload="in-place") if mode is NoneMode else None
+        choices = config(server, tmp_path, mode="none", reload="in-place") if mode is InPlace else None
         with pytest.raises(AttachError) as refused:
             mode(choices or config(server, tmp_path), RUN)
     assert (refused.value.message, paths(server)) == (words, ["lease"])
@@ -195,7 +189,7 @@ def test_each_update_names_the_version_that_this_run_has_written(tmp_path: Path)
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         for _ in range(2):
-            mode.publish(lambda: None, last_checkpoint=None)
+            mode.publish(Update(lambda: None))
         mode.close()
     pauses, publications = ([a.body for a in server.asked if a.path.endswith(way)] for way in ("pause", "publish"))
     assert [body["version"] for body in pauses] == [7, 8]

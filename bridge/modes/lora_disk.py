@@ -1,0 +1,181 @@
+"""`lora_only`, handed over by disk: each version is saved, and the server loads it by vLLM's own route.
+
+Works with any vLLM, and pauses nothing: every version has its own name, and requests in flight keep the adapter that
+they asked for. The base is the server's own if the server exports it, else a second copy.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from bridge.config import TrainConfig
+from bridge.errors import AttachError, ManifestError, UsageError
+from bridge.modes.mode import RunContext
+from bridge.modes.patched_server import manifest_of
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient, VllmClient, max_model_len
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import ADAPTER
+from bridge.weights import loaded
+from bridge.weights.adapter import Adapter
+from bridge.weights.attach import AttachedModel, attach, attach_again
+from bridge.weights.opened_model import OpenedModel
+
+
+class LoraDisk:
+    """An adapter that one server loads again and again."""
+
+    checkpoint_prefix = "adapter_step_"
+    can_sleep = False
+    """The server generates while this process trains."""
+
+    def __init__(self, config: TrainConfig, run: RunContext) -> None:
+        self._config, self._run = config, run
+        self._manifest, self._why_copied = _find_manifest(config)
+        self._attached: AttachedModel | None = None
+        self.version = -1
+        self._client = self._connect()
+        found = self._manifest
+        self.max_model_len = max_model_len(self._client.url) if found is None else found.max_model_len
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server and the newest adapter, whose name contains the version."""
+        return Endpoint(url=self._client.url, model=_versioned(self.version), version=self.version)
+
+    def open(self) -> OpenedModel:
+        """Attach to the server's base or load one, put an adapter into it, and let the server load that."""
+        base = self._open_base()
+        self._adapter = Adapter(base.model, self._config)
+        self._serve_first(self.version + 1)
+        if self._attached is not None:
+            self._run.note("the base is the server's own, 0 bytes of it here")
+        else:
+            size = f"{base.weight_bytes / 2**30:.2f} GiB on {base.device}"
+            self._run.note(f"the base is a second copy, {size}: {self._why_copied}")
+        held = base.weight_bytes + self._adapter.num_bytes()
+        return replace(base, lr_factors=self._adapter.lr_factors(), weight_bytes=held)
+
+    def publish(self, update: Update) -> FenceTimes:
+        """Run `update` without a fence, and let the server load the result."""
+        assert not update.sleep, "nothing pauses the server, so nothing would wake it"
+        return fence.run(update, lambda: self._serve_next(self.version + 1))
+
+    def catch_up(self) -> None:
+        """Do nothing: every update is published."""
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter as PEFT and stock vLLM load it."""
+        self._adapter.save(folder)
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        """Load a saved adapter, here and in the server."""
+        self._adapter.load(checkpoint)
+        self._serve_next(max(version, self.version + 1))
+
+    def revive(self, checkpoint: Path | None) -> None:
+        """Restart the server with the base, and let it load the adapter, which this process keeps."""
+        del checkpoint
+        assert self._run.process is not None, "only a server that this run started is revived"
+        self._client.close()
+        self._run.process.restart(self._config.model_name)
+        if self._manifest is not None:  # the new server has its own token
+            self._manifest = manifest.load(self._config.server.config_path)
+            if self._attached is not None:
+                self._attached = attach_again(self._attached, self._manifest)
+        self._client = self._connect()
+        self._serve_first(self.version + 1)
+
+    def close(self) -> None:
+        """Return the lease, and disconnect; the server keeps serving the adapter."""
+        self._client.close()
+
+    def _connect(self) -> VllmClient:
+        """Connect to the server, and take its lease if it has one.
+
+        Raises:
+            AttachError: another trainer has it.
+        """
+        exported, timeout_s = self._manifest, self._config.sampling.request_timeout_s
+        if exported is None:
+            return VllmClient(self._config.server.url(), timeout_s=timeout_s)
+        client = BridgeClient(exported, timeout_s=timeout_s, url=self._config.server.url(exported.url))
+        fence.when_free(lambda: client.take_lease(self._run.name))
+        return client
+
+    def _open_base(self) -> OpenedModel:
+        """Attach to the server's base, or load one."""
+        if self._manifest is not None:
+            try:
+                found = self._attached = attach(self._manifest)
+            except AttachError as error:
+                self._why_copied = error.message
+            else:
+                return OpenedModel(
+                    model=found.model, device=found.device, lr_factors={}, open_s=found.attach_s,
+                    weight_bytes=found.weight_bytes(),
+                )  # fmt: skip
+        own = loaded.load(
+            self._config.model_name,
+            device=self._config.trainer_device,
+            max_model_len=self.max_model_len,
+            server_class="" if self._manifest is None else self._manifest.model_class,
+        )
+        return OpenedModel(
+            model=own.model, device=own.device, lr_factors={}, open_s=own.load_s, weight_bytes=own.weight_bytes
+        )
+
+    def _serve_first(self, version: int) -> None:
+        """Let the server load the adapter, instead of whatever an earlier run left.
+
+        Raises:
+            AttachError: the server is torn.
+        """
+        if isinstance(self._client, BridgeClient) and self._manifest is not None:
+            self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
+            if self._manifest.lora_slots:  # an earlier run may have trained in memory
+                self._client.release_adapter()
+        self._client.unload_earlier_adapters()
+        shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
+        self._serve(version)
+
+    def _serve_next(self, version: int) -> int:
+        """Let the server load the adapter, then drop the version before, which vLLM may read until then."""
+        before = _versioned(self.version)
+        self._serve(version)
+        self._client.unload_adapter(before)
+        self._run.discard(before)
+        return version
+
+    def _serve(self, version: int) -> None:
+        folder = self._run.saved(_versioned(version), self._adapter.save)
+        try:
+            self._client.load_adapter(folder.name, folder)
+        except UsageError:  # a run that is refused leaves nothing behind
+            self._run.discard(folder.name)
+            raise
+        self.version = version
+
+
+def _find_manifest(config: TrainConfig) -> tuple[Manifest | None, str]:
+    """Return the manifest of the server to train beside, or None and the reason why there is none.
+
+    Raises:
+        ManifestError: the one that the user named cannot be used, or another model is served.
+    """
+    if config.server.config_path is not None:
+        return manifest_of(config), ""
+    try:
+        found = manifest.load()
+    except ManifestError as error:
+        return None, error.message
+    url = config.server.url(found.url)
+    if url != found.url:
+        return None, f"the manifest found here is of the server at {found.url}, not {url}"
+    return manifest_of(config, found), ""
+
+
+def _versioned(version: int) -> str:
+    return f"{ADAPTER}-{version}"

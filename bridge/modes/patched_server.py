@@ -1,0 +1,105 @@
+"""A patched server in whose memory this process writes: the base of the modes that do."""
+
+import shlex
+from pathlib import Path
+
+from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.errors import ManifestError
+from bridge.modes.mode import RunContext
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import ADAPTER, Written
+from bridge.weights import skeleton
+from bridge.weights.attach import attach, attach_again
+from bridge.weights.opened_model import OpenedModel
+
+
+class PatchedServer:
+    """One live server, whose lease this process holds."""
+
+    def __init__(
+        self, config: TrainConfig, run: RunContext, manifest: Manifest, *, writes: Written = "weights"
+    ) -> None:
+        self._config, self._run, self._writes = config, run, writes
+        self.version = self._connect(manifest)
+
+    def attach(self) -> OpenedModel:
+        """Return a model whose parameters are the server's weights, after a restart too."""
+        found = self._attached = attach(self.manifest)
+        return OpenedModel(
+            model=found.model,
+            device=found.device,
+            lr_factors={name: 1.0 for name, _ in found.model.named_parameters()},
+            open_s=found.attach_s,
+            weight_bytes=found.weight_bytes(),
+        )
+
+    def publish(self, update: Update) -> FenceTimes:
+        """Run `update` inside the fence."""
+        asked = "keep" if update.takeover else self._config.publishing.in_flight
+        served = None if update.takeover else self.version
+        with deferred_interrupt():  # the new version is known before an interrupt acts
+            times = fence.publish(self.client, update, in_flight=asked, served=served, writes=self._writes)
+            self.version = times.version
+        return times
+
+    def catch_up(self) -> None:
+        """Do nothing: every update is published."""
+
+    def restart(self, model: str | Path) -> None:
+        """Start the dead server again with `model`, and point the attached parameters at its memory."""
+        assert self._run.process is not None, "only a server that this run started is revived"
+        self.close()
+        self._run.process.restart(model)
+        self._connect(manifest.load(self._config.server.config_path))
+        self._attached = attach_again(self._attached, self.manifest)
+
+    def revive(self, checkpoint: Path | None) -> None:
+        """Restart the server with a checkpoint, and raise its version above the last one."""
+        self.restart(checkpoint or self._config.model_name)
+        self.publish(Update(lambda: None, version=self.version + 1, takeover=True))
+
+    def close(self) -> None:
+        """Return the lease, and disconnect."""
+        self.client.close()
+
+    def _connect(self, manifest: Manifest) -> int:
+        """Take the lease and return the served version.
+
+        Raises:
+            AttachError: another trainer has the lease, or something is half written that this run does not rewrite.
+        """
+        self.manifest, self.max_model_len = manifest, manifest.max_model_len
+        url = self._config.server.url(manifest.url)
+        self.endpoint = Endpoint(url=url, model=ADAPTER if self._writes == "adapter" else None)
+        self.client = BridgeClient(manifest, timeout_s=self._config.sampling.request_timeout_s, url=url)
+        try:
+            status = fence.when_free(lambda: self.client.take_lease(self._run.name))
+            if not (self._run.resumes and status.writes == self._writes):
+                status.refuse_torn()
+        except BaseException:
+            self.close()
+            raise
+        self.can_sleep = status.can_sleep
+        return status.version
+
+
+def manifest_of(config: TrainConfig, found: Manifest | None = None) -> Manifest:
+    """Return the manifest of the server that serves the model to train; `found` if it is loaded already.
+
+    Raises:
+        ManifestError: there is none, it cannot be used, or another model is served.
+    """
+    found = found or manifest.load(config.server.config_path)
+    wanted = skeleton.absolute(config.model_name)
+    if wanted != found.model:
+        raise ManifestError(
+            f"the server serves {found.model}, expected {wanted} (--model-name)",
+            remedy=f"--model-name {shlex.quote(found.model)}, or start another server: "
+            f"bridge serve-vllm --model {shlex.quote(config.model_name)}",
+        )
+    return found
