@@ -201,7 +201,8 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
         assert (refused.status_code, "runs/a" in refused.json()["error"]["message"]) == (409, True), refused.text
         refused = http.post("/v1/load_lora_adapter", json={"lora_name": f"{ADAPTER}-9", "lora_path": str(tmp_path)})
         assert refused.status_code == 409
-        ours = http.post(
+        headers = {TOKEN_HEADER: llama.manifest.token}
+        ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers=headers)
             "/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers={TOKEN_HEADER: llama.manifest.token}
         )
         assert ours.status_code == 200
