@@ -203,8 +203,6 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
         assert refused.status_code == 409
         headers = {TOKEN_HEADER: llama.manifest.token}
         ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers=headers)
-            "/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers={TOKEN_HEADER: llama.manifest.token}
-        )
         assert ours.status_code == 200
         waiting = http.post("/generate", json=ASKED)
         assert (waiting.status_code, "not served at this moment" in waiting.text) == (503, True)

@@ -797,7 +797,7 @@ def notes_of(**choices: Any) -> list[str]:
     factors = {name: 4.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     made = opening.learner_of(config, opened, notes.append)
-    assert {group["lr"] for group in made.optimizer.param_groups} == {config.lr * 4}
+    assert {group["lr"] for group in made.optimizer.param_groups} == {config.learning_rate * 4}
     return notes
 
 
