@@ -5,9 +5,9 @@ Answers of other versions of the API are accepted: unknown keys are ignored.
 Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import httpx
@@ -42,7 +42,6 @@ class TrainerRegistration(Body):
     wandb_group: str
     """Group of the environments' own runs in Weights & Biases."""
     wandb_project: str
-    """Project of the same."""
     batch_size: int
     """Sequences of one batch, which is made of whole groups."""
     max_token_len: int
@@ -67,8 +66,6 @@ class TrainerInfo(Body):
 class QueueStatus(Body):
     """The answer of `GET /status`."""
 
-    current_step: int
-    """Batches that were formed, counted from the trainer's first step."""
     queue_size: int
     """Groups that wait and are in no batch yet."""
 
@@ -98,13 +95,6 @@ class RegisteredEnvironment(Body):
     starting_step: int | None = None
     """The current step."""
     num_steps: int | None = None
-    """As the trainer registered it."""
-
-
-class EnvironmentId(Body):
-    """The body of `GET /status-env` and of `POST /disconnect-env`."""
-
-    env_id: int
 
 
 class EnvironmentStatus(Body):
@@ -198,9 +188,7 @@ class AtroposApi:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -233,7 +221,7 @@ class AtroposApi:
 
     def environment_status(self, env_id: int) -> EnvironmentStatus | None:
         """Return what waits, as one environment sees it; None: no environment of that number is connected."""
-        response = self._send("GET", "status-env", EnvironmentId(env_id=env_id).model_dump_json())
+        response = self._send("GET", "status-env", json.dumps({"env_id": env_id}))
         return None if response.is_server_error else self._parsed(response, EnvironmentStatus)
 
     def send(self, groups: Sequence[ScoredGroup]) -> None:
@@ -244,7 +232,7 @@ class AtroposApi:
 
     def disconnect_environment(self, env_id: int) -> None:
         """Report that an environment sends nothing more."""
-        self._checked(self._send("POST", "disconnect-env", EnvironmentId(env_id=env_id).model_dump_json()))
+        self._checked(self._send("POST", "disconnect-env", json.dumps({"env_id": env_id})))
 
     def _ask(self, method: str, route: str, content: str | None, kind: type[Answer]) -> Answer:
         return self._parsed(self._send(method, route, content), kind)

@@ -12,13 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-from bridge.atropos.api import (
-    AtroposApi,
-    EnvironmentRegistration,
-    EnvironmentStatus,
-    RegisteredEnvironment,
-    TrainerInfo,
-)
+from bridge.atropos.api import AtroposApi, EnvironmentRegistration, EnvironmentStatus
 from bridge.atropos.sending import FeedProgress, Membership, Sending
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
@@ -109,19 +103,11 @@ def join(
     )
     while (answer := api.register_environment(registration)).status != "success":
         wait_for("the trainer to request its first batch")
-    return _membership(api.url, answer, trainer, config.sampling.group_size)
-
-
-def _membership(url: str, answer: RegisteredEnvironment, trainer: TrainerInfo, group_size: int) -> Membership:
-    if answer.env_id is None:
-        raise AtroposError(
-            f"the Atropos API at {url} registered this environment and returned no number",
-            remedy="use atroposlib 0.4.0: pip install atroposlib==0.4.0",
-        )
+    assert answer.env_id is not None, answer
     num_steps = answer.num_steps or 0
     return Membership(
         env_id=answer.env_id,
-        groups_per_batch=trainer.batch_size // group_size,
+        groups_per_batch=trainer.batch_size // config.sampling.group_size,
         max_token_len=trainer.max_token_len,
         num_steps=num_steps if num_steps > (answer.starting_step or 0) else 0,
     )

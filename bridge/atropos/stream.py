@@ -8,7 +8,7 @@ Not covered: environments of ours that feed an API (`feeder.py`).
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 
 from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo, TrainerRegistration
 from bridge.atropos.groups import Bounds, Flaw, first_flaw, ignored, left_out, to_train_on
-from bridge.config import RolloutConfig, TrainConfig
+from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
@@ -93,9 +93,7 @@ class AtroposStream:
             UsageError: the API keeps another trainer's settings.
         """
         before = self._api.num_retries + self._num_lost
-        waiting = _Waiting(self._api, self._config.rollouts, self._server_url, self._tell, self._clock)
-        while not (batch := self._batch(step)):
-            waiting.pause()
+        batch = next(found for _ in self._pauses() if (found := self._batch(step)))
         self.num_retries = self._api.num_retries + self._num_lost - before
         return self._groups(batch)
 
@@ -110,6 +108,35 @@ class AtroposStream:
             self._tell(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
         if self._num_lost:
             self._tell(f"{self._num_lost} batches were lost in the Atropos API")
+
+    def _pauses(self) -> Iterator[None]:
+        """Yield before each request for a batch, after a pause that grows; watch the server, and report what is wrong.
+
+        Raises:
+            ServerUnreachableError: the server that samples is gone.
+            AtroposError: it took too long, or the API is gone.
+        """
+        batch_size, limit_s = self._config.rollouts.batch_size, self._config.rollouts.atropos_timeout_s
+        begun = checked = self._clock.now()
+        pause_s, report_s = SHORTEST_PAUSE_S, FIRST_REPORT_S
+        while True:
+            yield
+            now = self._clock.now()
+            if now - checked >= HEALTH_INTERVAL_S:
+                checked = now
+                with VllmClient(self._server_url) as server:
+                    server.check_health()
+            if now - begun >= limit_s:
+                why = diagnose(self._api, batch_size)
+                raise AtroposError(
+                    f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {why.found}", remedy=why.hint
+                )
+            if now - begun >= report_s:
+                report_s *= 2
+                why = diagnose(self._api, batch_size)
+                self._tell(f"no batch from the Atropos API for {now - begun:.0f} s: {why.found}")
+            self._clock.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
     def _batch(self, step: int) -> tuple[ScoredGroup, ...] | None:
         if self._bounds is None:
@@ -229,43 +256,6 @@ def _refuse_others(api: AtroposApi, found: TrainerInfo, wanted: Mapping[str, int
         remedy=f"stop the environments, restart run-api or empty it (curl {api.url}/reset_data), then start this"
         " command, and then the environments",
     )
-
-
-class _Waiting:
-    """The wait for one batch: what is checked and reported meanwhile, and when it ends."""
-
-    def __init__(
-        self, api: AtroposApi, config: RolloutConfig, server_url: str, tell: Callable[[str], None], clock: Clock
-    ) -> None:
-        self._api, self._server_url, self._tell, self._clock = api, server_url, tell, clock
-        self._batch_size, self._limit_s = config.batch_size, config.atropos_timeout_s
-        self._begun = self._checked = clock.now()
-        self._pause_s, self._report_s = SHORTEST_PAUSE_S, FIRST_REPORT_S
-
-    def pause(self) -> None:
-        """Wait a while, longer each time.
-
-        Raises:
-            ServerUnreachableError: the server that samples is gone.
-            AtroposError: it took too long, or the API is gone.
-        """
-        now = self._clock.now()
-        if now - self._checked >= HEALTH_INTERVAL_S:
-            self._checked = now
-            with VllmClient(self._server_url) as server:
-                server.check_health()
-        if now - self._begun >= self._limit_s:
-            why = diagnose(self._api, self._batch_size)
-            raise AtroposError(
-                f"the Atropos API at {self._api.url} had no batch for {self._limit_s:.0f} s: {why.found}",
-                remedy=why.hint,
-            )
-        if now - self._begun >= self._report_s:
-            self._report_s *= 2
-            why = diagnose(self._api, self._batch_size)
-            self._tell(f"no batch from the Atropos API for {now - self._begun:.0f} s: {why.found}")
-        self._clock.sleep(self._pause_s)
-        self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
 
 
 class Diagnosis(NamedTuple):

@@ -9,7 +9,6 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from bridge.config import SamplingConfig
@@ -101,9 +100,7 @@ class Sampler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -220,13 +217,12 @@ class _Tries:
         self._num_unusable += failure.retry == "once"
         if failure.retry == "elsewhere":
             self._slow.add(self._last)
-        if failure.retry == "never" or self._num_unusable > 1 or self._are_used_up():
+        is_used_up = self._num_failed > self._max_retries or not self._servers.beside(self._slow)
+        if failure.retry == "never" or self._num_unusable > 1 or is_used_up:
             raise failure.final(self._last.endpoint.url, self._num_failed) from failure
-        requested_s = 0.0 if self._servers.another_is_well(self._last, self._slow) else failure.retry_after_s
+        others = self._servers.beside({*self._slow, self._last})
+        requested_s = 0.0 if any(other.health.is_well() for other in others) else failure.retry_after_s
         return requested_s + wait_s(self._num_failed)
-
-    def _are_used_up(self) -> bool:
-        return self._num_failed > self._max_retries or self._servers.are_all_among(self._slow)
 
 
 def wait_s(num_failed: int) -> float:

@@ -121,21 +121,16 @@ class Servers:
 
         If none is healthy, the one whose rest ends first. `avoided` must leave one to choose from.
         """
-        left = [server for server in self._servers if server not in avoided]
+        left = self.beside(avoided)
         well = [server for server in left if server.health.is_well()]
         key: Callable[[Server], tuple[float, ...]] = _load if well else _rest
         found = min(well or left, key=key)
         found.asked_at = next(self._numbers)
         return found
 
-    def another_is_well(self, server: Server, avoided: Collection[Server]) -> bool:
-        """Return whether one beside `server` and `avoided` is healthy."""
-        others = (other for other in self._servers if other is not server and other not in avoided)
-        return any(other.health.is_well() for other in others)
-
-    def are_all_among(self, avoided: Collection[Server]) -> bool:
-        """Return whether none is left to ask."""
-        return all(server in avoided for server in self._servers)
+    def beside(self, avoided: Collection[Server]) -> list[Server]:
+        """Return those that are not `avoided`."""
+        return [server for server in self._servers if server not in avoided]
 
     def lacks(self, temperature: float) -> tuple[str, ...]:
         """Return what training lacks with these servers, a sentence each."""
