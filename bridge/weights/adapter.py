@@ -3,7 +3,7 @@
 vLLM keeps B multiplied by the scaling alpha / r, and computes y = W x + B A x. So do we: B is held multiplied, and
 PEFT's own factor is 1. What is saved is divided again: a plain PEFT adapter.
 
-Not covered: how vLLM gets it (`bridge/modes/lora_only.py`).
+Not covered: how vLLM gets it (`bridge/modes/lora_memory.py`, `bridge/modes/lora_disk.py`).
 Source: LoRA, arXiv 2106.09685; `LoRALayerWeights.optimize` in vLLM's `lora/lora_weights.py`.
 """
 

@@ -1,6 +1,6 @@
 """LoRA's slots with the real vLLM on the CPU: exported, filled by vLLM, written by another process, and served.
 
-Not covered: training an adapter (`bridge/modes/lora_only.py`), tensor parallelism, which exports no slots.
+Not covered: training an adapter (`bridge/modes/lora_memory.py`), tensor parallelism, which exports no slots.
 """
 
 from collections.abc import Iterator
