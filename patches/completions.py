@@ -1,17 +1,17 @@
 """`POST /v1/bridge/completions`: what a rollout needs of `POST /v1/completions`, without what it would never read.
 
-vLLM's own route decodes every sampled token for itself in the step that made it, and tells each one's text twice at the
-end. For 64 completions at once that keeps the API server as busy as a small model keeps its GPU. Here a completion is
-decoded once, when it is whole, and its log-probabilities stay plain numbers.
-
-Not covered: sampling that cuts the distribution, streaming and prompts of text, all of which vLLM's own routes offer.
+Symptom: with 64 completions at once, the API server is as busy as a small model keeps its GPU.
+Cause: vLLM's own route decodes each sampled token in the step that made it, and sends each one's text twice at the end.
+What is done: a completion is decoded once, when it is complete, and its log-probabilities stay plain numbers.
 Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
+
+Not covered: sampling that truncates the distribution, streaming and prompts of text, which vLLM's own routes offer.
 """
 
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -19,14 +19,28 @@ from fastapi.responses import JSONResponse
 
 from bridge.errors import AttachError
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
-from patches import tensors
+from patches import ranks
 from patches.generate import BAD_REQUEST, CLIENT_GONE
 
+PINS = """
+vllm.v1.engine.async_llm
+    AsyncLLM: model_config, tokenizer
+    call async AsyncLLM.generate(prompt, sampling_params, request_id, lora_request)  # cancelled, it ends its request
+vllm.config.model: ModelConfig: max_model_len
+vllm.entrypoints.openai.models.serving: OpenAIServingModels: lora_requests, base_model_paths
+vllm.sampling_params
+    SamplingParams: n, temperature, seed, max_tokens, logprobs, flat_logprobs, detokenize, output_kind
+    RequestOutputKind: FINAL_ONLY
+vllm.outputs
+    RequestOutput: outputs
+    CompletionOutput: index, token_ids, logprobs, finish_reason
+vllm.logprobs: FlatLogprobs: start_indices, logprobs
+"""
 UNKNOWN, BROKEN = 404, 500
 TAIL = 32
-"""Tokens of the prompt that are decoded before a completion: some tokenizers drop the space that a text begins with."""
+"""Tokens of the prompt decoded before a completion: some tokenizers drop the space that a text begins with."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What the first bytes of a character read as."""
+"""How the first bytes of a character decode."""
 MOST_BYTES = 4
 """Of a character, in UTF-8."""
 
@@ -41,26 +55,39 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     if len(body.prompt) + body.max_tokens > longest:
         raise HTTPException(
             BAD_REQUEST,
-            f"a prompt of {len(body.prompt)} tokens and max_tokens={body.max_tokens} are more than the {longest} of"
-            " the longest sequence",
+            f"a prompt of {len(body.prompt)} tokens and max_tokens={body.max_tokens} exceed the server's"
+            f" --max-model-len {longest}",
         )
     try:
         answers = engine.generate(
             {"prompt_token_ids": list(body.prompt)}, _params(body), f"bridge-{uuid.uuid4().hex}", lora_request=adapter
         )
-        answer = await _unless_hung_up(request, _last(answers))
-    except ValueError as error:  # by which vLLM refuses what a request says
+        answer = await _unless_hung_up(request, answers)
+    except ValueError as error:  # vLLM refuses the request
         raise HTTPException(BAD_REQUEST, str(error)) from error
     if answer is None:
         return Response(status_code=CLIENT_GONE)
-    try:
-        return JSONResponse({"choices": _choices(engine, body.prompt, answer)})
-    except _NotFiniteError as error:
-        raise await _explained(request) from error
+    outputs = sorted(answer.outputs, key=lambda output: output.index)
+    # The first number at each place is the sampled token's.
+    logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
+    if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
+        raise await _explained(request)
+    texts = _texts(engine.tokenizer, body.prompt, [_without_stop(output) for output in outputs])
+    choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
+        {
+            "index": output.index,
+            "text": text,
+            "finish_reason": output.finish_reason,
+            "token_ids": list(output.token_ids),
+            "logprobs": {"token_logprobs": each},
+        }
+        for output, each, text in zip(outputs, logprobs, texts, strict=True)
+    ]
+    return JSONResponse({"choices": choices})
 
 
 def _adapter(request: Request, name: str) -> Any:
-    """Return the adapter of that name; None for the model itself."""
+    """Return the adapter called `name`; None for the model itself."""
     models = request.app.state.openai_serving_models
     adapter = models.lora_requests.get(name)
     if adapter is None and name not in (served := [path.name for path in models.base_model_paths]):
@@ -84,79 +111,46 @@ def _params(body: CompletionsRequest) -> Any:
     )
 
 
-async def _last(answers: AsyncIterator[Any]) -> Any:
-    last = None
-    async for answer in answers:
-        last = answer
-    return last
+async def _unless_hung_up(request: Request, answers: AsyncIterator[Any]) -> Any:
+    """Return the last of `answers`; if the client hangs up first, cancel them and return None."""
 
+    async def sample() -> Any:
+        last = None
+        async for answer in answers:
+            last = answer
+        return last
 
-async def _unless_hung_up(request: Request, sampling: Coroutine[Any, Any, Any]) -> Any:
-    """Return what `sampling` does; None, and end it, if the client hangs up before."""
-    sampled, hung_up = asyncio.ensure_future(sampling), asyncio.ensure_future(_hung_up(request))
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = sampled, _ = asyncio.ensure_future(sample()), asyncio.ensure_future(hang_up())
     try:
-        await asyncio.wait((sampled, hung_up), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return await sampled if sampled.done() else None
     finally:
-        sampled.cancel()
-        hung_up.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _choices(engine: Any, prompt: Sequence[int], answer: Any) -> list[dict[str, Any]]:
-    """Return the completions in OpenAI's words; those that `bridge.rollouts.openai_api` reads, and no other.
-
-    Raises:
-        _NotFiniteError: some log-probabilities are no numbers.
-    """
-    outputs = sorted(answer.outputs, key=lambda output: output.index)
-    logprobs = [_sampled(output.logprobs) for output in outputs]
-    if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
-        raise _NotFiniteError
-    texts = _texts(engine.tokenizer, prompt, [_told(output) for output in outputs])
-    return [
-        {
-            "index": output.index,
-            "text": text,
-            "finish_reason": output.finish_reason,
-            "token_ids": list(output.token_ids),
-            "logprobs": {"token_logprobs": each},
-        }
-        for output, each, text in zip(outputs, logprobs, texts, strict=True)
-    ]
-
-
-class _NotFiniteError(Exception):
-    """Some log-probabilities are NaN or infinite."""
+        for task in tasks:
+            task.cancel()
 
 
 async def _explained(request: Request) -> Exception:
-    """Return why log-probabilities are no numbers: by the weights, or in spite of them."""
-    found = await tensors.finiteness(request.app.state.bridge_engine)
+    """Return an error that says whether the weights are the reason for log-probabilities that are not finite."""
+    found = await ranks.finiteness(request.app.state.bridge_engine)
     if not found.not_finite:
-        return HTTPException(BROKEN, f"the log-probabilities are no numbers, and {found.found()}: a kernel is broken")
+        return HTTPException(BROKEN, f"log-probabilities are not finite, but {found.found()}: a kernel is broken")
     return AttachError(
-        f"the log-probabilities are no numbers, since the weights are none: {found.found()}",
+        f"log-probabilities are not finite because of the weights: {found.found()}",
         remedy=request.app.state.bridge_fence.status().mending(),
     )
 
 
-def _sampled(flat: Any) -> list[float]:
-    """Return the log-probability of the token that was sampled at each place: the first one there."""
-    return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _told(output: Any) -> list[int]:
-    """Return the tokens that the text is of: not the one that ended it, which is part of no text of vLLM's."""
+def _without_stop(output: Any) -> list[int]:
+    """Drop the stop token: vLLM never includes it in the decoded text."""
     return list(output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids)
 
 
 def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int]]) -> list[str]:
-    """Return what vLLM makes of completions behind their prompt: no special tokens, and no unfinished character."""
+    """Decode completions of `prompt` as vLLM does: no special tokens, and no unfinished character."""
     if tokenizer is None:  # --skip-tokenizer-init
         return ["" for _ in completions]
     tail = list(prompt[-TAIL:])
@@ -164,13 +158,13 @@ def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int
     return [
         text.removeprefix(before)
         if text.startswith(before) and not text.endswith(UNFINISHED)
-        else _text_of_whole_characters(tokenizer, tail, before, tokens)
+        else _whole_characters(tokenizer, tail, before, tokens)
         for text, tokens in zip(texts, completions, strict=True)
     ]
 
 
-def _text_of_whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list[int]) -> str:
-    """Decode a completion that ends, or whose prompt ends, inside of a character."""
+def _whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list[int]) -> str:
+    """Decode a completion that ends, or whose prompt ends, inside a character."""
     text = before
     for length in range(len(tokens), max(-1, len(tokens) - MOST_BYTES), -1):
         (text,) = _decoded(tokenizer, [tail + tokens[:length]])
@@ -180,7 +174,7 @@ def _text_of_whole_characters(tokenizer: Any, tail: list[int], before: str, toke
 
 
 def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
-    """Decode all at once where the tokenizer is one of Hugging Face's own."""
+    """Decode all sequences at once if the tokenizer is one of Hugging Face's own."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]

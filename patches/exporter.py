@@ -1,9 +1,4 @@
-"""The manifest of a running server: made from what its ranks export, written when it answers, removed when it stops.
-
-A manifest's existence means that the server can be attached to.
-
-Not covered: what a rank exports (`worker.py`), the file's format (`bridge/server/manifest.py`).
-"""
+"""The manifest of a running server: built from its ranks' shards, written when it answers, removed when it stops."""
 
 import asyncio
 import atexit
@@ -32,16 +27,15 @@ from bridge.server.shard import Shard
 from bridge.weights import skeleton
 from patches.compatibility import installed_version
 
+PINS = """
+vllm.v1.engine.async_llm: AsyncLLM: model_config
+vllm.config.model: ModelConfig: max_model_len
+"""
 logger = logging.getLogger("vllm.bridge")
 
 
 async def export(engine_client: Any, args: Namespace) -> Manifest:
-    """Ask every rank for its shard, and return the manifest of this process.
-
-    Raises:
-        UnsupportedModelError: a rank refuses its model.
-        AttachError: there is no engine.
-    """
+    """Collect every rank's shard into the manifest of this process, or raise UnsupportedModelError."""
     if engine_client is None:
         raise AttachError("this server has no engine whose weights could be shared", remedy="use bridge serve-vllm")
     shards = []
@@ -71,7 +65,14 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
         server=ProcessIdentity.current(),
         url=_own_url(args),
         token=secrets.token_urlsafe(32),
-        versions=_versions(),
+        versions={
+            "bridge": bridge.__version__,
+            "vllm": installed_version(),
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "python": sys.version.partition(" ")[0],
+            "fastapi": version("fastapi"),
+        },
     )
 
 
@@ -81,27 +82,16 @@ def _own_url(args: Namespace) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "bridge": bridge.__version__,
-        "vllm": installed_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "python": sys.version.partition(" ")[0],
-        "fastapi": version("fastapi"),
-    }
-
-
 async def write_when_listening(exported: Manifest, path: Path) -> None:
     """Write the manifest once the server answers, and remove it when this process ends; stop it if that fails."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:  # noqa: S501  this very server's own
-        while not await _is_well(client, f"{exported.url}/health"):  # noqa: ASYNC110  another task, not ours, is awaited
+        while not await _is_well(client, f"{exported.url}/health"):  # noqa: ASYNC110  the server starts in another task
             await asyncio.sleep(0.02)
     try:
         manifests.write(exported, path)
     except BridgeError as error:
-        tell(error)
-        signal.raise_signal(signal.SIGTERM)  # a server that nobody can attach to is of no use
+        report(error)
+        signal.raise_signal(signal.SIGTERM)  # nobody can attach to this server
         return
     atexit.register(manifests.remove_own, path, exported.server)
     logger.info("Bridge: %d parameters can be attached; manifest: %s", len(exported.param_names), path)
@@ -114,6 +104,6 @@ async def _is_well(client: httpx.AsyncClient, health: str) -> bool:
         return False
 
 
-def tell(error: BridgeError) -> None:
+def report(error: BridgeError) -> None:
     """Print `error` as the command line does."""
     print(f"error: {error.message}\n\nhint: {error.remedy}", file=sys.stderr)  # noqa: T201  the log's last word

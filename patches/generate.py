@@ -1,7 +1,7 @@
-"""`POST /generate` as Atropos' own vLLM server has it, answered by vLLM's own `POST /v1/completions`.
+"""`POST /generate` like Atropos' own vLLM server, answered by vLLM's own `POST /v1/completions`.
 
-Each request is put to this same server once more, in this process: the bearer token of `--api-key`, every check of a
-field, the fence, a client that hangs up and the words of each error are then vLLM's own, in every supported version.
+Each request is sent to this same server once more, in this process: the key of `--api-key`, every check of a field, the
+fence, a client that hangs up and the text of each error are then vLLM's own, in every supported version.
 
 Source: `example_trainer/vllm_api_server.py` and `atroposlib/envs/server_handling/vllm_server.py`, atroposlib 0.4.0.
 Not covered: streaming, which `/v1/completions` offers, and the version on the answer (`routes.py`).
@@ -16,12 +16,26 @@ from fastapi.responses import JSONResponse
 from starlette.types import Message, Scope
 
 from bridge.rollouts.distribution import WHOLE
-from patches.adapter_claim import AdapterClaim
+from patches.adapter import AdapterClaim
 
+PINS = """
+vllm.entrypoints.openai.completion.protocol
+    # The fields that are passed on: vLLM ignores one that it does not know.
+    CompletionRequest: prompt, model, n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, repetition_penalty,
+        presence_penalty, frequency_penalty, seed, stop, stop_token_ids, ignore_eos, include_stop_str_in_output,
+        skip_special_tokens, spaces_between_special_tokens, logit_bias, allowed_token_ids, bad_words, logprobs,
+        prompt_logprobs, return_token_ids, return_tokens_as_token_ids
+    CompletionResponseChoice: index, text, finish_reason, token_ids, logprobs, prompt_logprobs, prompt_token_ids
+    CompletionLogProbs: token_logprobs, top_logprobs
+vllm.entrypoints.serve.tokenize.api_router: detokenize
+vllm.entrypoints.serve.tokenize.protocol
+    DetokenizeRequest: tokens
+    DetokenizeResponse: prompt
+"""
 OK, BAD_REQUEST, CLIENT_GONE = 200, 400, 499
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 UNCUT = {"temperature": 1.0, **WHOLE}
-"""What a request that leaves them out samples with: vLLM would take the model's own defaults."""
+"""What is sampled with where the request does not say: vLLM would use the model's own defaults."""
 PASSED_ON = frozenset(UNCUT) | {
     "model", "n", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids",
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
@@ -29,19 +43,23 @@ PASSED_ON = frozenset(UNCUT) | {
 }  # fmt: skip
 """Fields that mean the same to Atropos' server and to `/v1/completions`."""
 PASSED_KEYS = ("type", "asgi", "http_version", "method", "scheme", "query_string", "root_path", "client", "server")
-"""What the request inside takes over of the ASGI scope of the one from outside."""
-OF_THE_OUTSIDE = {b"content-length", b"transfer-encoding", b"accept-encoding"}
-"""Headers that tell of the body from outside, or would have the answer inside compressed."""
+"""What the inner request takes from the ASGI scope of the outer one."""
+OUTER_HEADERS = {b"content-length", b"transfer-encoding", b"accept-encoding"}
+"""Headers that describe the outer body, or would have the inner answer compressed."""
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.post("/generate")
 async def generate(request: Request) -> Response:
-    """Sample completions of one prompt, by the adapter that is trained if there is one and no `model` is named."""
-    asked = _asked(await request.body())
+    """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
+    asked = _parse(await request.body())
+    claim: AdapterClaim = request.app.state.bridge_claim
+    trained = None if asked.get("model") else claim.expected()
+    named = {"model": trained} if trained else {}
+    inner = {**UNCUT, **asked, **named, "return_token_ids": True, "return_tokens_as_token_ids": True}
     try:
-        answer = await _ask(request, COMPLETIONS, _completion_request(asked, _trained(asked, request)))
+        answer = await _ask(request, COMPLETIONS, inner)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         prompt = asked["prompt"]
         if not isinstance(prompt, str):
@@ -51,36 +69,33 @@ async def generate(request: Request) -> Response:
     return JSONResponse(_reply(asked, choices, prompt))
 
 
-class _OtherAnswer(Exception):  # noqa: N818  no mistake of ours: what vLLM answers instead
-    """The server answered something else than what was asked for."""
-
+class _OtherAnswer(Exception):  # noqa: N818  not an error of ours: what vLLM answers instead
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
         self.response = response
 
 
 async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any:
-    """Let this same server answer `document`, as if the client of `request` had sent it, and return its answer.
+    """Return this same server's answer to `document`, as if the client of `request` had sent it, or raise _OtherAnswer.
 
-    Raises:
-        _OtherAnswer: it refuses, is unwell, or the client has hung up, which ends what it asked for.
+    If the client hangs up, its request ends.
     """
     body = json.dumps(document).encode()
-    unread, sent, is_alone = [body], list[Message](), False
+    unread, sent, is_gone = [body], list[Message](), False
 
     async def receive() -> Message:
-        nonlocal is_alone
+        nonlocal is_gone
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
         message = await request.receive()
-        is_alone = is_alone or message["type"] == "http.disconnect"
+        is_gone = is_gone or message["type"] == "http.disconnect"
         return message
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     await request.app(_scope(request.scope, route, len(body)), receive, send)
-    if is_alone:
+    if is_gone:
         raise _OtherAnswer(Response(status_code=CLIENT_GONE))
     status = next(int(message["status"]) for message in sent if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in sent)
@@ -90,12 +105,10 @@ async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any
 
 
 def _scope(outer: Scope, route: str, length: int) -> Scope:
-    """Return the ASGI scope of a request for `route` in the place of the one for `/generate`."""
     path = str(outer["path"]).removesuffix("/generate") + route
-    headers = [(name, value) for name, value in outer["headers"] if name.lower() not in OF_THE_OUTSIDE]
-    kept = {key: outer[key] for key in PASSED_KEYS if key in outer}
+    headers = [(name, value) for name, value in outer["headers"] if name.lower() not in OUTER_HEADERS]
     return {
-        **kept,
+        **{key: outer[key] for key in PASSED_KEYS if key in outer},
         "path": path,
         "raw_path": path.encode(),
         "headers": [*headers, (b"content-length", str(length).encode())],
@@ -103,46 +116,28 @@ def _scope(outer: Scope, route: str, length: int) -> Scope:
     }
 
 
-def _asked(body: bytes) -> dict[str, Any]:
-    """Return the request with its prompt as text or token ids.
-
-    Raises:
-        HTTPException: it is no request, or asks for what `/generate` does not do.
-    """
+def _parse(body: bytes) -> dict[str, Any]:
+    """Return the request with its prompt as text or token ids; HTTPException if it asks for anything else."""
     try:
         asked = json.loads(body)
     except ValueError as error:
-        raise _refused(f"the body is no JSON: {error}") from error
+        raise HTTPException(BAD_REQUEST, f"the body is not JSON: {error}") from error
     if not isinstance(asked, dict):
-        raise _refused(f"the body is a JSON {type(asked).__name__}, expected an object")
+        raise HTTPException(BAD_REQUEST, f"the body is a JSON {type(asked).__name__}, expected an object")
     if unknown := asked.keys() - PASSED_ON - {"prompt", "stream"}:
-        raise _refused(f"/generate does not know {', '.join(sorted(unknown))}, only {', '.join(sorted(PASSED_ON))}")
+        known = ", ".join(sorted(PASSED_ON))
+        raise HTTPException(BAD_REQUEST, f"/generate does not know {', '.join(sorted(unknown))}, only {known}")
     if asked.pop("stream", False):
-        raise _refused(f"/generate does not stream; {COMPLETIONS} does")
-    return {**asked, "prompt": _prompt(asked.get("prompt"))}
-
-
-def _prompt(given: Any) -> str | list[int]:
-    if isinstance(given, dict) and len(given) == 1:  # a prompt as vLLM's own engine takes it
-        given = given.get("prompt_token_ids", given.get("prompt"))
-    if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
-        return given
-    raise _refused('prompt must be one text, or {"prompt_token_ids": [...]} with at least one token')
-
-
-def _refused(line: str) -> HTTPException:
-    return HTTPException(BAD_REQUEST, line)
-
-
-def _trained(asked: Mapping[str, Any], request: Request) -> str | None:
-    """Return the name of the adapter that is trained, where the request names no model and there is one."""
-    claim: AdapterClaim = request.app.state.bridge_claim
-    return None if asked.get("model") else claim.expected()
-
-
-def _completion_request(asked: Mapping[str, Any], trained: str | None) -> dict[str, Any]:
-    named = {"model": trained} if trained else {}
-    return {**UNCUT, **asked, **named, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        raise HTTPException(BAD_REQUEST, f"/generate does not stream; {COMPLETIONS} does")
+    prompt = asked.get("prompt")
+    if isinstance(prompt, dict) and len(prompt) == 1:  # as vLLM's own engine takes it
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    is_ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
+    if not (isinstance(prompt, str) or is_ids):
+        raise HTTPException(
+            BAD_REQUEST, 'prompt must be one text, or {"prompt_token_ids": [...]} with at least one token'
+        )
+    return {**asked, "prompt": prompt}
 
 
 def _reply(asked: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dict[str, Any]:
@@ -154,24 +149,21 @@ def _reply(asked: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dic
         "prompt_token_ids": choices[0]["prompt_token_ids"],
     }
     if asked.get("logprobs") is not None:
-        reply["logprobs"] = [_sampled(choice) for choice in choices]
-    if asked.get("prompt_logprobs") is not None:
-        reply["prompt_logprobs"] = [_of_prompt(position) for position in choices[0]["prompt_logprobs"]]
+        reply["logprobs"] = [_logprobs(choice) for choice in choices]
+    if asked.get("prompt_logprobs") is not None:  # the first token of the prompt has none
+        reply["prompt_logprobs"] = [
+            position and {token: found["logprob"] for token, found in position.items()}
+            for position in choices[0]["prompt_logprobs"]
+        ]
     return reply
 
 
-def _sampled(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
+def _logprobs(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
     """Return one list of one dict per token: its own log-probability first, then those of the likeliest."""
-    told = choice["logprobs"]
-    tops = told["top_logprobs"] or [None] * len(choice["token_ids"])
-    positions = zip(choice["token_ids"], told["token_logprobs"], tops, strict=True)
-    return [[{token_id: logprob, **_likeliest(top)}] for token_id, logprob, top in positions]
-
-
-def _likeliest(top: Mapping[str, float] | None) -> dict[int, float]:
-    return {int(token.removeprefix("token_id:")): logprob for token, logprob in (top or {}).items()}
-
-
-def _of_prompt(position: Mapping[str, Any] | None) -> dict[str, float] | None:
-    """Return the log-probabilities of one token of the prompt; the first one has none."""
-    return None if position is None else {token_id: told["logprob"] for token_id, told in position.items()}
+    logprobs = choice["logprobs"]
+    tops = logprobs["top_logprobs"] or [None] * len(choice["token_ids"])
+    positions = zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True)
+    return [
+        [{token: own, **{int(id_.removeprefix("token_id:")): value for id_, value in (top or {}).items()}}]
+        for token, own, top in positions
+    ]

@@ -1,13 +1,18 @@
-"""Watch vLLM load the model: where each weight would go, and whether it is still there, as it was, once vLLM is done.
+"""Watch vLLM load a model: where in its parameters each weight goes, and whether it is still there afterwards.
 
-Symptom: updates of some weights are not seen in what is generated.
+Where it goes: vLLM's own `load_weights` is given the model's parameters under the names that their files use, without
+values, and each of its copies is recorded, not made (`bridge/weights/copy_recorder.py`). Whatever vLLM fuses, stacks,
+pads, renames or ties is learned from the code that does it; there is no table per model family.
+
+Symptom: updates of some weights do not show in what is generated.
 Cause: after loading, vLLM rewrites weights for a kernel, or derives others from them that the kernel reads: packed or
 shuffled experts, the absorbed projections of latent attention.
-What is done: every parameter's digest is taken when its weights are loaded and again when vLLM has processed them, and
-tensors that turn up in between are noticed. A model of which either is found is refused by name.
+What is done: each parameter is digested when its weights are loaded and again when vLLM has processed them, and tensors
+that appear in between are noticed. A model with either is refused by name.
 Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`.
 
-Not covered: the layout itself (`layers.py`), draft models, loaders that do not go through `BaseModelLoader.load_model`.
+Not covered: whether any parameter is left without a partner (`bridge/weights/layout.py`), draft models, loaders that
+bypass `BaseModelLoader.load_model`.
 """
 
 from collections.abc import Iterator
@@ -17,16 +22,35 @@ from functools import wraps
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.shard import View
 from bridge.weights import digest, skeleton
+from bridge.weights.copy_recorder import CopyRecorder
+from bridge.weights.cuts import join
 from bridge.weights.layout import OTHER_MODES, Shape
+from bridge.weights.saved_form import saved_form
 
-RECORDS: "WeakKeyDictionary[nn.Module, Record]" = WeakKeyDictionary()
-"""What is known of every model that this process has loaded."""
+PINS = """
+vllm.model_executor.model_loader.base_loader
+    wrap BaseModelLoader.load_model(vllm_config, model_config, prefix)
+    wrap BaseModelLoader.load_weights(model, model_config)  # the model has its parameters, still empty
+vllm.model_executor.models.llama: call LlamaForCausalLM.load_weights(weights)  # as in every family
+vllm.model_executor.layers.vocab_parallel_embedding
+    VocabParallelEmbedding: org_vocab_size, num_embeddings_per_partition, shard_indices
+    VocabParallelEmbeddingShardIndices: org_vocab_start_index, org_vocab_end_index, num_org_elements
+vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA: base_layer
+# The trainer takes over the frequencies that it chooses (`bridge/weights/rope.py`).
+vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope
+    Phi3LongRoPEScaledRotaryEmbedding: use_long_rope, short_mscale, long_mscale
+"""
+WRAPPED = "base_layer"
+"""What vLLM's LoRA layers call the layer that they wrap."""
+LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a `load_weights` raises that reads a weight's value, or finds no place for it."""
 
 
 @dataclass
@@ -36,22 +60,24 @@ class Record:
     expected: dict[str, Shape] = field(default_factory=dict)
     """Hugging Face parameter -> its shape."""
     views: dict[str, View] = field(default_factory=dict)
-    """Hugging Face parameter -> where it lies, by the names that vLLM's parameters have without LoRA."""
+    """Hugging Face parameter -> where it is, by the names that vLLM's parameters have without LoRA."""
     refusal: BridgeError | None = None
     """Why it cannot be shared; None if it can."""
 
 
+RECORDS: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
+"""Every model that this process has loaded."""
+
+
 def patch() -> None:
-    """Wrap `BaseModelLoader.load_model`; once per process."""
+    """Wrap `BaseModelLoader.load_model`."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     original = BaseModelLoader.load_model
-    if hasattr(original, "bridge"):
-        return
 
     @wraps(original)
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        if model_config is not vllm_config.model_config:  # a draft's
+        if model_config is not vllm_config.model_config:  # a draft model's
             loaded: nn.Module = original(self, vllm_config, model_config, *args, **kwargs)
             return loaded
         with watching(self, model_config) as watch:
@@ -59,24 +85,61 @@ def patch() -> None:
         RECORDS[model] = watch.finish(model)
         return model
 
-    load_model.bridge = True  # type: ignore[attr-defined]
     BaseModelLoader.load_model = load_model
 
 
 def record_of(model: nn.Module) -> Record:
-    """Return how `model` was loaded.
-
-    Raises:
-        UnsupportedModelError: it was loaded in a way that was not watched, or cannot be shared.
-    """
+    """Return how `model` was loaded; UnsupportedModelError if it cannot be shared."""
     record = RECORDS.get(model)
     if record is None:
         raise UnsupportedModelError(
-            "vLLM loaded its weights by a loader that Bridge cannot watch", remedy="leave --load-format away"
+            "vLLM loaded the weights with a loader that Bridge cannot watch", remedy="start without --load-format"
         )
     if record.refusal is not None:
         raise record.refusal
     return record
+
+
+def views(model: Any, theirs: PreTrainedModel) -> dict[str, View]:
+    """Return where each parameter of `theirs`, transformers' model, goes in vLLM's `model`, which is still empty.
+
+    UnsupportedModelError if vLLM does not copy one of them unchanged to one place.
+    """
+    sources = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    saved = saved_form(theirs, sources)
+    recorder = CopyRecorder(sources, dict(model.named_parameters()))
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(saved.items()))
+    except BridgeError:
+        raise
+    except LOADING_ERRORS as error:
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise UnsupportedModelError(
+            f"vLLM's {type(model).__name__} does more than copying when it loads: {reason}", remedy=OTHER_MODES
+        ) from error
+    copies = recorder.copies(dict(model.named_parameters()))
+    return {name: join(name, tuple(sources[name].shape), parts) for name, parts in copies.items()}
+
+
+def padding(model: nn.Module) -> dict[str, int]:
+    """Return, per padded vocabulary, how many elements at its end stand for no token."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    tails = {}
+    for name, parameter in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, VocabParallelEmbedding):
+            spare = parameter.shape[0] - int(layer.shard_indices.num_org_elements)
+            if spare:
+                tails[name] = spare * parameter[0].numel()
+    return tails
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """Map the name that each parameter would have without LoRA to the name that it has."""
+    names = (name for name, _ in model.named_parameters())
+    return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
 
 
 @contextmanager
@@ -98,7 +161,7 @@ def watching(loader: Any, model_config: Any) -> Iterator["Watch"]:
 
 
 class Watch:
-    """What is seen of one load; the model of transformers is made first, since vLLM may change its classes."""
+    """Observes one load; transformers' model is built first, because vLLM may change its classes."""
 
     def __init__(self, model_config: Any) -> None:
         self._record = Record()
@@ -111,27 +174,25 @@ class Watch:
             self._skeleton, self._record.expected = built, skeleton.shapes(built)
 
     def before(self, model: nn.Module) -> None:
-        """Learn where each weight goes; `model` has its parameters, and nothing in them yet."""
-        from patches import layers
-
+        """Learn where each weight goes; `model` has its parameters, still empty."""
         with self._refusing():
             if self._skeleton is not None:
-                self._record.views = layers.views(model, self._skeleton)
+                self._record.views = views(model, self._skeleton)
         self._skeleton = None
 
     def loaded(self, model: nn.Module) -> None:
-        """Note what the weights are, and which tensors there are."""
-        self._digests = {name: digest.digest(parameter) for name, parameter in model.named_parameters()}
+        """Digest the weights, and list the tensors there are."""
+        self._digests = _digests(model)
         self._known = {id(tensor): ref(tensor) for _, tensor in _tensors(model)}
 
     def finish(self, model: nn.Module) -> Record:
-        """Compare with what vLLM has made of it, and return what is known."""
-        now = {name: digest.digest(parameter) for name, parameter in model.named_parameters()}
+        """Compare with what vLLM has made of the model, and return its record."""
+        now = _digests(model)
         altered = sorted(name for name, before in self._digests.items() if now.get(name) != before)
         derived = sorted({name for name, tensor in _tensors(model) if self._is_new(tensor)} - self._digests.keys())
         with self._refusing():
             _refuse(altered, "rewritten by vLLM for one of its kernels")
-            _refuse(derived, "derived by vLLM from weights, and would not follow a step")
+            _refuse(derived, "derived by vLLM from weights, so it would not follow an update")
         return self._record
 
     def _is_new(self, tensor: Tensor) -> bool:
@@ -140,11 +201,15 @@ class Watch:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Keep the first refusal for when somebody asks: the server itself is none the worse for it."""
+        """Keep the first refusal until the weights are exported: the server itself works without that."""
         try:
             yield
         except BridgeError as error:
             self._record.refusal = self._record.refusal or error
+
+
+def _digests(model: nn.Module) -> dict[str, str]:
+    return {name: digest.digest(parameter) for name, parameter in model.named_parameters()}
 
 
 def _refuse(names: list[str], why: str) -> None:
@@ -154,7 +219,7 @@ def _refuse(names: list[str], why: str) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of floating-point numbers that a module holds, parameter or not; single numbers are scales."""
+    """Yield each floating-point tensor that a module holds, parameter or not; single numbers are scales."""
     for prefix, module in model.named_modules():
         held = {**vars(module), **module._parameters, **module._buffers}
         for name, value in held.items():

@@ -1,127 +1,189 @@
-"""The six kinds of statement that we pin about vLLM's source, each of which can tell what does not fit.
+"""What Bridge relies on in vLLM, checked in vLLM's source text: neither vLLM nor torch is imported.
 
-Not covered: which symbols are pinned (`symbols/`) and where the source comes from (`compatibility.py`).
+Each file of this package lists what it needs in `PINS` at its top: modules of vLLM, each with one statement behind a
+colon or several indented below it. A statement is continued by indenting further; comments start with #.
+
+    call f(a, b)          f takes a and b, and nothing else without a default
+    wrap C.f(a)           f of class C takes a; the rest is passed through
+    replace f(a, b)       f takes exactly these, in this order
+    call async f()        `async` in any of the three: f is awaited
+    C: a, b               class C, or a base in the same file, declares, defines or assigns to `self` a and b
+    name                  is defined
+    NAME = 'value'        a constant whose value Bridge repeats
+    f lists names: a, b   the list `names` inside f holds nothing else
+    f imports m.name      f imports it each time it runs, so replacing the name takes effect
+    if name: statement    holds where the module defines `name`; elsewhere Bridge does without
 """
 
-from abc import ABC, abstractmethod
+import ast
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
-from patches.source import Source
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Groups = dict[str, str]
+"""The parts of a statement."""
+PATCHES = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pin(ABC):
-    """One name of vLLM and why we need it."""
+class Pin:
+    """One statement about a module of vLLM."""
 
     module: str
-    """Dotted path of the module that defines it."""
-    name: str
-    """Qualified name inside the module."""
-    why: str
-    """What Bridge does with it."""
-    beside: str | None = None
-    """Name in the same module without which Bridge does without the pinned one; None: it has to be there and fit."""
+    statement: str
+    patch: str = ""
+    """The file of this package that needs it, without `.py`."""
 
-    @abstractmethod
-    def fault(self, source: Source) -> str | None:
-        """Say in one phrase what does not fit; None if all does."""
+    def fault(self, source: ast.Module | None) -> str | None:
+        """Return one phrase for what does not fit `source`; None if all does."""
+        groups, check = self._parsed()
+        if groups.get("condition") and (source is None or find(source, groups["condition"]) is None):
+            return None
+        found = "is missing with its module" if source is None else check(source, groups)
+        return found and f"{self.module}.{groups['name']} {found}"
 
+    def parts(self) -> Groups:
+        """Return the pinned `name`, and the other parts of the statement."""
+        return self._parsed()[0]
 
-@dataclass(frozen=True, kw_only=True)
-class Function(Pin):
-    """A function or method that we call, wrap or stand in for."""
-
-    use: Literal["call", "wrap", "replace"]
-    """`call`: the parameters exist and every other has a default. `wrap`: they exist, the rest is passed through.
-    `replace`: ours stands in its place, so these are all the parameters, in this order."""
-    parameters: tuple[str, ...] = ()
-    """The parameters that we rely on, `self` left out."""
-    is_async: bool = False
-    """True if we await it."""
-
-    def fault(self, source: Source) -> str | None:
-        """Say which parameter is missing, new and required, or whether sync and async changed places."""
-        found = source.signature(self.name)
-        if found is None:
-            return "is missing"
-        if found.is_async != self.is_async:
-            return f"is {'async' if found.is_async else 'not async'}, expected the opposite"
-        parameters = tuple(name for name in found.parameters if name != "self")
-        shown = f"takes ({', '.join(parameters)}), expected ({', '.join(self.parameters)})"
-        fits = parameters == self.parameters if self.use == "replace" else set(self.parameters) <= set(parameters)
-        if not fits:
-            return shown
-        surprise = found.required - {"self", *self.parameters}
-        return f"{shown}: {', '.join(sorted(surprise))} has no default" if self.use == "call" and surprise else None
+    def _parsed(self) -> "tuple[Groups, Callable[[ast.Module, Groups], str | None]]":
+        for form, check in FORMS.items():
+            if match := re.fullmatch(form, self.statement):
+                return match.groupdict(""), check
+        raise ValueError(f"{self.patch}: {self.statement!r} is no statement about {self.module}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Class(Pin):
-    """A class of which we read attributes."""
-
-    attributes: tuple[str, ...] = ()
-    """What it, or a base in the same file, declares, defines or assigns to `self`."""
-
-    def fault(self, source: Source) -> str | None:
-        """Say which attributes are missing."""
-        found = source.attributes(self.name)
-        if found is None:
-            return "is missing"
-        missing = [name for name in self.attributes if name not in found]
-        return f"has no attribute {', '.join(missing)}" if missing else None
+def collect() -> list[Pin]:
+    """Return the pins of every file of this package."""
+    return [pin for file in sorted(PATCHES.glob("*.py")) for pin in of_file(file)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Name(Pin):
-    """A name that has to be there, whatever it is."""
-
-    def fault(self, source: Source) -> str | None:
-        """Say that it is missing."""
-        return None if source.defines(self.name) else "is missing"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constant(Pin):
-    """A module-level constant whose value we repeat."""
-
-    value: str
-    """The value that it has."""
-
-    def fault(self, source: Source) -> str | None:
-        """Say which value was found instead."""
-        found = source.constant(self.name)
-        return None if found == self.value else f"is {found!r}, expected {self.value!r}"
+def of_file(file: Path) -> Iterator[Pin]:
+    """Yield the pins of one file, read from its text."""
+    node = find(ast.parse(file.read_text(encoding="utf-8")), "PINS")
+    text, module = ast.literal_eval(node.value) if isinstance(node, ast.Assign) else "", ""
+    for line in re.sub(r"\n {8}\s*", " ", text).splitlines():
+        statement = line.partition("#")[0].rstrip()
+        if statement and not statement.startswith(" "):
+            module, _, statement = statement.partition(": ")
+        if statement:
+            yield Pin(module=module, statement=statement.strip(), patch=file.stem)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listed(Pin):
-    """A list of strings inside a function, all of which we have to know."""
-
-    variable: str
-    """The local variable that holds the list."""
-    known: frozenset[str]
-    """What may be in it."""
-
-    def fault(self, source: Source) -> str | None:
-        """Say that the list is missing, or which strings in it we do not know."""
-        found = source.strings_inside(self.name, self.variable)
-        if found is None:
-            return f"has no list {self.variable}"
-        unknown = sorted(found - self.known)
-        return f"lists {', '.join(unknown)}, which Bridge does not know" if unknown else None
+def find(source: ast.Module, name: str) -> ast.stmt | None:
+    """Return what defines `name` (`f`, `Class` or `Class.f`, inherited in this file or not), under an `if` or not."""
+    owner, _, leaf = name.rpartition(".")
+    bodies = [node.body for node in _lineage(source, owner)] if owner else [source.body]
+    return next((node for body in bodies for node in _statements(body) if leaf in _defined(node)), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LateImport(Pin):
-    """A function that imports a name each time it runs, so that replacing the name reaches it."""
+def imports_of(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield each module that is imported anywhere in `node`, with the name imported from it, if any."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.ImportFrom) and child.module and not child.level:
+            yield from ((child.module, alias.name) for alias in child.names)
+        elif isinstance(child, ast.Import):
+            yield from ((alias.name, "") for alias in child.names)
 
-    imports: tuple[str, str]
-    """The module, and the name that is imported from it."""
 
-    def fault(self, source: Source) -> str | None:
-        """Say that the function is missing, or that it holds on to the name from elsewhere."""
-        found = source.imports_inside(self.name)
-        if found is None:
-            return "is missing"
-        return None if self.imports in found else f"does not import {'.'.join(self.imports)} when it runs"
+def _signature_fault(source: ast.Module, groups: Groups) -> str | None:
+    node = find(source, groups["name"])
+    if not isinstance(node, FunctionNode):
+        return "is missing"
+    if isinstance(node, ast.AsyncFunctionDef) != bool(groups["is_async"]):
+        return f"is {'not async' if groups['is_async'] else 'async'}, expected the opposite"
+    positional = [*node.args.posonlyargs, *node.args.args]
+    no_default = [None] * (len(positional) - len(node.args.defaults))
+    defaults = [*no_default, *node.args.defaults, *node.args.kw_defaults]
+    found = {
+        argument.arg: default is not None
+        for argument, default in zip([*positional, *node.args.kwonlyargs], defaults, strict=True)
+        if argument.arg != "self"
+    }
+    expected = _names(groups)
+    takes = f"takes ({', '.join(found)}), expected ({groups['names']})"
+    if not (list(found) == expected if groups["use"] == "replace" else found.keys() >= set(expected)):
+        return takes
+    surprise = sorted(name for name, has_default in found.items() if not has_default and name not in expected)
+    return f"{takes}: {', '.join(surprise)} has no default" if groups["use"] == "call" and surprise else None
+
+
+def _definition_fault(source: ast.Module, groups: Groups) -> str | None:
+    if find(source, groups["name"]) is None:
+        return "is missing"
+    held = {name for node in _lineage(source, groups["name"]) for name in _attributes(node)}
+    missing = [name for name in _names(groups) if name not in held]
+    return f"has no attribute {', '.join(missing)}" if missing else None
+
+
+def _constant_fault(source: ast.Module, groups: Groups) -> str | None:
+    node = find(source, groups["name"])
+    found = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else None
+    return None if found == groups["value"] else f"is {found}, expected {groups['value']}"
+
+
+def _list_fault(source: ast.Module, groups: Groups) -> str | None:
+    node, variable = find(source, groups["name"]), groups["variable"]
+    assigned = [child for child in ast.walk(node or ast.Pass()) if isinstance(child, ast.Assign)]
+    lists = [child.value for child in assigned if variable in _defined(child)]
+    if len(lists) != 1 or not isinstance(lists[0], ast.List):
+        return f"has no list {variable}"
+    unknown = sorted({str(ast.literal_eval(item)) for item in lists[0].elts} - set(_names(groups)))
+    return f"lists {', '.join(unknown)}, which Bridge does not know" if unknown else None
+
+
+def _import_fault(source: ast.Module, groups: Groups) -> str | None:
+    node = find(source, groups["name"])
+    if not isinstance(node, FunctionNode):
+        return "is missing"
+    module, _, leaf = groups["imported"].rpartition(".")
+    return None if (module, leaf) in imports_of(node) else f"does not import {groups['imported']} when it runs"
+
+
+IF, NAME, NAMES = r"(if (?P<condition>[\w.]+): )?", r"(?P<name>[\w.]+)", r"(?P<names>[\w, ]*)"
+FORMS = {
+    rf"{IF}(?P<use>call|wrap|replace) (?P<is_async>async )?{NAME}\({NAMES}\)": _signature_fault,
+    rf"{IF}{NAME}(: {NAMES})?": _definition_fault,
+    rf"{NAME} = (?P<value>'.+')": _constant_fault,
+    rf"{NAME} lists (?P<variable>\w+): {NAMES}": _list_fault,
+    rf"{NAME} imports (?P<imported>[\w.]+)": _import_fault,
+}
+
+
+def _names(groups: Groups) -> list[str]:
+    return groups["names"].split(", ") if groups["names"] else []
+
+
+def _lineage(source: ast.Module, class_name: str) -> Iterator[ast.ClassDef]:
+    """Yield the class and those of its bases that this file defines, nearest first."""
+    for node in _statements(source.body):
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            yield node
+            for base in node.bases:
+                if isinstance(base, ast.Name) and base.id != class_name:
+                    yield from _lineage(source, base.id)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+
+
+def _defined(node: ast.stmt) -> tuple[str, ...]:
+    if isinstance(node, FunctionNode | ast.ClassDef):
+        return (node.name,)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    for statement in node.body:
+        yield from _defined(statement)
+    for child in ast.walk(node):
+        match child:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name

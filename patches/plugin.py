@@ -1,24 +1,27 @@
-"""The general plugin: vLLM calls `register` in every one of its processes, perhaps more than once.
+"""The general plugin: vLLM calls `register` in each of its processes, possibly more than once.
 
-Nothing is imported at the top: vLLM swallows an exception raised while a plugin is *loaded*, and
-stops at one raised inside the function.
-
-Not covered: HTTP routes (`routes.py`).
+Nothing is imported at the top: vLLM swallows an exception raised while a plugin is *loaded*, and stops at one raised
+inside the function.
 """
 
+import functools
 import os
 
+PINS = """
+vllm.plugins
+    DEFAULT_PLUGINS_GROUP = 'vllm.general_plugins'  # our entry point's group
+    call load_general_plugins()  # in every process
+vllm.envs: environment_variables
+vllm.entrypoints.cli.main: call main()  # `python -m vllm.entrypoints.cli.main serve` is the server we start
+"""
 ENABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 VARIABLES = (ENABLE, "VLLM_SKIP_WEIGHT_DAEMON")
-"""Ours, although their names begin as vLLM's own do."""
+"""Ours, although they are named like vLLM's."""
 
 
+@functools.cache
 def register() -> None:
-    """Patch this process's vLLM, if shared weights are asked for by `VLLM_ENABLE_SHARED_WEIGHTS=1`.
-
-    Raises:
-        IncompatibleVersionError: the installed vLLM is outside the range, or a patched symbol differs.
-    """
+    """Patch this process's vLLM, if `VLLM_ENABLE_SHARED_WEIGHTS=1` and it fits; later calls do nothing."""
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
     from patches import compatibility, loading, logprobs_wire, memory_pool, model_runner, prefix_cache, tether
@@ -26,15 +29,12 @@ def register() -> None:
     compatibility.check_installed()
     _introduce_variables()
     tether.tie()
-    loading.patch()
-    model_runner.patch()
-    memory_pool.patch()
-    prefix_cache.patch()
-    logprobs_wire.patch()
+    for patched in (loading, model_runner, memory_pool, prefix_cache, logprobs_wire):
+        patched.patch()
 
 
 def _introduce_variables() -> None:
-    """Add our variables to those that vLLM knows, or it warns at its start that it does not know them."""
+    """Keep vLLM from warning at startup that it does not know our variables."""
     from vllm import envs
 
     for name in VARIABLES:

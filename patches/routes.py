@@ -1,8 +1,7 @@
-"""The endpoint plugin: `/bridge/*` for the trainer, completions for its rollouts and Atropos', a version on each.
+"""The endpoint plugin: `/bridge/*` for the trainer, completions for rollouts, and the version on every answer.
 
-Not covered: who may ask (`guard.py`), how much a request may send (`intake.py`), what the routes do to the engine
-(`server_fence.py`, `adapter.py`) and to its weights (`worker.py`), completions themselves (`completions.py`, and
-Atropos' `/generate` in `generate.py`), and the manifest (`exporter.py`).
+Not covered: who may send requests (`admission.py`), what the routes do to the engine (`server_fence.py`, `adapter.py`)
+and its weights (`ranks.py`), completions (`completions.py`, for Atropos `generate.py`), the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -36,20 +35,28 @@ from bridge.server.protocol import (
     Values,
     WriteRequest,
 )
-from patches import completions, exporter, generate, memory_pool, tensors
-from patches.adapter import ServedAdapter
-from patches.adapter_claim import AdapterClaim
-from patches.guard import Guard, Rules, refuse_dev_mode
-from patches.intake import Intake, sweep_heads
+from patches import completions, exporter, generate, memory_pool, ranks
+from patches.adapter import AdapterClaim, ServedAdapter
+from patches.admission import Guard, Intake, Rules, refuse_dev_mode, sweep_heads
 from patches.sampling_watch import SamplingWatch
 from patches.server_fence import ServerFence
 
+PINS = """
+vllm.plugins
+    ENDPOINT_PLUGINS_GROUP = 'vllm.endpoint_plugins'  # our entry point's group
+    call load_endpoint_plugins(supported_tasks)  # in the API server
+vllm.plugins.endpoint_plugins.interface
+    EndpointPlugin: name, required_tasks
+    replace EndpointPlugin.attach_router(app)
+    replace async EndpointPlugin.init_state(engine_client, state, args)
+vllm.v1.engine.async_llm: AsyncLLM: model_config
+"""
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
-"""Environment variable: where the manifest is written; absent: where one is looked for first."""
+"""Environment variable: where the manifest is written, if not at the default place."""
 
 
 class BridgeRoutes:
-    """vLLM's `EndpointPlugin` of Bridge."""
+    """Bridge's `EndpointPlugin` for vLLM."""
 
     name = "bridge_routes"
     required_tasks = None
@@ -62,7 +69,7 @@ class BridgeRoutes:
         app.add_exception_handler(BridgeError, _refusal)  # type: ignore[arg-type]
         app.add_middleware(VersionMiddleware, app=app)
         app.add_middleware(Intake)
-        app.add_middleware(Guard, app=app)  # the last one added is asked first
+        app.add_middleware(Guard, app=app)  # the last one added comes first
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Export the weights, and write the manifest as soon as the server answers."""
@@ -70,14 +77,13 @@ class BridgeRoutes:
             refuse_dev_mode()
             exported = await exporter.export(engine_client, args)
         except BridgeError as error:
-            exporter.tell(error)
+            exporter.report(error)
             raise SystemExit(error.exit_code) from error
         state.bridge_rules = Rules.of(args)
         state.bridge_sweeper = asyncio.create_task(sweep_heads(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
-        state.bridge_fence = ServerFence(
-            engine_client, exported, can_sleep=memory_pool.can_sleep(engine_client.model_config)
-        )
+        can_sleep = memory_pool.can_sleep(engine_client.model_config)
+        state.bridge_fence = ServerFence(engine_client, exported, can_sleep=can_sleep)
         state.bridge_engine = engine_client
         SamplingWatch(engine_client)
         state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence.lease)
@@ -87,7 +93,7 @@ class BridgeRoutes:
 
 
 class VersionMiddleware:
-    """Put the version of the weights on every answer: `3`, or `3-4` if they changed while it was made."""
+    """Adds the version of the weights to every answer: `3`, or `3-4` if they changed while it was made."""
 
     def __init__(self, inner: ASGIApp, app: FastAPI) -> None:
         self._inner = inner
@@ -110,11 +116,16 @@ class VersionMiddleware:
         await self._inner(scope, receive, send_with_version)
 
 
-def _authorise(request: Request) -> None:
+def _authorize(request: Request) -> None:
     exported: Manifest = request.app.state.bridge_manifest
     given = request.headers.get("authorization", "")
     if not hmac.compare_digest(given.encode(), f"Bearer {exported.token}".encode()):
         raise HTTPException(401, "the bearer token is not the one in this server's manifest")
+
+
+def _state(request: Request) -> State:
+    state: State = request.app.state
+    return state
 
 
 def _fence(request: Request) -> ServerFence:
@@ -122,108 +133,81 @@ def _fence(request: Request) -> ServerFence:
     return fence
 
 
+AppState = Annotated[State, Depends(_state)]
 Fence = Annotated[ServerFence, Depends(_fence)]
-router = APIRouter(prefix="/bridge", dependencies=[Depends(_authorise)], include_in_schema=False)
+router = APIRouter(prefix="/bridge", dependencies=[Depends(_authorize)], include_in_schema=False)
 
 
 @router.get("/status")
-async def status(fence: Fence) -> Status:
-    """Tell the version and where the fence stands."""
+async def _status(fence: Fence) -> Status:
     return fence.status()
 
 
 @router.post("/lease")
-async def take_lease(body: LeaseRequest, fence: Fence) -> Status:
-    """Let the caller alone update this server."""
+async def _take_lease(body: LeaseRequest, fence: Fence) -> Status:
     fence.take_lease(body.holder, body.run)
     return fence.status()
 
 
 @router.delete("/lease")
-async def give_lease_back(body: HolderRequest, fence: Fence) -> Status:
-    """Free the caller's lease."""
+async def _give_lease_back(body: HolderRequest, fence: Fence) -> Status:
     fence.give_lease_back(body.holder)
     return fence.status()
 
 
 @router.post("/pause")
-async def pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
-    """Stop generating and hand the fence to the caller."""
-    await fence.pause(
-        body.holder,
-        body.in_flight,
-        version=body.version,
-        last_checkpoint=body.last_checkpoint,
-        writes=body.writes,
-        takeover=body.takeover,
-        sleep=body.sleep,
-        has_left=request.is_disconnected,
-    )
+async def _pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
+    await fence.pause(body, request.is_disconnected)
     return fence.status()
 
 
 @router.post("/publish")
-async def publish(body: PublishRequest, fence: Fence) -> Status:
-    """Make what was written the next version, and resume."""
+async def _publish(body: PublishRequest, fence: Fence) -> Status:
     await fence.publish(body.holder, body.version, after=body.after)
     return fence.status()
 
 
 @router.post("/resume")
-async def resume(body: HolderRequest, fence: Fence) -> Status:
-    """Resume with the same version: nothing was written."""
+async def _resume(body: HolderRequest, fence: Fence) -> Status:
     await fence.release(body.holder)
     return fence.status()
 
 
 @router.get("/tensors/digest")
-async def digests(request: Request) -> Digests:
-    """Digest every parameter of rank 0 where it lies."""
-    ranks = await request.app.state.bridge_engine.collective_rpc("bridge_digests")
-    return Digests(digests=ranks[0])
+async def _digest(state: AppState) -> Digests:
+    digests = await state.bridge_engine.collective_rpc("bridge_digests")
+    return Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
 
 
 @router.get("/tensors/finite")
-async def finite(request: Request) -> Finiteness:
-    """Look for NaN and infinity in the weights where they lie."""
-    return await tensors.finiteness(request.app.state.bridge_engine)
+async def _finite(state: AppState) -> Finiteness:
+    return await ranks.finiteness(state.bridge_engine)
 
 
 @router.post("/tensors/read")
-async def read(body: ReadRequest, request: Request) -> Response:
-    """Return the server's own view of single elements of rank 0."""
-    tensors.check_elements(body.elements, request.app.state.bridge_manifest)
-    elements = [element.model_dump() for element in body.elements]
-    ranks = await request.app.state.bridge_engine.collective_rpc("bridge_read", args=(elements,))
-    return Response(Values(values=tuple(ranks[0])).model_dump_json(), media_type="application/json")
+async def _read(body: ReadRequest, state: AppState) -> Response:
+    values = await ranks.read(state.bridge_engine, body.elements, state.bridge_manifest)
+    return Response(Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
 
 
 @router.post("/tensors/write")
-async def write(body: WriteRequest, request: Request, fence: Fence) -> Status:
-    """Set single elements, for the fence's holder alone."""
+async def _write(body: WriteRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_unless_writing(body.holder)
-    tensors.check_elements(body.elements, request.app.state.bridge_manifest)
-    tensors.check_values(body.elements, body.values, request.app.state.bridge_manifest)
-    elements = [element.model_dump() for element in body.elements]
-    await request.app.state.bridge_engine.collective_rpc("bridge_write", args=(elements, list(body.values)))
+    await ranks.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
     return fence.status()
 
 
 @router.post("/adapter")
-async def adapter(body: AdapterRequest, request: Request, fence: Fence) -> AdapterSlot:
-    """Serve an adapter from a slot that stays put, in the place of the one before."""
+async def _serve_adapter(body: AdapterRequest, state: AppState, fence: Fence) -> AdapterSlot:
     fence.lease.refuse_others(body.holder)
-    served: ServedAdapter = request.app.state.bridge_adapter
-    return AdapterSlot(name=body.name, slot=await served.serve(body.name, body.path))
+    return AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
-async def release_adapter(body: HolderRequest, request: Request, fence: Fence) -> Status:
-    """Serve no adapter from a slot of its own any more."""
+async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -> Status:
     fence.lease.refuse_others(body.holder)
-    served: ServedAdapter = request.app.state.bridge_adapter
-    await served.release()
-    request.app.state.bridge_claim.give_up()
+    await state.bridge_adapter.release()
+    state.bridge_claim.give_up()
     return fence.status()
 
 

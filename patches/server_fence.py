@@ -1,298 +1,309 @@
-"""The server's side of the fence: paused -> written -> published, one holder at a time.
+"""The server's side of an update: pause, let the holder write, publish; one holder at a time.
 
-Cached keys and values are dropped as soon as the scheduler stands still: nothing is computed until it resumes, and a
-cache that vLLM refuses to drop is then known before a weight has changed. Once they are dropped no request needs the KV
-cache, and its memory is the holder's until the fence is left, if it asked for that.
+Cached keys and values are dropped as soon as the scheduler has stopped: nothing is computed until it resumes, and if
+vLLM refuses, no weight has changed yet. After that no request needs the KV cache, and its memory is the holder's until
+the engine resumes, if it asked for that.
 
-Whoever has the lease is the only one that may pause for writing; while nobody has it, anybody may. A process that only
-reads may always pause.
-
-Not covered: HTTP (`routes.py`), the lease itself (`server_lease.py`), the memory (`memory_pool.py`), writing, which the
-trainer does in its own process.
+While a process has the lease (`server_lease.py`), only that process may pause to write; any process may pause to read.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import FenceState, InFlight, Status, Written
-from patches.server_lease import ServerLease, refuse_unseen
+from bridge.server.protocol import FenceState, PauseRequest, Status, Written
+from patches.server_lease import Holder, ServerLease, is_alive, is_same, pids, refuse_unseen
 
+PINS = """
+vllm.v1.engine.async_llm
+    AsyncLLM: engine_core
+    call async AsyncLLM.reset_prefix_cache(reset_running_requests, reset_connector)
+    call async AsyncLLM.resume_generation()
+# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye, as the comment
+# beside it says; 0.33's calls pause_generation_async.
+vllm.v1.engine.core_client
+    call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
+    call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
+"""
+HasLeft = Callable[[], Awaitable[bool]]
+"""Whether the caller no longer waits for the answer."""
 LOOK_S = 0.1
-"""Time between two looks whether a process still lives that waits for a pause, or reads inside one."""
+"""Interval of the checks whether a process that waits for a pause, or reads inside one, is still alive."""
 
 
-async def _never() -> bool:
-    return False
+class Phase(Enum):
+    """Where the fence stands."""
+
+    SERVING = "serving"
+    READING = "reading"
+    """Paused, and nothing is half-written: the holder reads, or it has published and the engine has not resumed yet."""
+    WRITING = "writing"
+    REWRITING = "rewriting"
+    """Paused by a process that took over what was torn: only a publication ends this."""
+    TORN = "torn"
+    """The holder died in one of the last two, whether it had begun to write or not."""
+
+
+Step = Literal["read", "write", "rewrite", "publish", "resume"]
+"""The first three are pauses: to read, to write, and to write all of what may be torn."""
+PAUSES: tuple[Step, ...] = ("read", "write", "rewrite")
+NEXT: dict[Phase, dict[Step, Phase]] = {
+    Phase.SERVING: {"read": Phase.READING, "write": Phase.WRITING, "rewrite": Phase.WRITING},
+    Phase.READING: {"read": Phase.READING, "write": Phase.WRITING, "rewrite": Phase.WRITING, "resume": Phase.SERVING},
+    Phase.WRITING: {**dict.fromkeys(PAUSES, Phase.WRITING), "publish": Phase.READING, "resume": Phase.SERVING},
+    Phase.REWRITING: {"rewrite": Phase.REWRITING, "publish": Phase.READING},
+    Phase.TORN: {"rewrite": Phase.REWRITING},
+}
+"""What is allowed next: to the holder, and while nobody living holds the fence, to any process."""
 
 
 class ServerFence:
-    """Pauses and resumes one engine, counts versions, and knows who paused it and what would mend it."""
+    """Pauses and resumes one engine, counts versions, and knows who paused it and what would repair it."""
 
     def __init__(self, engine: Any, exported: Manifest, *, can_sleep: bool = False) -> None:
         self.version = 0
         self.can_sleep = can_sleep
         self.lease = ServerLease()
-        self.holder: ProcessIdentity | None = None
+        self.holder: Holder | None = None
         self.writes: Written = "weights"
         """What the last writer wrote."""
         self.last_checkpoint: str | None = None
         self._engine = engine
         self._exported = exported
         self._lock = asyncio.Lock()
-        self._reads = False
-        """The holder writes nothing: if it dies, everything is as it was."""
-        self._look_after: asyncio.Task[None] | None = None
-        self._published: tuple[ProcessIdentity, int] | None = None
+        self._phase = Phase.SERVING
+        """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
+        self._watcher: asyncio.Task[None] | None = None
+        self._published: tuple[Holder, int] | None = None
         """Who published last, and which version was served before."""
-        self._mending = False
-        """The weights are torn still: the living holder took the fence over to write all of them."""
-        self._asleep = False
-        """A rank's KV cache may have no memory: nothing can be computed until all of them have taken it back."""
+        self._is_asleep = False
+        """In any phase but the first, a rank's KV cache may have no memory: all ranks must wake up before a token."""
+
+    @property
+    def phase(self) -> Phase:
+        """Where the fence stands now."""
+        is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not is_alive(self.holder)
+        return Phase.TORN if is_torn else self._phase
 
     @property
     def state(self) -> FenceState:
-        """Where the fence stands now; a writer that died left something torn, had it begun to write or not."""
-        if self.holder is None:
-            return "serving"
-        return "paused" if self._reads or self.holder.is_alive() else "torn"
+        """Where the fence stands now, as clients see it."""
+        phase = self.phase
+        return "serving" if phase is Phase.SERVING else "torn" if phase is Phase.TORN else "paused"
 
     def status(self) -> Status:
-        """Tell the version, where the fence stands, who updates the server, and what would mend it."""
+        """Report where the fence stands, who updates the server, and what would repair it."""
         return Status(
             model=self._exported.model,
             version=self.version,
             state=self.state,
             holder=self.holder,
             server=self._exported.server,
-            writes="nothing" if self._reads else self.writes,
+            writes="nothing" if self._phase is Phase.READING else self.writes,
             last_checkpoint=self.last_checkpoint,
             can_sleep=self.can_sleep,
             lease=self.lease.held,
         )
 
-    def take_lease(self, holder: ProcessIdentity, run: str) -> None:
-        """Let `holder` alone write from now on, until it gives the lease back or dies.
-
-        Raises:
-            FenceBusyError: another living process is inside the fence.
-            AttachError: another living process has the lease.
-        """
+    def take_lease(self, holder: Holder, run: str) -> None:
+        """Let only `holder` write until it returns the lease or dies; FenceBusyError while another holds the fence."""
         self.lease.refuse_others(holder)
         self._refuse_busy(holder)
         self.lease.take(holder, run)
 
-    def give_lease_back(self, holder: ProcessIdentity) -> None:
+    def give_lease_back(self, holder: Holder) -> None:
         """Free the lease of `holder`, unless it leaves the server paused: then the lease ends with that process."""
-        if self.holder != holder:
+        if not is_same(self.holder, holder):
             self.lease.give_back(holder)
 
-    async def pause(
-        self,
-        holder: ProcessIdentity,
-        in_flight: InFlight,
-        *,
-        version: int | None = None,
-        last_checkpoint: str | None = None,
-        writes: Written = "weights",
-        takeover: bool = False,
-        sleep: bool = False,
-        has_left: Callable[[], Awaitable[bool]] = _never,
-    ) -> None:
-        """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to `holder`.
+    async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
+        """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        Requests that were frozen compute their keys and values again, under the new weights: with `sleep` the KV cache
-        gives its memory up until the fence is left. A `holder` that dies before it has the fence, or `has_left` without
-        waiting for the answer, does not get it. The scheduler is paused without `AsyncLLM.pause_generation`, whose
-        fixed sleep of 20 ms only orders outputs for a human eye (vLLM 0.26 to 0.33 say so beside it).
+        Frozen requests compute their keys and values again under the new weights. A sleeping KV cache frees its memory
+        until the engine resumes. A holder that dies, or `has_left` without waiting for the answer, does not get the
+        fence.
 
         Raises:
             FenceBusyError: another living process holds the fence.
-            AttachError: somebody else has the lease, another `version` is served, the weights are torn and this is no
-                `takeover`, a weight has moved since the load, vLLM keeps its cache, or cannot `sleep`.
+            AttachError: another process has the lease, another version is served, something is torn and this is no
+                takeover, a weight has moved since the load, vLLM keeps its cache, or it cannot sleep.
         """
         async with self._lock:
-            self._refuse_unless_free(holder, writes, takeover=takeover)
-            self._refuse_other_version(version)
-            self._refuse_sleepless(asked=sleep)
+            self._after_pause(asked)
+            self._refuse_other_version(asked.version)
+            if asked.sleep and not self.can_sleep:
+                raise AttachError(
+                    "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
+                    remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
+                )
             try:
-                await _unless_gone(self._stand_still(in_flight, sleep=sleep), holder, has_left)
-                self._refuse_unless_free(holder, writes, takeover=takeover)  # the lease may be another's by now
+                await _unless_gone(self._stand_still(asked), asked.holder, has_left)
+                after = self._after_pause(asked)  # another process may have taken the lease
             except BaseException:
                 if self.holder is None:
-                    await self._resume_for(holder)
+                    await self._resume_for(asked.holder)
                 raise
-            self._published = None  # no late repetition of a publication ends this pause
-            self._mending = self._mending or self.state == "torn"
-            reads = writes == "nothing" and (self._reads or self.holder is None)  # or it paused to write before
-            if reads:
-                self._hold_to_read(holder)
-            else:
-                self.holder, self._reads = holder, False
-            if writes != "nothing":
-                kept = self.last_checkpoint if writes == self.writes else None
-                self.writes, self.last_checkpoint = writes, last_checkpoint or kept
+            self._published = None  # a late repetition of a publication must not end this pause
+            self.enter(after, asked.holder)
+            if asked.writes != "nothing":
+                kept = self.last_checkpoint if asked.writes == self.writes else None
+                self.writes, self.last_checkpoint = asked.writes, asked.last_checkpoint or kept
 
-    async def publish(self, holder: ProcessIdentity, version: int | None = None, *, after: int | None = None) -> None:
-        """Count one version more, or up to `version` if that is later, and resume; nothing if that is done already.
+    async def publish(self, holder: Holder, version: int | None = None, *, after: int | None = None) -> None:
+        """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
 
-        `after` is the version that was served before: a caller that missed the answer may ask again.
-
-        Raises:
-            AttachError: `holder` does not hold the fence to write, another version than `after` was served, or the KV
-                cache finds no memory; it is held still then.
+        `after` is the version that was served before: a caller that missed the answer may retry. AttachError if another
+        version was served, `holder` does not hold the fence to write, or the KV cache finds no memory: it still holds
+        the fence then.
         """
         async with self._lock:
-            if after is None or self._published != (holder, after):
+            published, before = self._published or (None, None)
+            if after is None or after != before or not is_same(published, holder):
                 self.refuse_unless_writing(holder)
                 self._refuse_other_version(after)
                 await self._wake()
                 self._published = holder, self.version
                 self.version = max(self.version + 1, version or 0)
-                self._mending = False
-                self._hold_to_read(holder)  # all is written: if the holder dies from now on, nothing is torn
-            if self.holder == holder:
+                self.enter(self._after("publish"), holder)  # if the holder dies from now on, nothing is torn
+            if is_same(self.holder, holder):
                 await self._resume()
 
-    async def release(self, holder: ProcessIdentity) -> None:
-        """Resume without a new version, because nothing was written; nothing if the server is not paused.
+    async def release(self, holder: Holder) -> None:
+        """Resume without a new version, because nothing was written; does nothing if the server is not paused.
 
-        Raises:
-            AttachError: another holds the fence, `holder` took over torn weights, or the KV cache finds no memory.
+        AttachError if another process holds the fence, `holder` took over torn weights, or the KV cache gets no memory.
         """
-        if self.holder is None:  # a pause that is pending, of a caller that has left, is not granted
+        if self.holder is None:  # the pending pause of a caller that has left is not granted
             return
         async with self._lock:
             self._refuse_unless_held(holder)
-            self._refuse_while_mending()
+            self._after("resume")
             await self._resume()
 
-    def refuse_unless_writing(self, holder: ProcessIdentity) -> None:
+    def refuse_unless_writing(self, holder: Holder) -> None:
         """Raise AttachError unless `holder` holds the fence, and paused to write."""
         self._refuse_unless_held(holder)
-        if self._reads:
+        self._after("publish")
+
+    def enter(self, phase: Phase, holder: Holder | None) -> None:
+        """Switch to `phase`, held by `holder`."""
+        self._phase, self.holder = phase, holder
+        if phase is Phase.READING and holder is not None:
+            self._watcher = asyncio.create_task(self._resume_after(holder))
+
+    def _after(self, step: Step, phase: Phase | None = None) -> Phase:
+        """Return the phase after `step`, or raise AttachError if it is not allowed now."""
+        phase = phase or self._phase
+        if step in NEXT[phase]:
+            return NEXT[phase][step]
+        assert self.holder is not None, (step, phase)
+        if phase is Phase.READING:
             raise AttachError(
-                f"process {holder.pid} paused the server to read, and may not write", remedy="pause again, to write"
+                f"process {pids(self.holder)} paused the server to read, and may not write",
+                remedy="pause again, to write",
             )
+        self.status().refuse_torn()
+        raise AttachError(
+            "the weights were torn when this process took them over, and have not been rewritten",
+            remedy=self.status().mending(),
+        )
 
-    def _refuse_unless_held(self, holder: ProcessIdentity) -> None:
-        if self.holder != holder:
-            owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
-            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
+    def _after_pause(self, asked: PauseRequest) -> Phase:
+        """Return the phase of a pause, or raise what `pause` raises."""
+        refuse_unseen(asked.holder)
+        if asked.writes != "nothing":
+            self.lease.refuse_others(asked.holder)
+        self._refuse_busy(asked.holder)
+        is_rewrite = asked.takeover and asked.writes == self.writes
+        return self._after("rewrite" if is_rewrite else "read" if asked.writes == "nothing" else "write", self.phase)
 
-    async def _stand_still(self, in_flight: InFlight, *, sleep: bool) -> None:
-        await self._engine.engine_core.pause_scheduler_async(mode=in_flight, clear_cache=False)
-        moved, dropped = await asyncio.gather(self._moved_weights(), self._drop_caches())
-        _refuse(moved, dropped)
-        if sleep:
-            await self._sleep()
-
-    async def _resume_after(self, reader: ProcessIdentity) -> None:
-        """Resume if `reader` dies inside the fence."""
-        while self._reads and self.holder == reader:
-            if not reader.is_alive():
-                with suppress(Exception):  # it stands still all the same: the next look tries again
-                    await self.release(reader)
-            await asyncio.sleep(LOOK_S)
-
-    async def _resume_for(self, holder: ProcessIdentity) -> None:
-        """Resume after a pause that failed; where that fails too, `holder` has paused to read, and may try again."""
-        try:
-            await self._resume()
-        except BaseException:
-            self._hold_to_read(holder)
-            raise
-
-    def _hold_to_read(self, holder: ProcessIdentity) -> None:
-        self.holder, self._reads = holder, True
-        self._look_after = asyncio.create_task(self._resume_after(holder))
+    async def _stand_still(self, asked: PauseRequest) -> None:
+        await self._engine.engine_core.pause_scheduler_async(mode=asked.in_flight, clear_cache=False)
+        ranks, is_dropped = await asyncio.gather(
+            self._engine.collective_rpc("bridge_settle"),
+            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+        )
+        moved = sorted({name for names in ranks for name in names})
+        if moved:
+            raise AttachError(
+                f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
+                remedy="restart the server and attach again",
+            )
+        if not is_dropped:
+            raise AttachError(
+                "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
+                remedy="retry when no other request runs, or restart the server",
+            )
+        if asked.sleep:
+            self._is_asleep = True  # even if a rank fails
+            await self._engine.collective_rpc("bridge_sleep")
 
     async def _resume(self) -> None:
         await self._wake()
         await self._engine.resume_generation()
-        self.holder, self._reads = None, False
+        self.enter(Phase.SERVING, None)
 
-    async def _sleep(self) -> None:
-        self._asleep = True  # as far as it gets
-        await self._engine.collective_rpc("bridge_sleep")
+    async def _resume_for(self, holder: Holder) -> None:
+        """Resume after a failed pause; if that fails too, `holder` has paused to read, and may retry."""
+        try:
+            await self._resume()
+        except BaseException:
+            self.enter(Phase.READING, holder)
+            raise
+
+    async def _resume_after(self, reader: Holder) -> None:
+        """Resume if `reader` dies before the engine has resumed."""
+        while self._phase is Phase.READING and is_same(self.holder, reader):
+            if not is_alive(reader):
+                with suppress(Exception):  # the engine stays paused, and the next round retries
+                    await self.release(reader)
+            await asyncio.sleep(LOOK_S)
 
     async def _wake(self) -> None:
-        """Let every rank take its KV cache back, where it has given it up; may be tried again."""
-        if not self._asleep:
+        """Let every rank allocate its KV cache again if it freed it; may be retried."""
+        if not self._is_asleep:
             return
         reasons = [reason for reason in await self._engine.collective_rpc("bridge_wake") if reason]
         if reasons:
             raise AttachError(
-                f"vLLM cannot take back the memory of its KV cache, and stands still: {reasons[0]}",
-                remedy=f"end the trainer, and what else fills the GPU (nvidia-smi); then {self.status().mending()}",
+                f"vLLM cannot allocate its KV cache again, so generation stands still: {'; '.join(reasons)}",
+                remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().mending()}",
             )
-        self._asleep = False
+        self._is_asleep = False
 
-    async def _moved_weights(self) -> list[str]:
-        return sorted({name for rank in await self._engine.collective_rpc("bridge_settle") for name in rank})
+    def _refuse_unless_held(self, holder: Holder) -> None:
+        if not is_same(self.holder, holder):
+            owner = "nobody" if self.holder is None else f"process {pids(self.holder)}"
+            raise AttachError(f"process {pids(holder)} does not hold the fence; {owner} does", remedy="pause first")
 
-    async def _drop_caches(self) -> bool:
-        dropped: bool = await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        return dropped
-
-    def _refuse_while_mending(self) -> None:
-        if self._mending:
+    def _refuse_other_version(self, expected: int | None) -> None:
+        if expected not in (None, self.version):
             raise AttachError(
-                "the weights were torn when this process took them over, and have not been written anew",
-                remedy=self.status().mending(),
-            )
-
-    def _refuse_sleepless(self, *, asked: bool) -> None:
-        if asked and not self.can_sleep:
-            raise AttachError(
-                "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
-                remedy="bridge train --kv-sleep never; or start the server anew on a GPU: bridge serve-vllm --model M",
-            )
-
-    def _refuse_other_version(self, believed: int | None) -> None:
-        if believed not in (None, self.version):
-            raise AttachError(
-                f"the server serves version {self.version}, and this process expected version {believed}: another one"
-                " has published in between",
+                f"the server serves version {self.version}, and this process expected version {expected}: another"
+                " process has published in between",
                 remedy="resume from the newest checkpoint: bridge train --resume",
             )
 
-    def _refuse_busy(self, holder: ProcessIdentity) -> None:
-        if self.state == "paused" and self.holder != holder:
-            assert self.holder is not None
+    def _refuse_busy(self, holder: Holder) -> None:
+        if self.state == "paused" and self.holder and not is_same(self.holder, holder):
             raise FenceBusyError(
-                f"process {self.holder.pid} holds the fence, and only one process at a time may",
-                remedy=f"wait for it to finish, or stop it: kill {self.holder.pid}",
+                f"process {pids(self.holder)} holds the fence, and only one process can at a time",
+                remedy=f"wait for it to finish, or stop it: kill {pids(self.holder)}",
             )
 
-    def _refuse_unless_free(self, holder: ProcessIdentity, writes: Written, *, takeover: bool) -> None:
-        refuse_unseen(holder)
-        if writes != "nothing":
-            self.lease.refuse_others(holder)
-        self._refuse_busy(holder)
-        if not takeover or self.writes != writes:
-            self.status().refuse_torn()
-            self._refuse_while_mending()
 
-
-async def _unless_gone(
-    work: Coroutine[Any, Any, None], holder: ProcessIdentity, has_left: Callable[[], Awaitable[bool]]
-) -> None:
-    """Run `work`, but cancel it as soon as `holder`, for whom it is, has died or left.
-
-    Raises:
-        AttachError: it has.
-    """
+async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left: HasLeft | None) -> None:
+    """Run `work`, but cancel it as soon as `holder` has died or left, and raise AttachError."""
     task = asyncio.ensure_future(work)
     try:
         while True:
-            if not holder.is_alive() or await has_left():
+            if not is_alive(holder) or (has_left and await has_left()):
                 raise AttachError(
-                    f"process {holder.pid} did not wait for its pause, and did not get it: nothing was written",
+                    f"process {pids(holder)} did not wait for its pause, and did not get it: nothing was written",
                     remedy="pause again",
                 )
             if task.done():
@@ -301,16 +312,3 @@ async def _unless_gone(
     finally:
         task.cancel()
         await asyncio.wait({task})
-
-
-def _refuse(moved: list[str], dropped: bool) -> None:
-    if moved:
-        raise AttachError(
-            f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
-            remedy="restart the server and attach again",
-        )
-    if not dropped:
-        raise AttachError(
-            "vLLM refuses to drop its prefix cache: stale keys and values would be served; nothing was written",
-            remedy="try again when no other request runs, or restart the server",
-        )

@@ -1,11 +1,10 @@
 """End a process of vLLM when the process that started it is gone.
 
 Symptom: after kill -9 of the API server, EngineCore and the workers live on for minutes and hold their GPU memory, so
-that no server can be started in their place. Cause: they notice only when they next use their connection to it. Safe:
-a process whose parent is gone can serve nobody. Nothing of vLLM is replaced.
-
-Not covered: the API server itself, which ends as whoever started it decides (`cli/children.py`).
-Source: pidfd_open(2): the descriptor becomes readable when that very process ends; vLLM 0.26 to 0.33.
+no other server fits.
+Cause: they notice only when they next use their connection to it.
+Why this is safe: a process whose parent is gone has nobody to serve. Nothing of vLLM is replaced.
+Seen in vLLM 0.26 to 0.33; pidfd_open(2): the descriptor becomes readable when that very process ends.
 """
 
 import errno
@@ -20,17 +19,16 @@ import time
 from multiprocessing import connection
 
 GRACE_S = 5
-"""Whole seconds between SIGTERM, which vLLM's processes heed while they serve, and SIGKILL."""
+"""Whole seconds between SIGTERM, which vLLM's processes handle while they serve, and SIGKILL."""
 UNSUPPORTED = {errno.ENOSYS, errno.EPERM}
-"""What a kernel or a container without pidfd_open answers."""
-
+"""Errors of a kernel or container without pidfd_open."""
 
 _seen: set[int] = set()
-"""Processes that were tied, or need not be; a fork inherits it, and is another process."""
+"""Processes that are tied, or need not be; a fork inherits it under another pid."""
 
 
 def tie() -> None:
-    """End this process, and those that are forked from it, when their parents end; a second call changes nothing."""
+    """End this process, and those forked from it, when their parents end; a second call changes nothing."""
     if not _seen:
         multiprocessing.util.register_after_fork(tie, lambda _: tie())  # vLLM calls no plugin again after a fork
     if os.getpid() in _seen:
@@ -42,10 +40,9 @@ def tie() -> None:
 
 
 def _end_after(pid: int | None, sentinel: int) -> None:
-    """Wait for the end of the parent without holding the GIL, then end this process."""
     _wait_for(pid, sentinel)
     sys.stderr.write(f"bridge: pid {pid}, which started this process, is gone: ending pid {os.getpid()}\n")
-    # The kernel's own alarm ends a process even while it hangs in its finalisation, where this thread runs no more.
+    # The kernel's own alarm ends a process even while it hangs in its finalization, where this thread no longer runs.
     signal.alarm(GRACE_S + 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
@@ -53,6 +50,7 @@ def _end_after(pid: int | None, sentinel: int) -> None:
 
 
 def _wait_for(pid: int | None, sentinel: int) -> None:
+    """Wait for the end of the parent, without holding the GIL."""
     try:
         descriptor = os.pidfd_open(pid or 0)
     except ProcessLookupError:
@@ -60,9 +58,9 @@ def _wait_for(pid: int | None, sentinel: int) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        connection.wait([sentinel])  # after a fork, siblings may hold its other end open: second best
+        connection.wait([sentinel])  # second best: after a fork, siblings may hold its other end open
         return
-    if connection.wait([sentinel], timeout=0):  # it was gone before, and the descriptor is of a later process
+    if connection.wait([sentinel], timeout=0):  # it was gone before: the descriptor may be of a later process
         return
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

@@ -1,31 +1,36 @@
-"""What one worker of vLLM can be asked: export, addresses, digests, single elements, LoRA slots, KV cache.
+"""What Bridge asks of one of vLLM's workers: export, addresses, digests, single elements, LoRA slots, KV cache.
 
-vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server reaches the
-methods by `collective_rpc`. Answers are JSON text or plain numbers, which every executor can carry.
-
-Not covered: when these may be called (`server_fence.py`).
+vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server calls the methods by
+`collective_rpc`. Answers are JSON text or plain values, which every executor can carry.
 """
 
 import json
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.protocol import Element
-from bridge.server.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle, View
+from bridge.server.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
-from patches import layers, loading, lora_slots, memory_pool, model_runner
+from bridge.weights.shared_memory import SharedBlock
+from patches import loading, lora_slots, memory_pool, model_runner
 
-if TYPE_CHECKING:
-    from bridge.weights.shared_memory import SharedBlock
-
+PINS = """
+vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size, data_parallel_size
+vllm.v1.worker.worker_base
+    wrap WorkerWrapperBase.init_worker(all_kwargs)  # mixes the extension into the worker
+    WorkerBase: rank, vllm_config, model_runner
+# From the runner, V1, V2 and CPU, to the manager that knows which adapter has which slot.
+vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin: lora_manager
+vllm.lora.worker_manager: WorkerLoRAManager: _adapter_manager
+vllm.lora.model_manager: LoRAModelManager: lora_index_to_id
+"""
 CHUNK = 2**24
-"""Elements that are looked at at once."""
+"""Elements checked at once."""
 
 
 class BridgeWorker:
@@ -36,25 +41,24 @@ class BridgeWorker:
     model_runner: Any
 
     def bridge_export(self) -> str:
-        """Return this rank's `Shard` as JSON, or `{"error": ..., "remedy": ...}` when the model is refused."""
+        """Return this rank's `Shard` as JSON, or `{"error": ..., "remedy": ...}` if the model is refused."""
         try:
             return self._bridge_shard().model_dump_json()
         except BridgeError as error:
             return json.dumps({"error": error.message, "remedy": error.remedy})
 
     def bridge_settle(self) -> list[str]:
-        """Finish all work on this rank's device, and name the parameters that have moved since the load."""
+        """Finish all work on this rank's device, and return the parameters that have moved since the load."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        moved: list[str] = self.model_runner.bridge_places.moved()
-        return moved
+        return list(self.model_runner.bridge_places.moved())
 
     def bridge_sleep(self) -> None:
         """Free this rank's KV cache."""
         memory_pool.sleep(self)
 
     def bridge_wake(self) -> str | None:
-        """Take this rank's KV cache back, empty; say why where that fails."""
+        """Allocate this rank's KV cache again; return the reason if that fails."""
         return memory_pool.wake(self)
 
     def bridge_digests(self) -> dict[str, str]:
@@ -62,23 +66,23 @@ class BridgeWorker:
         return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
 
     def bridge_finiteness(self) -> tuple[int, list[str]]:
-        """Return how many parameters and matrices of adapter slots there are, and which hold NaN or infinity."""
+        """Return the number of parameters and matrices of adapter slots, and which of them hold NaN or infinity."""
         model = self._bridge_model()
         tensors = {**dict(model.named_parameters()), **lora_slots.tensors(model)}
         return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
         """Return the value of each of `elements`."""
-        return [float(self._bridge_element(Element(**element))) for element in elements]
+        return [float(self._bridge_element(element)) for element in elements]
 
     def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
         """Set each of `elements` to its value."""
         for element, value in zip(elements, values, strict=True):
-            self._bridge_element(Element(**element)).fill_(value)
+            self._bridge_element(element).fill_(value)
         self.bridge_settle()
 
     def bridge_adapter_slot(self, adapter_id: int) -> int | None:
-        """Return the index of the slot that holds the adapter with vLLM's number `adapter_id`; None if none does."""
+        """Return the index of the slot that holds the adapter with vLLM's number `adapter_id`."""
         holders: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
         return holders.index(adapter_id) if adapter_id in holders else None
 
@@ -86,50 +90,47 @@ class BridgeWorker:
         model: nn.Module = self.model_runner.get_model()
         return model
 
-    def _bridge_element(self, element: Element) -> torch.Tensor:
-        parameter = self._bridge_model().get_parameter(element.parameter)
-        return parameter.detach().view(-1)[element.index]
+    def _bridge_element(self, document: dict[str, Any]) -> torch.Tensor:
+        element = Element(**document)
+        return self._bridge_model().get_parameter(element.parameter).detach().view(-1)[element.index]
 
     def _bridge_shard(self) -> Shard:
         model, config = self._bridge_model(), self.vllm_config.model_config
         _refuse_foreign_types(model, config.dtype)
-        record = loading.record_of(model)
-        views = _renamed(record.views, layers.plain_names(model))
-        whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
+        record, names, block = loading.record_of(model), loading.plain_names(model), model_runner.shared_block(model)
+        is_whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
+        slots = lora_slots.find(model, record.views) if is_whole else {}
         shard = Shard(
             rank=self.rank,
             gpu_uuid=_gpu_uuid(model),
             model_class=type(model).__name__,
-            ipc_handles=_handles(model),
-            param_mappings=views,
-            padding=layers.padding(model),
-            lora_slots=_lora_slots(model, lora_slots.find(model, record.views)) if whole else {},
+            ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()},
+            param_mappings={  # a parameter that is gone keeps its plain name, and is refused
+                name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
+                for name, view in record.views.items()
+            },
+            padding=loading.padding(model),
+            lora_slots={
+                name: LoraSlot(lora_a=_handle(a, block), lora_b=_handle(b, block)) for name, (a, b) in slots.items()
+            },
         )
-        if whole:
+        if is_whole:
             held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
             layout.check_coverage(record.expected, held, shard.param_mappings, shard.padding)
         return shard
-
-
-def _renamed(views: Mapping[str, View], names: Mapping[str, str]) -> dict[str, View]:
-    """Return `views` by the names that vLLM's parameters have now; one that is gone keeps its own, and is refused."""
-    return {
-        name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
-        for name, view in views.items()
-    }
 
 
 def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
     others = [f"{name} ({parameter.dtype})" for name, parameter in model.named_parameters() if parameter.dtype != dtype]
     if others:
         raise UnsupportedModelError(
-            f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantised or repacked",
-            remedy=f"serve the unquantised model; {OTHER_MODES}",
+            f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantized or repacked",
+            remedy=f"serve the unquantized model; {OTHER_MODES}",
         )
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether every element is a finite number, with little memory beside the tensor."""
+    """Check every element, with little memory beside the tensor."""
     return all(bool(part.isfinite().all()) for part in tensor.contiguous().view(-1).split(CHUNK))
 
 
@@ -138,24 +139,9 @@ def _gpu_uuid(model: nn.Module) -> str | None:
     return cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None
 
 
-def _handles(model: nn.Module) -> dict[str, AnyHandle]:
-    block = model_runner.shared_block(model)
-    return {name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()}
-
-
-def _lora_slots(model: nn.Module, found: Mapping[str, lora_slots.Slots]) -> dict[str, LoraSlot]:
-    block = model_runner.shared_block(model)
-    return {
-        name: LoraSlot(lora_a=_handle(slots.lora_a, block), lora_b=_handle(slots.lora_b, block))
-        for name, slots in found.items()
-    }
-
-
-def _handle(tensor: torch.Tensor, block: "SharedBlock | None") -> AnyHandle:
-    return cuda_ipc.export(tensor) if block is None else _shared_handle(tensor, block)
-
-
-def _shared_handle(tensor: torch.Tensor, block: "SharedBlock") -> SharedMemoryHandle:
+def _handle(tensor: torch.Tensor, block: SharedBlock | None) -> AnyHandle:
+    if block is None:
+        return cuda_ipc.export(tensor)
     assert tensor.untyped_storage().data_ptr() == block.storage.data_ptr(), "a weight left the shared file"
     assert block.path.startswith(f"/proc/{os.getpid()}/"), block.path
     return SharedMemoryHandle(

@@ -30,7 +30,7 @@ trainer takes what the server takes; plain transformers takes what the longest s
 is trained up to `max_position_embeddings`: vLLM has no frequencies beyond.
 
 A family that is missing here is no special case: its layout, like that of each one here, is learnt from vLLM's own
-`load_weights` ([`patches/layers.py`](../patches/layers.py)), and it passes the same checks or is refused by name.
+`load_weights` ([`patches/loading.py`](../patches/loading.py)), and it passes the same checks or is refused by name.
 
 """
 COLUMNS = ("family", "transformers", "vLLM", "held together in vLLM", "before", "after", "moved", "versions")

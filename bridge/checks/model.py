@@ -3,7 +3,7 @@
 What a configuration does not show, a child process finds by building the model's class without its weights, unless
 families are proved that are built so.
 
-Not covered: what only vLLM's own loader shows (`patches/layers.py`, `patches/loading.py`), and whether the model fits
+Not covered: what only vLLM's own loader shows (`patches/loading.py`), and whether the model fits
 the memory (`bridge plan`).
 """
 

@@ -16,7 +16,7 @@ WHOLE: Mapping[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Sampling parameter -> the value that changes nothing. `patches/symbols` checks that vLLM has no other default."""
+"""Sampling parameter -> the value that changes nothing. `tests/contract` checks that vLLM has no other default."""
 PROTOCOL = ("top_p", "presence_penalty", "frequency_penalty")
 """Those that are part of OpenAI's protocol, so that any server takes them."""
 NO_DEFAULT = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")

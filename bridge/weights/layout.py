@@ -1,7 +1,7 @@
 """The layout: which views make up which Hugging Face parameter, and the proof that nothing is left out.
 
 Pure: it knows shapes alone, neither tensors nor vLLM. The server fills it from vLLM's own layer
-objects (`patches/layers.py`); both sides check it with `check_coverage`.
+objects (`patches/loading.py`); both sides check it with `check_coverage`.
 
 Not covered: opening memory (`attach.py`).
 """

@@ -34,7 +34,7 @@ from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
 from cli.main import answer
 from patches import routes
-from patches.server_fence import ServerFence
+from patches.server_fence import Phase, ServerFence
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, Asked, HttpServer, serving
@@ -81,7 +81,7 @@ class Server:
         for tensor in list(self.toy.tensors.values())[::2]:
             tensor.fill_(9.0)
         self.engine.paused = True
-        self.fence.holder = DEAD
+        self.fence.enter(Phase.WRITING, DEAD)
         self.fence.last_checkpoint = None if last_checkpoint is None else str(last_checkpoint)
 
     def routes(self) -> list[str]:
@@ -246,7 +246,7 @@ def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server, monkeyp
     other_weights(server, bridge.folder / "other")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        server.fence.holder = ProcessIdentity.of(child.pid)
+        server.fence.enter(Phase.WRITING, ProcessIdentity.of(child.pid))
         error, hint = bridge.refused(4, "other")
     finally:
         child.kill()
@@ -412,7 +412,8 @@ def test_an_adapter_is_loaded_behind_the_fence_where_those_of_earlier_runs_made_
 
 def test_a_torn_adapter_is_mended_and_the_weights_are_not_touched(bridge: Bridge, server: Server, slots: Slots) -> None:
     folder = adapter(server, bridge.folder / "adapter_step_3")
-    server.engine.paused, server.fence.holder, server.fence.writes = True, DEAD, "adapter"
+    server.fence.enter(Phase.WRITING, DEAD)
+    server.engine.paused, server.fence.writes = True, "adapter"
     assert server.fence.state == "torn"
     bridge.restores("adapter_step_3")
     assert (server.fence.state, server.engine.paused) == ("serving", False)
@@ -508,7 +509,8 @@ def test_a_server_that_is_torn_stays_so_when_vllm_refuses_the_adapter(
 ) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     slots.refuses = True
-    server.engine.paused, server.fence.holder, server.fence.writes = True, DEAD, "adapter"
+    server.fence.enter(Phase.WRITING, DEAD)
+    server.engine.paused, server.fence.writes = True, "adapter"
     assert bridge.refused(4, "adapter_step_3")[0] == "vLLM does not load it"
     assert (server.fence.version, server.engine.paused) == (0, True)
     server.fence.holder = DEAD  # as the server finds it once this process is gone

@@ -2,8 +2,8 @@
 
 import pytest
 
+from patches import pins
 from patches.compatibility import TESTED_VERSIONS, find_faults, read_below
-from patches.symbols import SYMBOLS
 from tests.contract.wheels import fetch
 
 
@@ -12,5 +12,6 @@ from tests.contract.wheels import fetch
 def test_every_pinned_symbol_fits(version: str, pytestconfig: pytest.Config) -> None:
     if not pytestconfig.getoption("--every-vllm"):
         pytest.skip("reads nine wheels: make contract")
-    root = fetch(version, frozenset(pin.module for pin in SYMBOLS))
-    assert find_faults(lambda module: read_below(root, module)) == []
+    pinned = pins.collect()
+    root = fetch(version, frozenset(pin.module for pin in pinned))
+    assert find_faults(lambda module: read_below(root, module), pinned) == []

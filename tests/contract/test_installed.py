@@ -1,5 +1,6 @@
-"""The installed vLLM fits, and nothing of vLLM that `patches/` imports goes unpinned."""
+"""The installed vLLM fits, and each patch pins what it imports from vLLM."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bridge.rollouts.distribution import WHOLE
+from patches import pins
 from patches.compatibility import TESTED_VERSIONS, check_installed, read_installed
-from patches.source import Source
-from patches.symbols import SYMBOLS
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM is installed")
@@ -38,12 +39,17 @@ def test_a_module_that_vllm_does_not_have_reads_as_none() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "patches").rglob("*.py")), ids=lambda file: file.name)
-def test_whatever_patches_import_from_vllm_is_pinned(file: Path) -> None:
-    pinned = {(pin.module, pin.name.partition(".")[0]) for pin in SYMBOLS}
+def test_a_patch_pins_what_it_imports_from_vllm(file: Path) -> None:
+    pinned = {(pin.module, pin.parts()["name"].partition(".")[0]) for pin in pins.of_file(file)}
     modules = {module for module, _ in pinned}
-    imported = Source(file.read_text()).imports_from("vllm")
+    imported = {pair for pair in pins.imports_of(ast.parse(file.read_text())) if f"{pair[0]}.".startswith("vllm.")}
     unpinned = {pair for pair in imported if pair not in pinned and ".".join(pair).strip(".") not in modules}
-    assert not unpinned, f"pin these in patches/symbols/: {sorted(unpinned)}"
+    assert not unpinned, f"add these to the file's PINS: {sorted(unpinned)}"
+
+
+def test_bridge_names_every_sampling_parameter_that_a_model_has_defaults_for() -> None:
+    (known,) = [pin.parts()["names"].split(", ") for pin in pins.collect() if " lists " in pin.statement]
+    assert set(known) == {*WHOLE, "temperature", "max_new_tokens", "skip_special_tokens"}
 
 
 def test_the_package_asks_for_the_range_that_was_tested() -> None:

@@ -1,16 +1,14 @@
 """Each kind of pin reports each way in which a vLLM can stop fitting."""
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
 from bridge.errors import IncompatibleVersionError
-from patches import compatibility
+from patches import compatibility, pins
 from patches.compatibility import TESTED_VERSIONS, find_faults, is_supported
-from patches.pins import Class, Constant, Function, LateImport, Listed, Name, Pin
-from patches.symbols import SYMBOLS
+from patches.pins import Pin
 
 SOURCE = """
 from typing import TYPE_CHECKING
@@ -36,40 +34,62 @@ class Worker(Base):
 """
 
 
-Use = Literal["call", "wrap", "replace"]
+def pin(statement: str, module: str = "m") -> Pin:
+    return Pin(module=module, statement=statement)
 
 
-def _function(name: str, use: Use, *parameters: str, is_async: bool = False) -> Function:
-    return Function(module="m", name=name, why="", use=use, parameters=parameters, is_async=is_async)
+LOAD, POOL = pin("wrap Worker.load(dummy)"), pin("replace Worker.pool(tag)")
+LATE = pin("Worker.process imports layers.linear.dispatch")
+PINS = (
+    LOAD,
+    POOL,
+    pin("call async Worker.reset(hard)"),
+    pin("Worker: size, limit, pool"),
+    pin("GROUP = 'vllm.group'"),
+    LATE,
+    pin("platform"),
+    pin("Worker.defaults lists available: top_k, top_p"),
+)
 
 
-LOAD = _function("Worker.load", "wrap", "dummy")
-POOL = _function("Worker.pool", "replace", "tag")
-RESET = _function("Worker.reset", "call", "hard", is_async=True)
-ATTRIBUTES = Class(module="m", name="Worker", attributes=("size", "limit", "pool"), why="")
-GROUP = Constant(module="m", name="GROUP", value="vllm.group", why="")
-LATE = LateImport(module="m", name="Worker.process", imports=("layers.linear", "dispatch"), why="")
-PLATFORM = Name(module="m", name="platform", why="")
-LISTED = Listed(module="m", name="Worker.defaults", variable="available", known=frozenset({"top_k", "top_p"}), why="")
-PINS = (LOAD, POOL, RESET, ATTRIBUTES, GROUP, LATE, PLATFORM, LISTED)
-
-
-def _faults(old: str, new: str, pins: Iterable[Pin] = PINS) -> list[str]:
+def _faults(old: str, new: str, pinned: Collection[Pin] = PINS) -> list[str]:
     doctored = SOURCE.replace(old, new)
     assert doctored != SOURCE or old == new, f"the source does not hold {old!r}"
-    return find_faults({"m": doctored}.get, pins)
+    return find_faults({"m": doctored}.get, pinned)
 
 
 def test_the_undoctored_source_fits() -> None:
     assert _faults("", "") == []
 
 
-def test_what_bridge_can_do_without_has_to_fit_where_what_it_stands_beside_is_there() -> None:
-    beside_pool, elsewhere = replace(LOAD, beside="Worker.pool"), replace(LOAD, module="n", beside="Worker.pool")
+def test_what_bridge_can_do_without_must_fit_where_its_condition_is_defined() -> None:
+    beside_pool, elsewhere = (pin("if Worker.pool: wrap Worker.load(dummy)", module) for module in ("m", "n"))
     assert _faults("", "", (beside_pool, elsewhere)) == []
-    assert _faults("load(self, dummy=False", "load(self", (replace(LOAD, beside="Worker.drain"),)) == []
+    assert _faults("load(self, dummy=False", "load(self", [pin("if Worker.drain: wrap Worker.load(dummy)")]) == []
     assert _faults("load(self, dummy=False", "load(self", (beside_pool,))
     assert _faults("def load", "def load_weights", (beside_pool,))
+
+
+def test_the_pins_of_a_file_are_read_from_its_text(tmp_path: Path) -> None:
+    (tmp_path / "patch.py").write_text('''PINS = """
+# A comment.
+m: call f()  # why
+n.o
+    C: a,
+        b
+    # Another.
+    name
+"""
+raise ImportError
+''')
+    found = [(each.patch, each.module, each.statement) for each in pins.of_file(tmp_path / "patch.py")]
+    assert found == [("patch", "m", "call f()"), ("patch", "n.o", "C: a, b"), ("patch", "n.o", "name")]
+
+
+@pytest.mark.parametrize("statement", ["call f", "wraps f()", "NAME = 3", "f lists x", "C : a"])
+def test_what_is_no_statement_is_an_error(statement: str) -> None:
+    with pytest.raises(ValueError, match="is no statement about m"):
+        pin(statement).fault(None)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +172,7 @@ def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(m
     with pytest.raises(IncompatibleVersionError) as refusal:
         compatibility.check_installed()
     assert "0.30.0" in refusal.value.message
-    names = [f"{pin.module}.{pin.name}" for pin in SYMBOLS if pin.beside is None]
+    names = [f"{pin.module}.{pin.parts()['name']}" for pin in pins.collect() if not pin.parts().get("condition")]
     assert [name for name in names if f"{name} is missing with its module" not in refusal.value.message] == []
     assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
 

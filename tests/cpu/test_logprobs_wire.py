@@ -69,7 +69,6 @@ def test_nothing_changes_in_a_process_that_sends_no_outputs(monkeypatch: pytest.
     sends: Callable[..., Any] = lambda *given: ran.append(given)  # noqa: E731  what the thread runs
     monkeypatch.setattr(EngineCoreProc, "process_output_sockets", sends)
     logprobs_wire.patch()
-    logprobs_wire.patch()
     assert LogprobsLists.slice_request is original
     EngineCoreProc.process_output_sockets("self", ["path"], None, 0)
     assert ran == [("self", ["path"], None, 0)]

@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 from bridge.core.process import ProcessIdentity
 from bridge.server.protocol import ADAPTER, TOKEN_HEADER
 from patches import routes
-from patches.adapter_claim import AdapterClaim
-from patches.guard import Rules
+from patches.adapter import AdapterClaim
+from patches.admission import Rules
 from patches.server_lease import ServerLease
 from tests.unit.checks_sample import dead_server, manifest
 from tests.unit.test_generate import FakeModels

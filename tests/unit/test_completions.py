@@ -149,7 +149,7 @@ def test_what_is_no_such_request_is_refused(http: TestClient, engine: FakeEngine
 def test_what_cannot_be_generated_is_refused(http: TestClient, engine: FakeEngine) -> None:
     too_long = http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 1})
     assert too_long.status_code == 400
-    assert words(too_long).startswith("a prompt of 2 tokens and max_tokens=7 are more than the 8")
+    assert words(too_long).endswith("a prompt of 2 tokens and max_tokens=7 exceed the server's --max-model-len 8")
     assert not engine.asked
     assert http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 2}).status_code == 200
     engine.refusal = ValueError("Token id 9999 is out of vocabulary")
@@ -177,7 +177,7 @@ def test_log_probabilities_that_are_no_numbers_in_spite_of_the_weights_are_an_er
 ) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     answer = http.post(COMPLETIONS, json=ASKED)
-    assert (answer.status_code, words(answer).partition(",")[0]) == (500, "the log-probabilities are no numbers")
+    assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
     assert "every number in 9 tensors is finite: a kernel is broken" in words(answer)
 
 

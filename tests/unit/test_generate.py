@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from bridge.core.process import ProcessIdentity
 from bridge.server.protocol import ADAPTER, VERSION_HEADER
 from patches import generate, routes
-from patches.adapter_claim import AdapterClaim
+from patches.adapter import AdapterClaim
 from patches.server_lease import ServerLease
 
 ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
@@ -149,7 +149,7 @@ def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("{", "the body is no JSON: "),
+        ("{", "the body is not JSON: "),
         ("[]", "a JSON list, expected an object"),
         ('{"prompt": "a", "temprature": 1}', "/generate does not know temprature, only "),
         ('{"prompt": "a", "stream": true}', "/generate does not stream; /v1/completions does"),

@@ -10,11 +10,11 @@ from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from bridge.errors import UsageError
-from patches import guard, routes
-from patches.guard import Rules
+from patches import admission, routes
+from patches.admission import Rules
 from patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
-from tests.unit.test_routes import AUTHORISED, OneRank
+from tests.unit.test_routes import AUTHORISED, FakeEngine
 
 KEYS = ["the key", "another key"]
 CLOSED = ["/invocations", "/adapters", "/metrics", "/v1/models", "/version", "/health/more", "/ping", "/openapi.json"]
@@ -36,7 +36,7 @@ def vllm(**args: Any) -> FastAPI:
 
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_manifest = manifest()
-    app.state.bridge_fence = ServerFence(OneRank(), app.state.bridge_manifest)
+    app.state.bridge_fence = ServerFence(FakeEngine(), app.state.bridge_manifest)
     return app
 
 
@@ -100,7 +100,7 @@ def test_without_a_key_every_route_is_open() -> None:
 def test_the_key_is_found_where_vllm_finds_it(given: Any, environment: str | None, opens: list[str]) -> None:
     variables = {} if environment is None else {"VLLM_API_KEY": environment}
     rules = Rules.of(Namespace(api_key=given, host=None), variables)
-    assert rules.key_digests == tuple(guard._digest(key) for key in opens)
+    assert rules.key_digests == tuple(admission._digest(key) for key in opens)
 
 
 HERE = [
@@ -157,12 +157,12 @@ def test_a_refusal_says_what_to_do() -> None:
 @pytest.mark.parametrize("value", ["1", "2", "01", "true"])
 def test_development_routes_are_refused(value: str) -> None:
     with pytest.raises(UsageError, match="VLLM_SERVER_DEV_MODE"):
-        guard.refuse_dev_mode({"VLLM_SERVER_DEV_MODE": value})
+        admission.refuse_dev_mode({"VLLM_SERVER_DEV_MODE": value})
 
 
 @pytest.mark.parametrize("variables", [{}, {"VLLM_SERVER_DEV_MODE": ""}, {"VLLM_SERVER_DEV_MODE": "0"}])
 def test_without_them_nothing_is(variables: dict[str, str]) -> None:
-    guard.refuse_dev_mode(variables)
+    admission.refuse_dev_mode(variables)
 
 
 def test_what_is_refused_is_never_read() -> None:

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from patches.intake import HeadSweeper, Intake, sweep_heads
+from patches.admission import HeadSweeper, Intake, sweep_heads
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"

@@ -1,4 +1,4 @@
-"""LoRA's slots in layers made by hand: whose they are, moved into shared memory, watched and exported; CPU kernels."""
+"""LoRA's slots in layers made by hand: whose they are, moved into shared memory, watched and exported."""
 
 import json
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from bridge.server.shard import Shard, View
 from bridge.weights import shared_memory
 from bridge.weights.layout import rows
-from patches import cpu_lora, lora_slots, model_runner
+from patches import lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
-from tests.unit.test_layers import HIDDEN, SHAPES, layers, with_lora, worker  # noqa: F401
+from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
@@ -71,7 +71,7 @@ def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
     model = model_with_slots()
     found = lora_slots.find(model, views())
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
-    assert {name: (id(pair.lora_a), id(pair.lora_b)) for name, pair in found.items()} == {
+    assert {name: (id(a), id(b)) for name, (a, b) in found.items()} == {
         f"{block}.{name}": (id(layer.lora_a_stacked[index]), id(layer.lora_b_stacked[index]))
         for block, name, layer, index in (
             ("attn", "q_proj", qkv, 0),
@@ -90,8 +90,8 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
     model.lora_manager = SimpleNamespace(modules={"lm_head": processor})
     found = lora_slots.find(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
-    assert found["lm_head"].lora_a is processor.lora_a_stacked
-    assert found["lm_head"].lora_b is processor.lora_b_stacked
+    assert found["lm_head"][0] is processor.lora_a_stacked
+    assert found["lm_head"][1] is processor.lora_b_stacked
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,8 @@ def test_a_slot_that_moves_or_goes_is_noticed() -> None:
     assert len(places.moved()) == 1 + 4
 
 
-def test_a_worker_exports_slots_that_another_process_can_open(
-    layers: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
     model_runner._move_to_shared_memory(model)
     shard = Shard.model_validate_json(worker(model, monkeypatch).bridge_export())
@@ -169,10 +167,8 @@ def test_a_worker_exports_slots_that_another_process_can_open(
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-def test_under_tensor_parallelism_no_slots_are_exported(
-    layers: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("vllm")
+def test_under_tensor_parallelism_no_slots_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
     model_runner._move_to_shared_memory(model)
     made = worker(model, monkeypatch)
@@ -180,23 +176,9 @@ def test_under_tensor_parallelism_no_slots_are_exported(
     assert json.loads(made.bridge_export())["lora_slots"] == {}
 
 
-def test_a_worker_tells_which_slot_an_adapter_has(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_worker_tells_which_slot_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker(model_with_slots(), monkeypatch)
     manager = SimpleNamespace(lora_index_to_id=[None, 7])
     made.model_runner.lora_manager = SimpleNamespace(_adapter_manager=manager)
     assert made.bridge_adapter_slot(7) == 1
     assert made.bridge_adapter_slot(8) is None
-
-
-def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
-    def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
-        """As vLLM 0.26 to 0.32: -1 is the last slot."""
-        assert add
-        output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
-
-    inputs, weights, output = torch.ones(3, RANK), torch.ones(SLOTS, 1, 4, RANK), torch.zeros(3, 4)
-    patched = cpu_lora.without_base_rows(kernel)
-    patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
-    assert output.tolist() == [[0] * 4, [RANK] * 4, [0] * 4]
-    assert inputs.all()
-    assert cpu_lora.without_base_rows(patched) is patched

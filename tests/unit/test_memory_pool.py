@@ -104,9 +104,6 @@ def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm
 
     vllm.CuMemAllocator = CuMemAllocator
     memory_pool.patch()
-    once = CuMemAllocator.use_memory_pool
-    memory_pool.patch()
-    assert CuMemAllocator.use_memory_pool is once
     for tag in ("weights", "runtime", "kv_cache", "workspace"):
         with CuMemAllocator().use_memory_pool(tag=tag):
             pass

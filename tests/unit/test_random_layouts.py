@@ -1,7 +1,6 @@
 """Layouts by chance: what is accepted is right to the last byte, or it is refused; nothing is wrong in silence."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ from bridge.errors import UnsupportedModelError
 from bridge.server.shard import View
 from bridge.weights.attach import _view
 from bridge.weights.layout import check_coverage
+from patches import loading
 from tests.unit import random_server
 from tests.unit.random_server import Server
-
-# The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
-from tests.unit.test_layers import layers, skeleton  # noqa: F401
+from tests.unit.test_loading import skeleton
 
 NUM_CASES, NUM_TESTS = 10_000, 8
 
@@ -29,11 +27,11 @@ def values(server: Server, first: int) -> dict[str, Tensor]:
     return made
 
 
-def laid_out(layers: Any, server: Server) -> dict[str, View] | None:  # noqa: F811
+def laid_out(server: Server) -> dict[str, View] | None:
     """Return the layout as a server and a trainer find and check it; None where they refuse it."""
     model = server.model()
     try:
-        views: dict[str, View] = layers.views(model, skeleton(server.shapes, torch.float32))
+        views = loading.views(model, skeleton(server.shapes, torch.float32))
         check_coverage(server.shapes, server.held, views, server.padding)
     except UnsupportedModelError:
         return None
@@ -60,11 +58,11 @@ def check(server: Server, views: dict[str, View]) -> None:
 
 
 @pytest.mark.parametrize("part", range(NUM_TESTS))
-def test_what_is_accepted_is_right_and_the_rest_is_refused(part: int, layers: Any) -> None:  # noqa: F811
+def test_what_is_accepted_is_right_and_the_rest_is_refused(part: int) -> None:
     num_accepted = num_refused = 0
     for case in range(part, NUM_CASES, NUM_TESTS):
         server = random_server.make(random.Random(case))
-        views = laid_out(layers, server)
+        views = laid_out(server)
         if views is None:
             assert not server.is_plain, case
             num_refused += 1
@@ -76,6 +74,6 @@ def test_what_is_accepted_is_right_and_the_rest_is_refused(part: int, layers: An
 
 
 @pytest.mark.parametrize("odd", random_server.ODD, ids=lambda odd: odd.__name__)
-def test_each_oddity_alone_is_refused(odd: random_server.Load, layers: Any) -> None:  # noqa: F811
+def test_each_oddity_alone_is_refused(odd: random_server.Load) -> None:
     load = ("v", (slice(0, 4),), (), odd)
-    assert laid_out(layers, Server(shapes={"h": (4, 4)}, held={"v": (4, 4)}, loads={"h": [load]})) is None
+    assert laid_out(Server(shapes={"h": (4, 4)}, held={"v": (4, 4)}, loads={"h": [load]})) is None

@@ -24,7 +24,7 @@ from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
 from patches import exporter, routes
-from patches.server_fence import ServerFence
+from patches.server_fence import Phase, ServerFence
 from tests.unit import http_server
 from tests.unit.checks_sample import manifest
 
@@ -40,10 +40,11 @@ def after(version: int) -> dict[str, Any]:
 
 
 class FakeEngine:
-    """An engine of two ranks, whose weights are a dict."""
+    """An engine whose weights are a dict; `num_ranks` of them agree, and `more` answers follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1, *more: Any) -> None:
         self.engine_core = self
+        self.num_ranks, self.more = num_ranks, more
         self.weights = {3: 1.5}
         self.drops = True
         self.awake = True
@@ -59,8 +60,7 @@ class FakeEngine:
         return self.drops
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        mine = getattr(self, method)(*args)
-        return [mine, mine if method == "bridge_finiteness" else "the other rank's"]
+        return [*(getattr(self, method)(*args) for _ in range(self.num_ranks)), *self.more]
 
     def bridge_settle(self) -> list[str]:
         return []
@@ -85,17 +85,12 @@ class FakeEngine:
         self.weights.update({element["index"]: value for element, value in zip(elements, values, strict=True)})
 
 
-class OneRank(FakeEngine):
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [getattr(self, method)(*args)]
-
-
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_manifest = manifest()
-    app.state.bridge_engine = OneRank()
+    app.state.bridge_engine = FakeEngine()
     app.state.bridge_fence = ServerFence(app.state.bridge_engine, app.state.bridge_manifest)
 
     @app.get("/v1/quick")
@@ -134,7 +129,7 @@ def test_every_route_of_the_router_wants_the_token() -> None:
     assert routes.router.routes
     for route in routes.router.routes:
         calls = [dependency.call for dependency in route.dependant.dependencies]  # type: ignore[attr-defined]
-        assert routes._authorise in calls, route
+        assert routes._authorize in calls, route
 
 
 def test_a_passage_over_http(http: TestClient) -> None:
@@ -212,7 +207,7 @@ def listening(app: FastAPI) -> Iterator[str]:
 
 
 def test_a_trainer_that_gives_up_a_pending_pause_leaves_a_server_that_serves(app: FastAPI) -> None:
-    class Busy(OneRank):
+    class Busy(FakeEngine):
         paused = False
 
         async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
@@ -251,7 +246,7 @@ def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_
     http: TestClient, app: FastAPI, tmp_path: Path
 ) -> None:
     http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": str(tmp_path)})
-    app.state.bridge_fence.holder = ME.model_copy(update={"start_ticks": 1})
+    app.state.bridge_fence.enter(Phase.WRITING, ME.model_copy(update={"start_ticks": 1}))
     torn = http.get("/bridge/status").json()
     assert (torn["state"], torn["last_checkpoint"]) == ("torn", str(tmp_path))
     refused = http.post("/bridge/pause", json=HOLDER)
@@ -273,11 +268,28 @@ def test_a_refusal_is_a_conflict_with_its_remedy(http: TestClient, app: FastAPI)
     assert http.get("/bridge/status").json()["state"] == "serving"
 
 
-def test_reading_and_digests_answer_for_rank_0(http: TestClient, app: FastAPI) -> None:
-    app.state.bridge_engine = FakeEngine()
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_reading_and_digests_answer_what_all_ranks_say(http: TestClient, app: FastAPI, num_ranks: int) -> None:
+    app.state.bridge_engine = FakeEngine(num_ranks)
     values = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": [ELEMENT]}).content)
     assert values.values == (1.5,)
     assert Digests.model_validate_json(http.get("/bridge/tensors/digest").content).digests == {"w": "00ff"}
+
+
+def test_a_rank_that_answers_differently_is_named(http: TestClient, app: FastAPI) -> None:
+    app.state.bridge_engine = FakeEngine(2, [1.25])
+    answer = http.post("/bridge/tensors/read", json={"elements": [ELEMENT]})
+    assert answer.status_code == 409
+    assert "rank 2 answers [1.25], expected [1.5] as from rank 0" in Refusal.model_validate_json(answer.content).error
+    app.state.bridge_engine = FakeEngine(1, {"w": "00fe"})
+    assert "rank 1 answers {'w': '00fe'}" in http.get("/bridge/tensors/digest").json()["error"]
+    app.state.bridge_engine = FakeEngine(1, (3, []))
+    assert "rank 1 answers 3, expected 2" in http.get("/bridge/tensors/finite").json()["error"]
+
+
+def test_a_tensor_that_any_rank_finds_broken_is_named_once(http: TestClient, app: FastAPI) -> None:
+    app.state.bridge_engine = FakeEngine(1, (2, ["v"]), (2, ["w", "v"]))
+    assert http.get("/bridge/tensors/finite").json() == {"num_tensors": 2, "not_finite": ["v", "w"]}
 
 
 def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: FastAPI) -> None:
@@ -299,8 +311,8 @@ def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: Fas
 @pytest.mark.parametrize(
     ("element", "status", "words"),
     [
-        ({"parameter": "model.w\x1b[2J", "index": 0}, 404, "1 of 2 names are no parameters of tiny"),
-        ({"parameter": "w", "index": 4}, 422, "w has 4 elements, and not one of index 4"),
+        ({"parameter": "model.w\x1b[2J", "index": 0}, 404, "1 of 2 names are not parameters of tiny"),
+        ({"parameter": "w", "index": 4}, 422, "w has 4 elements, so none has index 4"),
         ({"parameter": "w", "index": 10**30}, 422, "w has 4 elements"),
     ],
 )
@@ -337,7 +349,7 @@ def test_a_version_beyond_what_every_reader_takes_is_refused(http: TestClient, v
 
 
 def test_weights_that_are_no_numbers_are_read_and_named(http: TestClient, app: FastAPI) -> None:
-    app.state.bridge_engine = FakeEngine()
+    app.state.bridge_engine = FakeEngine(2)
     assert http.get("/bridge/tensors/finite").json() == {"num_tensors": 2, "not_finite": []}
     app.state.bridge_engine.weights = {3: float("nan"), 2: float("-inf")}
     elements = [ELEMENT, {**ELEMENT, "index": 2}]

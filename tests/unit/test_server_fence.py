@@ -12,7 +12,7 @@ import pytest
 
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import InFlight
+from bridge.server.protocol import InFlight, PauseRequest
 from patches import server_fence
 from patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
@@ -78,6 +78,10 @@ class FakeEngine:
             raise RuntimeError(f"{call} failed")
 
 
+def asking(holder: ProcessIdentity, in_flight: InFlight, **more: Any) -> PauseRequest:
+    return PauseRequest(holder=holder, in_flight=in_flight, **more)
+
+
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 20))
 
@@ -98,7 +102,7 @@ def test_a_passage_pauses_settles_drops_the_cache_and_publishes_once() -> None:
 
     async def passage() -> None:
         assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         assert (fence.state, fence.version, fence.holder) == ("paused", 0, ME)
         assert engine.paused
         assert engine.calls == PAUSED
@@ -112,7 +116,7 @@ def test_a_passage_pauses_settles_drops_the_cache_and_publishes_once() -> None:
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 def test_requests_under_way_are_treated_as_asked(in_flight: InFlight) -> None:
     engine = FakeEngine()
-    run(ServerFence(engine, manifest()).pause(ME, in_flight))
+    run(ServerFence(engine, manifest()).pause(asking(ME, in_flight)))
     assert engine.calls[0] == f"pause {in_flight}"
 
 
@@ -127,7 +131,7 @@ def test_the_version_is_up_before_a_token_is_generated() -> None:
     fence = ServerFence(Engine(), manifest())
 
     async def passage() -> None:
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         await fence.publish(ME)
 
     run(passage())
@@ -139,7 +143,7 @@ def test_a_release_resumes_with_the_same_version() -> None:
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         await fence.release(ME)
 
     run(passage())
@@ -163,7 +167,7 @@ def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error:
 
     async def passage() -> None:
         with pytest.raises(error, match=words):
-            await fence.pause(ME, "keep")
+            await fence.pause(asking(ME, "keep"))
         assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
         assert engine.calls[-1] == "resume"
         assert not engine.paused
@@ -180,9 +184,9 @@ def test_a_pause_can_be_tried_again_after_it_failed() -> None:
 
     async def passage() -> None:
         with pytest.raises(RuntimeError):
-            await fence.pause(ME, "keep")
+            await fence.pause(asking(ME, "keep"))
         engine.failing = ""
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         assert fence.state == "paused"
 
     run(passage())
@@ -195,8 +199,8 @@ def test_a_second_living_holder_is_refused_and_the_first_keeps_the_fence() -> No
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        await fence.pause(other, "keep")
-        for refused in (fence.pause(ME, "keep"), fence.publish(ME), fence.release(ME)):
+        await fence.pause(asking(other, "keep"))
+        for refused in (fence.pause(asking(ME, "keep")), fence.publish(ME), fence.release(ME)):
             with pytest.raises(AttachError, match=str(other.pid)):
                 await refused
         assert (fence.holder, fence.version) == (other, 0)
@@ -217,7 +221,9 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        results = await asyncio.gather(fence.pause(ME, "keep"), fence.pause(other, "keep"), return_exceptions=True)
+        results = await asyncio.gather(
+            fence.pause(asking(ME, "keep")), fence.pause(asking(other, "keep")), return_exceptions=True
+        )
         assert [type(result) for result in results] == [type(None), FenceBusyError]
         assert engine.calls == PAUSED
 
@@ -234,13 +240,13 @@ def test_a_holder_that_dies_leaves_the_weights_torn_for_every_ordinary_writer() 
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         states = [fence.state]
         end(child)
         states.append(fence.state)
         assert states == ["paused", "torn"]
         with pytest.raises(AttachError, match=f"torn after version 0: process {other.pid} died") as refused:
-            await fence.pause(ME, "keep")
+            await fence.pause(asking(ME, "keep"))
         assert "bridge restore CHECKPOINT" in refused.value.remedy
         with pytest.raises(AttachError, match="does not hold"):
             await fence.publish(ME)
@@ -257,7 +263,7 @@ async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncI
     child = living()
     fence = ServerFence(engine, manifest())
     try:
-        await fence.pause(ProcessIdentity.of(child.pid), "keep", last_checkpoint=last_checkpoint)
+        await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", last_checkpoint=last_checkpoint))
     finally:
         end(child)
     assert fence.state == "torn"
@@ -269,12 +275,12 @@ def test_torn_weights_are_mended_by_who_takes_them_over_and_publishes() -> None:
 
     async def passage() -> None:
         async with torn(engine) as fence:
-            await fence.pause(ME, "keep", takeover=True)
+            await fence.pause(asking(ME, "keep", takeover=True))
             assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
             assert engine.calls == [*PAUSED, *PAUSED]
             await fence.publish(ME)
             assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
-            await fence.pause(ME, "keep")
+            await fence.pause(asking(ME, "keep"))
             await fence.release(ME)
             assert fence.version == 1
 
@@ -286,8 +292,8 @@ def test_who_took_torn_weights_over_cannot_serve_them_as_they_are() -> None:
 
     async def passage() -> None:
         async with torn(engine) as fence:
-            await fence.pause(ME, "keep", takeover=True)
-            for refused in (fence.release(ME), fence.pause(ME, "keep")):
+            await fence.pause(asking(ME, "keep", takeover=True))
+            for refused in (fence.release(ME), fence.pause(asking(ME, "keep"))):
                 with pytest.raises(AttachError, match="were torn when this process took them over"):
                     await refused
             assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
@@ -301,11 +307,11 @@ def test_who_dies_in_a_takeover_leaves_the_weights_torn_again_and_the_next_may_m
 
     async def passage() -> None:
         async with torn(engine) as fence:
-            await fence.pause(ProcessIdentity.of(child.pid), "keep", takeover=True)
+            await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", takeover=True))
             end(child)
             with pytest.raises(AttachError, match=f"process {child.pid} died"):
-                await fence.pause(ME, "keep")
-            await fence.pause(ME, "keep", takeover=True)
+                await fence.pause(asking(ME, "keep"))
+            await fence.pause(asking(ME, "keep", takeover=True))
             await fence.publish(ME)
             assert (fence.state, fence.version) == ("serving", 1)
 
@@ -324,7 +330,7 @@ def test_a_takeover_that_fails_leaves_torn_weights_paused_and_torn(failing: str)
             before = fence.holder
             engine.failing = failing
             with pytest.raises(RuntimeError):
-                await fence.pause(ME, "keep", last_checkpoint="/new", takeover=True)
+                await fence.pause(asking(ME, "keep", last_checkpoint="/new", takeover=True))
             assert (fence.state, fence.holder, fence.last_checkpoint) == ("torn", before, None)
             assert engine.paused
             assert "resume" not in engine.calls
@@ -339,9 +345,9 @@ def test_a_takeover_never_robs_a_living_holder() -> None:
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         with pytest.raises(AttachError, match=f"process {other.pid} holds the fence") as refused:
-            await fence.pause(ME, "keep", takeover=True)
+            await fence.pause(asking(ME, "keep", takeover=True))
         assert refused.value.remedy.endswith(f"kill {other.pid}")
         assert (fence.state, fence.holder, engine.calls) == ("paused", other, PAUSED)
 
@@ -357,10 +363,10 @@ def test_a_server_that_serves_may_be_taken_over_too_and_resumes_if_that_fails() 
 
     async def passage() -> None:
         with pytest.raises(RuntimeError):
-            await fence.pause(ME, "keep", takeover=True)
+            await fence.pause(asking(ME, "keep", takeover=True))
         assert (fence.state, engine.paused) == ("serving", False)
         engine.failing = ""
-        await fence.pause(ME, "keep", takeover=True)
+        await fence.pause(asking(ME, "keep", takeover=True))
         await fence.publish(ME)
         assert (fence.state, fence.version) == ("serving", 1)
 
@@ -371,7 +377,7 @@ def test_the_refusal_names_the_checkpoint_that_the_dead_one_had_named(tmp_path: 
     async def passage() -> None:
         async with torn(FakeEngine(), str(tmp_path)) as fence:
             with pytest.raises(AttachError) as refused:
-                await fence.pause(ME, "keep")
+                await fence.pause(asking(ME, "keep"))
             assert refused.value.remedy == f"bridge restore {tmp_path}"
 
     run(passage())
@@ -383,7 +389,7 @@ def test_a_writer_that_names_no_checkpoint_keeps_the_one_that_was_named() -> Non
     async def passage() -> None:
         named = []
         for last in ("/saved/step_1", None, "/saved/step_2"):
-            await fence.pause(ME, "keep", last_checkpoint=last)
+            await fence.pause(asking(ME, "keep", last_checkpoint=last))
             await fence.publish(ME)
             named.append(fence.status().last_checkpoint)
         assert named == ["/saved/step_1", "/saved/step_1", "/saved/step_2"]
@@ -397,7 +403,7 @@ def test_versions_never_run_backwards() -> None:
     async def passage() -> None:
         published = []
         for asked in (None, 7, 7, 3, None):
-            await fence.pause(ME, "keep")
+            await fence.pause(asking(ME, "keep"))
             await fence.publish(ME, asked)
             published.append(fence.version)
         assert published == [1, 7, 8, 9, 10]
@@ -414,7 +420,7 @@ def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
     async def passage() -> None:
         for holder in (dead, elsewhere):
             with pytest.raises(AttachError, match="not visible"):
-                await fence.pause(holder, "keep")
+                await fence.pause(asking(holder, "keep"))
         assert (fence.state, engine.calls) == ("serving", [])
 
     run(passage())
@@ -428,18 +434,18 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
     async def passage() -> None:
         async with torn(engine) as of_weights:
             with pytest.raises(AttachError, match="the weights are torn"):
-                await of_weights.pause(ME, "keep", writes="adapter", takeover=True)
+                await of_weights.pause(asking(ME, "keep", writes="adapter", takeover=True))
             assert of_weights.state == "torn"
-        await fence.pause(ProcessIdentity.of(child.pid), "keep", writes="adapter", last_checkpoint="/gone")
+        await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
         end(child)
         assert "the adapter is torn" in fence.status().torn()
         assert fence.status().mending().startswith("bridge restore ADAPTER (/gone is gone")
         with pytest.raises(AttachError, match="the adapter is torn"):
-            await fence.pause(ME, "keep", takeover=True)
-        await fence.pause(ME, "keep", writes="adapter", takeover=True)
+            await fence.pause(asking(ME, "keep", takeover=True))
+        await fence.pause(asking(ME, "keep", writes="adapter", takeover=True))
         await fence.publish(ME)
         assert (fence.state, fence.version, fence.last_checkpoint) == ("serving", 1, "/gone")
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         assert fence.last_checkpoint is None, "an adapter mends no weights"
         await fence.release(ME)
 
@@ -459,12 +465,12 @@ def test_the_kv_cache_sleeps_between_the_dropped_caches_and_the_next_token() -> 
 
     async def passage() -> None:
         assert fence.status().can_sleep
-        await fence.pause(ME, "keep", sleep=True)
+        await fence.pause(asking(ME, "keep", sleep=True))
         assert (engine.calls, engine.paused, engine.awake) == (ASLEEP, True, False)
         await fence.publish(ME)
         assert (engine.calls, engine.paused, engine.awake) == ([*ASLEEP, "wake", "resume"], False, True)
         assert (fence.state, fence.version) == ("serving", 1)
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         await fence.publish(ME)
         assert engine.calls[-4:] == [*PAUSED, "resume"], "it was woken without having slept"
 
@@ -476,7 +482,7 @@ def test_a_release_wakes_the_kv_cache_too() -> None:
     fence = sleeper(engine)
 
     async def passage() -> None:
-        await fence.pause(ME, "keep", sleep=True)
+        await fence.pause(asking(ME, "keep", sleep=True))
         await fence.release(ME)
 
     run(passage())
@@ -490,7 +496,7 @@ def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
 
     async def passage() -> None:
         with pytest.raises(AttachError, match="cannot free its KV cache") as refused:
-            await fence.pause(ME, "keep", sleep=True)
+            await fence.pause(asking(ME, "keep", sleep=True))
         assert "--kv-sleep never" in refused.value.remedy
         assert (engine.calls, fence.state, fence.status().can_sleep) == ([], "serving", False)
 
@@ -503,7 +509,7 @@ def test_what_fails_before_the_kv_cache_sleeps_wakes_nothing(failing: str) -> No
 
     async def passage() -> None:
         with pytest.raises(RuntimeError):
-            await sleeper(engine).pause(ME, "keep", sleep=True)
+            await sleeper(engine).pause(asking(ME, "keep", sleep=True))
         assert not {"sleep", "wake"} & set(engine.calls)
         assert not engine.paused
 
@@ -516,7 +522,7 @@ def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
 
     async def passage() -> None:
         with pytest.raises(RuntimeError, match="sleep failed"):
-            await fence.pause(ME, "keep", sleep=True)
+            await fence.pause(asking(ME, "keep", sleep=True))
         assert engine.calls == [*ASLEEP, "wake", "resume"]
         assert (fence.state, fence.holder) == ("serving", None)
 
@@ -531,7 +537,7 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
     async def passage() -> None:
         engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
         with pytest.raises(AttachError, match="stands still"):
-            await fence.pause(holder, "keep", sleep=True)
+            await fence.pause(asking(holder, "keep", sleep=True))
         assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
         if ends:
             end(child)
@@ -540,8 +546,8 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
         engine.missing = [None, None]
         if not ends:
             await fence.release(holder)
-        assert fence._look_after
-        await fence._look_after
+        assert fence._watcher
+        await fence._watcher
         assert (fence.state, fence.holder, fence.version, engine.paused) == ("serving", None, 0, False)
 
     run(passage())
@@ -556,7 +562,7 @@ def test_a_kv_cache_that_finds_no_memory_leaves_the_fence_held_until_it_does(
     fence = sleeper(engine)
 
     async def passage() -> None:
-        await fence.pause(ME, "keep", last_checkpoint=str(tmp_path), sleep=True)
+        await fence.pause(asking(ME, "keep", last_checkpoint=str(tmp_path), sleep=True))
         engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
         for _ in range(2):
             with pytest.raises(AttachError, match=r"stands still: 9\.00 GiB are needed") as refused:
@@ -578,16 +584,16 @@ def test_who_takes_over_from_one_that_died_while_the_kv_cache_slept_wakes_it(fai
     fence = sleeper(engine)
 
     async def passage() -> None:
-        await fence.pause(ProcessIdentity.of(child.pid), "keep", sleep=True)
+        await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", sleep=True))
         end(child)
         assert (fence.state, engine.awake) == ("torn", False)
         if failing:
             engine.failing = failing
             with pytest.raises(RuntimeError):
-                await fence.pause(ME, "keep", takeover=True)
+                await fence.pause(asking(ME, "keep", takeover=True))
             assert (fence.state, engine.awake, engine.paused) == ("torn", False, True)
             engine.failing = ""
-        await fence.pause(ME, "keep", takeover=True)
+        await fence.pause(asking(ME, "keep", takeover=True))
         assert not engine.awake
         await fence.publish(ME)
         assert (fence.state, fence.version, engine.awake, engine.paused) == ("serving", 1, True, False)
@@ -603,8 +609,8 @@ def test_a_holder_that_pauses_once_more_may_let_the_kv_cache_sleep_then() -> Non
     fence = sleeper(engine)
 
     async def passage() -> None:
-        await fence.pause(ME, "keep")
-        await fence.pause(ME, "keep", sleep=True)
+        await fence.pause(asking(ME, "keep"))
+        await fence.pause(asking(ME, "keep", sleep=True))
         assert engine.calls == [*PAUSED, *ASLEEP]
         await fence.publish(ME)
         assert engine.calls[-2:] == ["wake", "resume"]

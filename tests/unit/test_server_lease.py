@@ -10,9 +10,9 @@ import pytest
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.protocol import InFlight, Written
-from patches.server_fence import ServerFence
+from patches.server_fence import Phase, ServerFence
 from tests.unit.checks_sample import manifest
-from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, end, living, run
+from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def test_who_has_no_lease_pauses_for_writing_only_while_nobody_has_it(
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
         with pytest.raises(AttachError, match=f"pid {other.pid}, run runs/first"):
-            await fence.pause(ME, "keep", writes=writes, takeover=takeover)
+            await fence.pause(asking(ME, "keep", writes=writes, takeover=takeover))
         assert engine.calls == []
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         await fence.publish(other)
         fence.give_lease_back(other)
-        await fence.pause(ME, "keep", writes=writes)
+        await fence.pause(asking(ME, "keep", writes=writes))
         await fence.publish(ME)
         assert fence.version == 2
 
@@ -120,15 +120,15 @@ def test_a_reader_pauses_beside_a_trainer_which_is_told_to_try_again(
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
-        await fence.pause(ME, "keep", writes="nothing")
+        await fence.pause(asking(ME, "keep", writes="nothing"))
         assert (fence.state, fence.status().writes) == ("paused", "nothing")
         with pytest.raises(FenceBusyError, match=f"process {ME.pid} holds the fence"):
-            await fence.pause(other, "keep")
+            await fence.pause(asking(other, "keep"))
         for refused in (fence.publish(ME), fence.publish(other), fence.release(other)):
             with pytest.raises(AttachError):
                 await refused
         await fence.release(ME)
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         await fence.publish(other)
         assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
 
@@ -139,13 +139,13 @@ def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_
     fence: ServerFence, engine: FakeEngine, child: subprocess.Popen[bytes], other: ProcessIdentity
 ) -> None:
     async def passage() -> None:
-        await fence.pause(ME, "keep", last_checkpoint="/saved")
+        await fence.pause(asking(ME, "keep", last_checkpoint="/saved"))
         await fence.publish(ME)
-        await fence.pause(other, "keep", writes="nothing")
+        await fence.pause(asking(other, "keep", writes="nothing"))
         end(child)
         assert fence.state == "paused"
-        assert fence._look_after
-        await fence._look_after
+        assert fence._watcher
+        await fence._watcher
         assert (fence.state, fence.version, fence.last_checkpoint, engine.paused) == ("serving", 1, "/saved", False)
         assert engine.calls == [*PAUSED, "resume", *PAUSED, "resume"]
 
@@ -154,7 +154,7 @@ def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_
 
 def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: ProcessIdentity) -> None:
     async def passage() -> None:
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         with pytest.raises(FenceBusyError):
             fence.take_lease(ME, "runs/second")
         await fence.release(other)
@@ -168,14 +168,14 @@ def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         fence.give_lease_back(other)
         assert fence.lease.held
         end(child)
         assert fence.status().state == "torn"
         assert fence.status().lease is None
         fence.take_lease(ME, "bridge restore")
-        await fence.pause(ME, "keep", takeover=True)
+        await fence.pause(asking(ME, "keep", takeover=True))
         await fence.publish(ME)
         assert fence.state == "serving"
 
@@ -186,9 +186,9 @@ def test_a_trainer_that_believes_in_another_version_is_refused(fence: ServerFenc
     async def passage() -> None:
         fence.version = 7
         with pytest.raises(AttachError, match="serves version 7, and this process expected version 5"):
-            await fence.pause(ME, "keep", version=5)
+            await fence.pause(asking(ME, "keep", version=5))
         assert engine.calls == []
-        await fence.pause(ME, "keep", version=7)
+        await fence.pause(asking(ME, "keep", version=7))
         with pytest.raises(AttachError, match="expected version 5"):
             await fence.publish(ME, after=5)
         await fence.publish(ME, after=7)
@@ -199,7 +199,7 @@ def test_a_trainer_that_believes_in_another_version_is_refused(fence: ServerFenc
 
 def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         for _ in range(2):
             await fence.publish(ME, after=0)
         assert (fence.state, fence.version) == ("serving", 1)
@@ -213,9 +213,9 @@ def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, en
 
 def test_a_late_repetition_of_a_publication_does_not_end_the_next_pause(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         await fence.publish(ME, after=0)
-        await fence.pause(ME, "keep", version=1)
+        await fence.pause(asking(ME, "keep", version=1))
         with pytest.raises(AttachError, match="serves version 1, and this process expected version 0"):
             await fence.publish(ME, after=0)
         assert (fence.state, fence.version, engine.paused) == ("paused", 1, True)
@@ -229,7 +229,7 @@ def test_a_publication_that_could_not_resume_is_finished_when_it_is_sent_again(
     fence: ServerFence, engine: FakeEngine
 ) -> None:
     async def passage() -> None:
-        await fence.pause(ME, "keep")
+        await fence.pause(asking(ME, "keep"))
         engine.failing = "resume"
         with pytest.raises(RuntimeError):
             await fence.publish(ME, after=0)
@@ -245,8 +245,8 @@ def test_who_paused_to_write_does_not_become_a_reader(
     fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
 ) -> None:
     async def passage() -> None:
-        await fence.pause(other, "keep", writes="adapter")
-        await fence.pause(other, "keep", writes="nothing")
+        await fence.pause(asking(other, "keep", writes="adapter"))
+        await fence.pause(asking(other, "keep", writes="nothing"))
         assert fence.status().writes == "adapter"
         end(child)
         assert fence.state == "torn"
@@ -259,13 +259,13 @@ def test_a_writer_that_is_stopped_is_waited_for_and_never_robbed(
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         child.send_signal(signal.SIGSTOP)
         assert fence.state == "paused"
         with pytest.raises(FenceBusyError):
-            await fence.pause(ME, "keep", writes="nothing")
+            await fence.pause(asking(ME, "keep", writes="nothing"))
         with pytest.raises(AttachError, match="run runs/first"):
-            await fence.pause(ME, "keep", takeover=True)
+            await fence.pause(asking(ME, "keep", takeover=True))
         child.send_signal(signal.SIGCONT)
         await fence.publish(other)
         assert (fence.state, fence.version) == ("serving", 1)
@@ -279,7 +279,7 @@ def test_a_trainer_that_dies_while_its_pause_is_pending_leaves_a_server_that_ser
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
-        pause = asyncio.ensure_future(fence.pause(other, "wait"))
+        pause = asyncio.ensure_future(fence.pause(asking(other, "wait")))
         await begun(engine, pause)
         assert fence.state == "serving"
         end(child)
@@ -288,7 +288,7 @@ def test_a_trainer_that_dies_while_its_pause_is_pending_leaves_a_server_that_ser
             await pause
         assert (fence.state, fence.holder, engine.paused) == ("serving", None, False)
         engine.drained.set()
-        await fence.pause(ME, "wait")
+        await fence.pause(asking(ME, "wait"))
         await fence.publish(ME)
         assert fence.version == 1
 
@@ -304,7 +304,7 @@ def test_a_trainer_that_no_longer_waits_for_its_pause_does_not_get_it(drained: b
         async def has_left() -> bool:
             return left.is_set()
 
-        pause = asyncio.ensure_future(fence.pause(ME, "wait", has_left=has_left))
+        pause = asyncio.ensure_future(fence.pause(asking(ME, "wait"), has_left))
         await begun(engine, pause)
         left.set()
         await fence.release(ME)  # what a trainer says that has missed the answer
@@ -323,8 +323,9 @@ def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
-        dead = fence.holder = ME.model_copy(update={"start_ticks": 1})
-        pause = asyncio.ensure_future(fence.pause(other, "keep", takeover=True))
+        dead = ME.model_copy(update={"start_ticks": 1})
+        fence.enter(Phase.WRITING, dead)
+        pause = asyncio.ensure_future(fence.pause(asking(other, "keep", takeover=True)))
         await begun(engine, pause)
         end(child)
         with pytest.raises(AttachError, match="nothing was written"):
@@ -338,7 +339,7 @@ def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: Proce
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
-        pause = asyncio.ensure_future(fence.pause(ME, "wait"))
+        pause = asyncio.ensure_future(fence.pause(asking(ME, "wait")))
         await begun(engine, pause)
         fence.take_lease(other, "runs/first")
         engine.drained.set()
@@ -362,7 +363,7 @@ def test_a_trainer_that_dies_while_its_publication_resumes_leaves_nothing_torn(
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        await fence.pause(other, "keep")
+        await fence.pause(asking(other, "keep"))
         publishing = asyncio.ensure_future(fence.publish(other))
         await reached.wait()
         end(child)
@@ -370,7 +371,7 @@ def test_a_trainer_that_dies_while_its_publication_resumes_leaves_nothing_torn(
         resumes.set()
         await publishing
         assert fence.state == "serving"
-        await fence.pause(ME, "keep", version=1)
+        await fence.pause(asking(ME, "keep", version=1))
 
     reached, resumes = asyncio.Event(), asyncio.Event()
     run(passage())

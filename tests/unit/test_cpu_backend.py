@@ -1,4 +1,7 @@
-"""Experts on the CPU: what they make of their tokens, compiled too, and which are left to vLLM."""
+"""On the CPU: experts and their tokens, compiled too; LoRA's kernels; seeded requests that are prefilled in parts.
+
+Not covered: that vLLM samples with them (`tests/cpu/test_torn_tokens.py`, where every update makes such requests).
+"""
 
 import sys
 from enum import Enum
@@ -6,12 +9,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from patches import cpu_experts
+from patches import cpu_backend
 
 TOKENS, EXPERTS, CHOSEN, HIDDEN, INNER = 7, 4, 2, 16, 12
 
@@ -47,11 +51,11 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def finalize_weight_and_reduce_impl(self) -> None: ...
 
-    module = ModuleType(cpu_experts.MODULE)
-    module.__spec__ = ModuleSpec(cpu_experts.MODULE, loader=None)
+    module = ModuleType(cpu_backend.EXPERTS)
+    module.__spec__ = ModuleSpec(cpu_backend.EXPERTS, loader=None)
     module.CPUUnquantizedExperts = CPUUnquantizedExperts  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, cpu_experts.MODULE, module)
-    cpu_experts.patch()
+    monkeypatch.setitem(sys.modules, cpu_backend.EXPERTS, module)
+    cpu_backend.patch_experts()
     made = CPUUnquantizedExperts()
     made.process_weights_after_loading(SimpleNamespace(activation=Activation.SILU, expert_map=None))
     return made
@@ -111,4 +115,82 @@ def test_a_compiled_model_calls_its_experts_as_one_operator(experts: Any) -> Non
 )
 def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known: bool) -> None:
     layer = SimpleNamespace(**{"activation": SimpleNamespace(value="gelu"), "expert_map": None, **changes})
-    assert cpu_experts.is_known(layer) == known
+    assert cpu_backend.is_known(layer) == known
+
+
+def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
+    def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
+        """As vLLM 0.26 to 0.32: -1 is the last slot."""
+        assert add
+        output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
+
+    inputs, weights, output = torch.ones(3, 5), torch.ones(2, 1, 4, 5), torch.zeros(3, 4)
+    patched = cpu_backend.without_base_rows(kernel)
+    patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
+    assert output.tolist() == [[0] * 4, [5] * 4, [0] * 4]
+    assert inputs.all()
+
+
+ROOM = 8
+"""Rows of the mask, of which a step fills the first few."""
+
+
+class Runner:
+    """vLLM's runner as far as sampling goes: a token of each request, and generators that it sets back."""
+
+    def __init__(self, unfinished: list[bool], *, fails: bool = False) -> None:
+        mask = np.ones(ROOM, dtype=bool)
+        mask[: len(unfinished)] = unfinished
+        self.discard_request_mask = SimpleNamespace(np=mask)
+        generators = {index: torch.Generator().manual_seed(index) for index in range(len(unfinished)) if index != 1}
+        self.input_batch = SimpleNamespace(num_reqs=len(unfinished), generators=generators)
+        self.fails = fails
+
+    def sample_tokens(self, grammar_output: Any) -> list[float]:
+        assert grammar_output is None
+        made = [
+            torch.rand(1, generator=self.input_batch.generators.get(index)).item()
+            for index in range(self.input_batch.num_reqs)
+        ]
+        if self.fails:
+            raise ZeroDivisionError
+        for index in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:
+            generator = self.input_batch.generators.get(int(index))
+            if generator is not None:
+                generator.set_offset(generator.get_offset() - 4)
+        return made
+
+
+sample_tokens = cpu_backend.without_unfinished_prompts(Runner.sample_tokens)
+
+
+def states(runner: Runner) -> dict[int, bytes]:
+    return {index: each.get_state().numpy().tobytes() for index, each in runner.input_batch.generators.items()}
+
+
+def test_vllm_alone_would_die_of_it() -> None:
+    with pytest.raises(RuntimeError, match="offset"):
+        Runner([False, False, True]).sample_tokens(None)
+
+
+def test_a_request_whose_prompt_goes_on_keeps_its_generator_as_it_was() -> None:
+    runner = Runner([True, True, False, True])
+    before = states(runner)
+    sample_tokens(runner, None)
+    after = states(runner)
+    assert after.keys() == before.keys()
+    assert [index for index in before if after[index] != before[index]] == [2]
+
+
+def test_the_others_get_what_vllm_gives_them() -> None:
+    runner, plain = Runner([False, True, False]), Runner([False, False, False])
+    ours, theirs = sample_tokens(runner, grammar_output=None), plain.sample_tokens(None)
+    assert (ours[0], ours[2]) == (theirs[0], theirs[2])
+    assert states(runner) == states(plain)
+
+
+def test_generators_are_back_after_an_error() -> None:
+    runner = Runner([True, False], fails=True)
+    with pytest.raises(ZeroDivisionError):
+        sample_tokens(runner, None)
+    assert list(runner.input_batch.generators) == [0]

@@ -1,0 +1,197 @@
+"""On the CPU: keep vLLM's kernels on the shared weights, and correct two bugs of its runner.
+
+Not covered: GPUs, where none of this is needed (experts are read as loaded with `--moe-backend triton`).
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bridge.passes import wide_linear
+
+PINS = """
+vllm.model_executor.layers.utils: replace dispatch_cpu_unquantized_gemm(layer, remove_weight)
+vllm.model_executor.layers.linear
+    UnquantizedLinearMethod.process_weights_after_loading
+        imports vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+vllm.model_executor.layers.vocab_parallel_embedding
+    UnquantizedEmbeddingMethod.process_weights_after_loading
+        imports vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+vllm.model_executor.layers.fused_moe.experts.cpu_moe
+    if CPUUnquantizedExperts.finalize_weight_and_reduce_impl:
+        wrap CPUUnquantizedExperts.process_weights_after_loading(layer)
+    if CPUUnquantizedExperts.finalize_weight_and_reduce_impl: wrap CPUUnquantizedExperts.apply(output,
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+vllm.lora.ops.torch_ops.lora_ops
+    wrap bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
+    wrap bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
+vllm.lora.punica_wrapper.punica_cpu
+    # Calls those kernels by names of its own module.
+    PunicaWrapperCPU: _expand_decode, _expand_slice_decode, add_lora_linear
+vllm.v1.worker.gpu_model_runner
+    wrap GPUModelRunner.sample_tokens(grammar_output)  # inherited by the CPU's runner
+    GPUModelRunner: discard_request_mask, input_batch
+vllm.v1.worker.gpu_input_batch: InputBatch: generators, num_reqs
+vllm.v1.worker.cpu_model_runner: CPUModelRunner
+"""
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+MODULAR = "finalize_weight_and_reduce_impl"
+"""Method of experts that are told which of them are chosen for a token, since 0.30; before, they choose."""
+LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
+"""The last step of every LoRA product, whole or by slices; `sgmv_*` call them."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+}
+"""vLLM's names of what is applied to the first half of the first product."""
+
+
+def patch() -> None:
+    """Apply all of the patches below."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.model_executor.layers import utils
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    utils.dispatch_cpu_unquantized_gemm = plain_linear
+    patch_experts()
+    for name in LORA_KERNELS:
+        kernel = without_base_rows(getattr(lora_ops, name))
+        setattr(lora_ops, name, kernel)
+        setattr(punica_cpu, name, kernel)
+    CPUModelRunner.sample_tokens = without_unfinished_prompts(CPUModelRunner.sample_tokens)
+
+
+def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
+    """Let `layer` read its weight as loaded.
+
+    Symptom: the trainer is left with a dead copy of each linear layer.
+    Cause: vLLM repacks the weight (oneDNN, SGL, zentorch) and drops the one that is shared.
+    Why this is safe: torch's own linear layer, which is vLLM's fallback too, computes the same product.
+    Seen in vLLM 0.26 to 0.33.
+    """
+    layer.cpu_linear = _linear()
+
+
+def patch_experts() -> None:
+    """Let experts read their weights as loaded.
+
+    Symptom: a mixture of experts cannot be shared, because its experts are rewritten.
+    Cause: vLLM packs them for its grouped products, and keeps only the packed copy.
+    Why this is safe: plain linear layers compute the same products, an expert at a time, with the rounding that linear
+    layers have here anyway (`plain_linear`). Experts with other activations are packed as before, and refused.
+    torch.compile, which compiles the model around them unless --enforce-eager is given, sees one operator: which
+    experts are computed depends on the values of `topk_ids`, which no graph can hold.
+    Seen in vLLM 0.30 to 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; earlier experts choose for
+    themselves or are elsewhere, and are refused by name (`loading.py`).
+    """
+    experts: Any = getattr(import_module(EXPERTS), "CPUUnquantizedExperts", None) if find_spec(EXPERTS) else None
+    if experts is None or MODULAR not in vars(experts):
+        return
+    pack, apply_packed = experts.process_weights_after_loading, experts.apply
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        self.bridge_plain = is_known(layer)
+        if not self.bridge_plain:
+            pack(self, layer)
+
+    def apply(self: Any, **given: Any) -> None:
+        (_apply_operator if self.bridge_plain else partial(apply_packed, self))(**given)
+
+    experts.process_weights_after_loading, experts.apply = process_weights_after_loading, apply
+
+
+def is_known(layer: Any) -> bool:
+    """Return whether `apply_plain` computes what vLLM's experts of `layer` do."""
+    return layer.activation.value in ACTIVATIONS and layer.expert_map is None and not hasattr(layer, "w13_bias")
+
+
+def _apply_operator(*, activation: Any, **given: Any) -> None:
+    names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
+    apply_plain(**{name: given[name] for name in names}, activation=activation.value)
+
+
+@torch.library.custom_op("bridge::cpu_experts", mutates_args=("output",))
+def apply_plain(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+) -> None:
+    """Write the sum of each token's chosen experts to `output`, weighted unless the inputs were.
+
+    Shapes: [T, H], [E, 2I, H], [E, H, I], [T, K], [T, K] -> [T, H].
+    """
+    linear = _linear()
+    weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+    total = torch.zeros_like(output, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+        made = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
+        total.index_add_(0, tokens, made.float() * weights[tokens, places].float().unsqueeze(1))
+    output.copy_(total)
+
+
+def _linear() -> Callable[..., Tensor]:
+    return wide_linear.linear if wide_linear.is_wanted() else functional.linear
+
+
+def without_base_rows(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the LoRA kernel `original` with zeros for the inputs of index -1, "no adapter".
+
+    Symptom: a request for the base model that shares a step with one for an adapter is answered by the adapter.
+    Cause: vLLM's plain-torch kernels take the index -1 for the last slot.
+    Why this is safe: those rows add zero to the base layer's output. The GPU's kernels skip them, and 0.33 masks them.
+    Seen in vLLM 0.26 to 0.32, `vllm/lora/ops/torch_ops/lora_ops.py`.
+    """
+
+    @wraps(original)
+    def kernel(
+        inputs: Tensor,
+        lora_b_weights: Tensor,
+        output_tensor: Tensor,
+        lora_indices_tensor: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        masked = inputs.masked_fill((lora_indices_tensor == -1).unsqueeze(-1), 0)
+        original(masked, lora_b_weights, output_tensor, lora_indices_tensor, *args, **kwargs)
+
+    return kernel
+
+
+def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the runner's `sample_tokens` without the generators of requests whose token is dropped.
+
+    Symptom: "RuntimeError: CPU Generator does not use offset", and the engine is dead. It needs a seeded request that
+    is prefilled in parts: many prompts at once, or an update with many requests in flight, exceed one step's tokens.
+    Cause: vLLM samples a token for every request of the step, drops those of unfinished prompts, and sets their
+    generators back by an offset, which only a GPU's generators have.
+    Why this is safe: without a generator of its own, the dropped token comes from the common one, and the request's own
+    generator does not move.
+    Seen in vLLM 0.32, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
+    """
+
+    @wraps(original)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        unused = {index: generators.pop(index) for index in dropped if index in generators}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(unused)
+
+    return sample_tokens
