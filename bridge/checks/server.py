@@ -9,9 +9,8 @@ import httpx
 from pydantic import ValidationError
 
 from bridge.checks.result import Check, failed, passed, skipped, warned
-from bridge.server.manifest import Manifest
+from bridge.server.manifest import Manifest, SharedMemoryHandle
 from bridge.server.protocol import Finiteness, Status
-from bridge.server.shard import SharedMemoryHandle
 
 ANSWER_TIMEOUT_S = 5.0
 SCAN_TIMEOUT_S = 60.0

@@ -61,7 +61,7 @@ class DiskHandover:
         """
         if self._manifest is not None and self._client is not None:
             self._client.status().refuse_torn()  # resuming cannot mend it either: nothing is written in place
-            if self._manifest.lora_slots:  # an earlier run may have trained in memory
+            if self._manifest.shard(0).lora_slots:  # an earlier run may have trained in memory
                 self._client.release_adapter()
         unload_earlier(self._http)
         shutil.rmtree(self._run.served, ignore_errors=True)  # what a server that died was given

@@ -162,7 +162,7 @@ class LoraOnly:
             self._config.model_name,
             device=self._config.trainer_device,
             max_model_len=self.max_model_len,
-            server_class="" if self._manifest is None else self._manifest.model_class,
+            server_class="" if self._manifest is None else self._manifest.shard(0).model_class,
         )
         return _Base(
             model=own.model, device=own.device, open_s=own.load_s, weight_bytes=own.weight_bytes, attached=None,

@@ -106,7 +106,7 @@ class MemoryHandover:
             raise
 
     def _refuse_missing_slots(self, adapter: Adapter) -> None:
-        slots = self._server.manifest.lora_slots
+        slots = self._server.manifest.shard(0).lora_slots
         if not slots:
             raise AttachError(
                 "the server takes no adapters", remedy=f"bridge serve-vllm --max-lora-rank {self._config.lora_r}"
@@ -127,7 +127,7 @@ class MemoryHandover:
             )
 
     def _open_slot(self, name: str, slot: int, adapter: Adapter) -> Matrices:
-        handles = self._server.manifest.lora_slots[name]
+        handles = self._server.manifest.shard(0).lora_slots[name]
         device = adapter.modules[name].lora_a.device
         opened = open_handles({"a": handles.lora_a, "b": handles.lora_b}, device)
         return Matrices(nn.Parameter(opened["a"][slot, 0]), nn.Parameter(opened["b"][slot, 0]))

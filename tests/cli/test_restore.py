@@ -167,7 +167,7 @@ def served(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return every parameter of the model as it lies in the server."""
     return {
         name: tensors[view.parameter].flatten()[view.offset :][: torch.Size(view.shape).numel()].view(view.shape)
-        for name, view in manifest.param_mappings.items()
+        for name, view in manifest.shard(0).param_mappings.items()
     }
 
 

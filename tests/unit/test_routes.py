@@ -444,5 +444,5 @@ def test_a_manifest_that_cannot_be_written_ends_the_server_with_one_line(
         write_when_listening(server.url, tmp_path / "file" / "m")
     assert raised == [signal.SIGTERM]
     error, empty, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: the manifest")
+    assert error.startswith("error: cannot use the manifest")
     assert (empty, hint[:6]) == ("", "hint: ")
