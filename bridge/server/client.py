@@ -12,7 +12,6 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ManifestError, ServerUnreachableError
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import (
@@ -20,6 +19,7 @@ from bridge.server.protocol import (
     AdapterSlot,
     Digests,
     Element,
+    Holder,
     HolderRequest,
     InFlight,
     LeaseRequest,
@@ -56,7 +56,7 @@ class BridgeClient:
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         self.url = url or manifest.url
         self.token = manifest.token
-        self._holder = ProcessIdentity.current()
+        self._holder = Holder.current()
         self._http = _open(self.url, manifest.token, timeout_s)
         self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)
         self._leased = False

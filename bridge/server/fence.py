@@ -25,10 +25,9 @@ from pathlib import Path
 import torch
 
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError
 from bridge.server.client import BridgeClient
-from bridge.server.protocol import InFlight, Status, Written
+from bridge.server.protocol import Holder, InFlight, Status, Written
 
 BUSY_LIMIT_S = 120.0
 """Longest wait for another process to leave the fence: `bridge verify` digests every weight in it."""
@@ -153,7 +152,7 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
     """
     with deferred_interrupt():
         lease = client.status().lease
-        may_write = lease is None or lease.holder == ProcessIdentity.current()
+        may_write = lease is None or lease.holder == Holder.current()
         _paused(client, lambda: client.pause("keep", writes="weights" if may_write else "nothing"))
         try:
             yield may_write

@@ -5,6 +5,7 @@ from typing import Any
 from bridge.checks.facts import CudaState, Facts, Gpu, TorchBuild
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.server.manifest import CudaHandle, Manifest, Shard, SharedMemoryHandle, View
+from bridge.server.protocol import Holder
 
 GIB = 2**30
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
@@ -80,3 +81,18 @@ def edited(exported: Manifest, **changes: Any) -> Manifest:
 def dead_server() -> ProcessIdentity:
     """The caller's pid, as an earlier process had it."""
     return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+
+
+def holder_of(*pids: int) -> Holder:
+    """A holder of living processes, the leader first."""
+    return Holder(processes=tuple(map(ProcessIdentity.of, pids)))
+
+
+def elsewhere() -> Holder:
+    """A holder in another PID namespace."""
+    return Holder(processes=(ProcessIdentity.current().model_copy(update={"pid_namespace": "pid:[1]"}),))
+
+
+def dead_holder() -> Holder:
+    """A holder that is gone."""
+    return Holder(processes=(dead_server(),))

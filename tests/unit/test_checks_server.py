@@ -14,8 +14,8 @@ from bridge.checks import server
 from bridge.checks.result import Check
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import Finiteness, Lease, Status
-from tests.unit.checks_sample import UUID, cuda_handle, dead_server, manifest, shared_memory_handle
+from bridge.server.protocol import Finiteness, Holder, Lease, Status
+from tests.unit.checks_sample import UUID, cuda_handle, dead_holder, dead_server, manifest, shared_memory_handle
 
 VERSIONS: dict[str, str | None] = {"bridge": "0.1.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 
@@ -135,7 +135,7 @@ def test_a_later_server_at_the_same_port_is_another_one(changes: dict[str, Any],
 
 def torn(played: PlayedServer, last_checkpoint: str | None) -> Check:
     assert isinstance(played.status, Status)
-    changes = {"state": "torn", "holder": dead_server(), "last_checkpoint": last_checkpoint}
+    changes = {"state": "torn", "holder": dead_holder(), "last_checkpoint": last_checkpoint}
     played.status = played.status.model_copy(update=changes)
     return server.answers(played.manifest())[1]
 
@@ -144,8 +144,8 @@ def test_a_torn_fence_fails_and_says_who_died_and_what_follows(played: PlayedSer
     fence = torn(played, None)
     assert fence.status == "FAIL"
     assert fence.found == (
-        f"the weights are torn after version 3: process {os.getpid()} died inside the fence and may have left them half"
-        " written; generation stands still"
+        f"the weights may be half-written: process {os.getpid()} died inside the fence after version 3, and the server"
+        " generates nothing until a checkpoint is restored"
     )
 
 
@@ -158,8 +158,8 @@ def test_a_torn_fence_is_mended_with_the_last_checkpoint(played: PlayedServer, t
 def test_a_checkpoint_that_is_gone_is_no_remedy_but_named(played: PlayedServer, tmp_path: Path) -> None:
     remedy = torn(played, str(tmp_path / "step_1")).remedy
     assert remedy == (
-        f"bridge restore CHECKPOINT ({tmp_path / 'step_1'} is gone; any folder with weights of this model will do; "
-        "the first weights are in: bridge restore tiny)"
+        f"bridge restore CHECKPOINT ({tmp_path / 'step_1'} is gone; any folder with weights of this model works; "
+        "for the first weights: bridge restore tiny)"
     )
 
 
@@ -169,7 +169,7 @@ def test_without_a_checkpoint_the_first_weights_mend(played: PlayedServer) -> No
     assert str(remedy).endswith("bridge restore tiny)")
 
 
-@pytest.mark.parametrize("holder", [dead_server(), None])
+@pytest.mark.parametrize("holder", [dead_holder(), None])
 def test_a_paused_fence_is_warned_of(holder: Any, played: PlayedServer) -> None:
     assert isinstance(played.status, Status)
     played.status = played.status.model_copy(update={"state": "paused", "holder": holder})
@@ -178,14 +178,14 @@ def test_a_paused_fence_is_warned_of(holder: Any, played: PlayedServer) -> None:
 
 def test_a_fence_that_is_held_to_read_writes_no_version(played: PlayedServer) -> None:
     assert isinstance(played.status, Status)
-    held = {"state": "paused", "holder": played.status.server, "writes": "nothing"}
+    held = {"state": "paused", "holder": Holder.current(), "writes": "nothing"}
     played.status = played.status.model_copy(update=held)
     assert server.answers(played.manifest())[1].found.endswith("which reads")
 
 
 def test_the_trainer_that_updates_the_server_is_named(played: PlayedServer) -> None:
     assert isinstance(played.status, Status)
-    lease = Lease(holder=played.status.server, run="runs/first", since=0.0)
+    lease = Lease(holder=Holder.current(), run="runs/first", since=0.0)
     played.status = played.status.model_copy(update={"lease": lease})
     fence = server.answers(played.manifest())[1]
     assert fence.status == "PASS"

@@ -18,7 +18,8 @@ from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError, ServerUnreachableError
 from bridge.server import fence
 from bridge.server.client import BridgeClient
-from bridge.server.protocol import InFlight, Lease, Status, Written
+from bridge.server.protocol import Holder, InFlight, Lease, Status, Written
+from tests.unit.checks_sample import holder_of
 
 
 class FakeClient:
@@ -378,9 +379,9 @@ def test_frozen_resumes_without_a_new_version() -> None:
 
 
 def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
-    fake, me = FakeClient(), ProcessIdentity.current()
+    fake, other = FakeClient(), holder_of(os.getppid())
     found = {}
-    for name, holder in {"free": None, "ours": me, "another's": ProcessIdentity.of(os.getppid())}.items():
+    for name, holder in {"free": None, "ours": Holder.current(), "another's": other}.items():
         fake.lease = Lease(holder=holder, run="runs/first", since=0.0) if holder else None
         with fence.frozen(cast(Any, fake)) as may_write:
             found[name] = may_write, fake.writes

@@ -225,7 +225,7 @@ def test_in_memory_a_checkpoint_comes_back_as_its_version_through_a_fence_that_m
 
 
 def test_in_memory_a_torn_server_is_refused_with_the_command_that_mends_it(start: Callable[..., Running]) -> None:
-    with pytest.raises(AttachError, match="the adapter is torn") as caught:
+    with pytest.raises(AttachError, match="the adapter may be half-written") as caught:
         start("memory", tear)
     assert caught.value.remedy.startswith("bridge restore ADAPTER")
 
@@ -241,7 +241,7 @@ def test_in_memory_going_on_does_not_mend_torn_weights(start: Callable[..., Runn
     def tear_weights(server: LoraServer) -> None:
         server.state, server.writes = "torn", "weights"
 
-    with pytest.raises(AttachError, match="the weights are torn"):
+    with pytest.raises(AttachError, match="the weights may be half-written"):
         start("memory", tear_weights, resume=True)
 
 
@@ -352,7 +352,7 @@ def test_by_disk_a_checkpoint_comes_back_as_its_version_or_the_next(start: Calla
 @pytest.mark.parametrize("resume", [False, True])
 def test_by_disk_a_torn_server_is_refused_before_anything_changes(start: Callable[..., Running], resume: bool) -> None:
     running = start("disk", tear, resume=resume)
-    assert refused(running, AttachError, "the adapter is torn").startswith("bridge restore ADAPTER")
+    assert refused(running, AttachError, "the adapter may be half-written").startswith("bridge restore ADAPTER")
     assert running.server.calls == ["POST lease", "GET status"]
     assert running.served_folders() == []
 
