@@ -18,13 +18,11 @@ from bridge.checks import (
     gpu,
     installation,
     leftovers,
-    manifest,
     memfd,
     memory,
     model,
     port,
     server,
-    servers,
     software,
 )
 from bridge.checks.result import Check, failed, passed
@@ -32,6 +30,7 @@ from bridge.checks.surroundings import environment_variables
 from bridge.config import ServeConfig
 from bridge.core import memory as host
 from bridge.errors import IncompatibleVersionError
+from bridge.server import discovery
 from bridge.server.manifest import Manifest
 
 DEFAULT_PORT: int = ServeConfig.model_fields["port"].default
@@ -50,7 +49,7 @@ def examine(
         return
     known = facts.gather()
     device = asked_device if asked_device != "auto" else likely_device(known)
-    examined = manifest.examine(given)
+    examined = server.examine(given)
     yield "Software", [system, *software_checks(known, device, server_lives=examined.live is not None)]
     yield "Hardware", hardware_checks(known, device, examined.live)
     plugins = [name for names in installation.our_plugins().values() for name in names]
@@ -122,26 +121,26 @@ def hardware_checks(known: facts.Facts, device: software.Device, live: Manifest 
 def trial_gpu(known: facts.Facts, live: Manifest | None) -> str | None:
     """Return the GPU to try CUDA IPC on: the server's if we see it, else the first; None without a GPU."""
     visible = [each.uuid for each in known.gpus()]
-    if live and live.gpu_uuid in visible:
-        return live.gpu_uuid
+    if live and live.shard(0).gpu_uuid in visible:
+        return live.shard(0).gpu_uuid
     return visible[0] if visible else None
 
 
 def server_checks(
-    examined: manifest.Examined, known: facts.Facts, asked_port: int | None, *, searched: bool
+    examined: server.Examined, known: facts.Facts, asked_port: int | None, *, searched: bool
 ) -> list[Check]:
     """Check the manifest, its server, and the port."""
     checks = list(examined.checks)
     live = examined.live
     if live:
-        checks += [manifest.same_versions(live, versions_here(known))]
-        checks += [manifest.same_gpu(live, [each.uuid for each in known.gpus()]), server.weights_open(live)]
+        checks += [server.same_versions(live, versions_here(known))]
+        checks += [server.same_gpu(live, [each.uuid for each in known.gpus()]), server.weights_open(live)]
         checks += server.answers(live)
     if searched:
-        checks += manifest.others(examined.path)
+        checks += server.others(examined.path)
     own = port_of(live) if live else None
     wanted = asked_port or own or DEFAULT_PORT
-    named = {exported.server.pid: servers.in_words(path, exported) for path, exported in servers.living().items()}
+    named = {exported.server.pid: discovery.choice(path, exported) for path, exported in discovery.running().items()}
     listener = port.check(wanted, live.server.pid if live and wanted == own else None, named)
     return [*checks, listener, leftovers.engines_have_servers(leftovers.running())]
 

@@ -101,7 +101,7 @@ def prepared(client: "BridgeClient", exported: "Manifest", folder: Path) -> "Cal
 
     if (folder / adapter_folder.CONFIG_NAME).is_file():
         refuse_without_slots(exported, folder)
-        adapter_folder.check(folder, exported.lora_slots)
+        adapter_folder.check(folder, exported.shard(0).lora_slots)
         return lambda version: load_adapter(client, folder, version)
     attached = attach.attach(exported)
     refuse_other_model(attached.model, folder, exported.model)
@@ -114,7 +114,7 @@ def refuse_without_slots(exported: "Manifest", folder: Path) -> None:
     Raises:
         AttachError: it does not.
     """
-    if not exported.lora_slots:
+    if not exported.shard(0).lora_slots:
         raise AttachError(
             f"{folder} holds an adapter, and the server takes none",
             remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",

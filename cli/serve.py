@@ -13,9 +13,9 @@ from typing import Annotated
 import psutil
 import typer
 
-from bridge.checks import hub
 from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import hub
 from bridge.core.process import boot_id
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.server import manifest
@@ -86,7 +86,7 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         )
     config = model_checks.read(model)
     if config is None and not folder.is_dir():
-        hub.check(model)
+        hub.fetch_config(model)
         config = model_checks.read(model)
     if config is None and folder.is_dir():
         raise UsageError(

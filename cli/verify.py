@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from bridge.checks import servers
 from bridge.checks.result import Check, any_failed
-from bridge.server import manifest
+from bridge.server import discovery, manifest
 from cli import console
 from cli.options import Json
 
@@ -35,7 +34,7 @@ def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> N
 
     If there is no manifest in these places, it takes the only server that runs. Exit code 3 when a check fails.
     """
-    path = servers.find(vllm_config_path)
+    path = discovery.find(vllm_config_path)
     if vllm_config_path is None and path not in manifest.search_path():
         console.note(f"the only server that runs was started elsewhere: {path}")
     if any_failed(proof(path, as_json=as_json)):

@@ -22,8 +22,7 @@ import bridge
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import AttachError, BridgeError, UnsupportedModelError
 from bridge.server import manifest as manifests
-from bridge.server.manifest import Manifest
-from bridge.server.shard import Shard
+from bridge.server.manifest import Manifest, Shard
 from bridge.weights import skeleton
 from patches.compatibility import installed_version
 
@@ -44,20 +43,19 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
         if "error" in answer:
             raise UnsupportedModelError(answer["error"], remedy=answer["remedy"])
         shards.append(Shard.model_validate(answer))
-    first, *others = sorted(shards, key=lambda shard: shard.rank)
+    shards.sort(key=lambda shard: shard.rank)
     config = engine_client.model_config
     views = [view for shard in shards for view in shard.param_mappings.values()]
     return Manifest(
-        **first.model_dump(),
-        other_shards=tuple(others),
+        shards=tuple(shards),
         model=skeleton.absolute(config.model),
         dtype=str(config.dtype).removeprefix("torch."),
-        backend="shared_memory" if first.gpu_uuid is None else "cuda_ipc",
+        backend="shared_memory" if shards[0].gpu_uuid is None else "cuda_ipc",
         max_model_len=config.max_model_len,
         tp_degree=len(shards),
         dp_shard_degree=1,
         num_params=sum(math.prod(view.shape) for view in views),
-        param_names=tuple(sorted(first.param_mappings)),
+        param_names=tuple(sorted(shards[0].param_mappings)),
         shared_weights_enabled=True,
         single_copy_enabled=True,
         host=socket.gethostname(),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights import digest, skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.cuts import join

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights.layout import Shape
 
 PINS = """

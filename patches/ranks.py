@@ -48,7 +48,7 @@ async def write(engine: Any, elements: Sequence[Element], values: Sequence[float
     """Set single elements; HTTPException if the model does not have them, or their types cannot hold the values."""
     documents = _checked(elements, exported)
     for element, value in zip(elements, values, strict=True):
-        dtype: torch.dtype = getattr(torch, exported.ipc_handles[element.parameter].dtype)
+        dtype: torch.dtype = getattr(torch, exported.shard(0).ipc_handles[element.parameter].dtype)
         if not abs(value) <= torch.finfo(dtype).max:  # nor is NaN
             raise HTTPException(UNFIT, f"{element.parameter} is {dtype}, and {value} is no finite number of that type")
     await engine.collective_rpc("bridge_write", args=(documents, list(values)))
@@ -56,7 +56,7 @@ async def write(engine: Any, elements: Sequence[Element], values: Sequence[float
 
 def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, Any]]:
     """Return `elements` as workers take them, if the model has them."""
-    handles = exported.ipc_handles
+    handles = exported.shard(0).ipc_handles
     unknown = [element.parameter for element in elements if element.parameter not in handles]
     if unknown:
         raise HTTPException(

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import FenceState, PauseRequest, Status, Written
-from patches.server_lease import Holder, ServerLease, is_alive, is_same, pids, refuse_unseen
+from bridge.server.protocol import FenceState, Holder, PauseRequest, Status, Written
+from patches.server_lease import ServerLease, refuse_unseen
 
 PINS = """
 vllm.v1.engine.async_llm
@@ -45,7 +45,7 @@ class Phase(Enum):
     REWRITING = "rewriting"
     """Paused by a process that took over what was torn: only a publication ends this."""
     TORN = "torn"
-    """The holder died in one of the last two, whether it had begun to write or not."""
+    """A process of the holder died in one of the last two, whether it had begun to write or not."""
 
 
 Step = Literal["read", "write", "rewrite", "publish", "resume"]
@@ -58,7 +58,7 @@ NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.REWRITING: {"rewrite": Phase.REWRITING, "publish": Phase.READING},
     Phase.TORN: {"rewrite": Phase.REWRITING},
 }
-"""What is allowed next: to the holder, and while nobody living holds the fence, to any process."""
+"""What is allowed next: to the holder, and once that is gone, to any process."""
 
 
 class ServerFence:
@@ -86,7 +86,7 @@ class ServerFence:
     @property
     def phase(self) -> Phase:
         """Where the fence stands now."""
-        is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not is_alive(self.holder)
+        is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.is_whole()
         return Phase.TORN if is_torn else self._phase
 
     @property
@@ -117,7 +117,7 @@ class ServerFence:
 
     def give_lease_back(self, holder: Holder) -> None:
         """Free the lease of `holder`, unless it leaves the server paused: then the lease ends with that process."""
-        if not is_same(self.holder, holder):
+        if self.holder != holder:
             self.lease.give_back(holder)
 
     async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
@@ -162,14 +162,14 @@ class ServerFence:
         """
         async with self._lock:
             published, before = self._published or (None, None)
-            if after is None or after != before or not is_same(published, holder):
+            if after is None or after != before or published != holder:
                 self.refuse_unless_writing(holder)
                 self._refuse_other_version(after)
                 await self._wake()
                 self._published = holder, self.version
                 self.version = max(self.version + 1, version or 0)
                 self.enter(self._after("publish"), holder)  # if the holder dies from now on, nothing is torn
-            if is_same(self.holder, holder):
+            if self.holder == holder:
                 await self._resume()
 
     async def release(self, holder: Holder) -> None:
@@ -203,7 +203,7 @@ class ServerFence:
         assert self.holder is not None, (step, phase)
         if phase is Phase.READING:
             raise AttachError(
-                f"process {pids(self.holder)} paused the server to read, and may not write",
+                f"process {self.holder.pid} paused the server to read, and may not write",
                 remedy="pause again, to write",
             )
         self.status().refuse_torn()
@@ -257,8 +257,8 @@ class ServerFence:
 
     async def _resume_after(self, reader: Holder) -> None:
         """Resume if `reader` dies before the engine has resumed."""
-        while self._phase is Phase.READING and is_same(self.holder, reader):
-            if not is_alive(reader):
+        while self._phase is Phase.READING and self.holder == reader:
+            if reader.is_gone():
                 with suppress(Exception):  # the engine stays paused, and the next round retries
                     await self.release(reader)
             await asyncio.sleep(LOOK_S)
@@ -276,9 +276,11 @@ class ServerFence:
         self._is_asleep = False
 
     def _refuse_unless_held(self, holder: Holder) -> None:
-        if not is_same(self.holder, holder):
-            owner = "nobody" if self.holder is None else f"process {pids(self.holder)}"
-            raise AttachError(f"process {pids(holder)} does not hold the fence; {owner} does", remedy="pause first")
+        if self.holder != holder:
+            owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
+            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
+        if not holder.is_gone():  # what has died of it may have left something half-written
+            self.status().refuse_torn()
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):
@@ -289,10 +291,10 @@ class ServerFence:
             )
 
     def _refuse_busy(self, holder: Holder) -> None:
-        if self.state == "paused" and self.holder and not is_same(self.holder, holder):
+        if self.holder and self.holder != holder and (self._phase is Phase.READING or not self.holder.is_gone()):
             raise FenceBusyError(
-                f"process {pids(self.holder)} holds the fence, and only one process can at a time",
-                remedy=f"wait for it to finish, or stop it: kill {pids(self.holder)}",
+                f"process {self.holder.pid} holds the fence, and only one process can at a time",
+                remedy=f"wait for it to finish, or stop it: kill {self.holder.pid}",
             )
 
 
@@ -301,9 +303,9 @@ async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left
     task = asyncio.ensure_future(work)
     try:
         while True:
-            if not is_alive(holder) or (has_left and await has_left()):
+            if not holder.is_whole() or (has_left and await has_left()):
                 raise AttachError(
-                    f"process {pids(holder)} did not wait for its pause, and did not get it: nothing was written",
+                    f"process {holder.pid} did not wait for its pause, and did not get it: nothing was written",
                     remedy="pause again",
                 )
             if task.done():

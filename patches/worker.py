@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.server.manifest import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.server.protocol import Element
-from bridge.server.shard import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.shared_memory import SharedBlock

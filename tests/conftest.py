@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import servers
+from bridge.server import discovery
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
@@ -26,7 +26,7 @@ for ignored in (signal.SIGHUP, signal.SIGQUIT):
 @pytest.fixture(autouse=True)
 def _no_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the servers of Bridge that run on this machine while the tests do."""
-    monkeypatch.setattr(servers, "living", dict)
+    monkeypatch.setattr(discovery, "running", dict)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.checks.verify import logprob_diffs
-from bridge.server.manifest import Manifest
+from bridge.server.manifest import Shard
 from bridge.types import Group
 from bridge.weights.attach import attach
 from tests import scenarios
@@ -50,8 +50,8 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)
     return Result(
         transformers_class=type(plain).__name__,
-        vllm_class=server.manifest.model_class,
-        together=together(server.manifest),
+        vllm_class=server.manifest.shard(0).model_class,
+        together=together(server.manifest.shard(0)),
         before=round(before, 4),
         after=round(after, 4),
         moved=round(moved, 4),
@@ -60,13 +60,13 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     )
 
 
-def together(manifest: Manifest) -> tuple[str, ...]:
+def together(shard: Shard) -> tuple[str, ...]:
     """Return which parameters lie in one of vLLM's, by their last names, and that vocabularies are padded."""
     parts: dict[str, list[str]] = {}
-    for name, view in sorted(manifest.param_mappings.items(), key=lambda item: item[1].offset):
+    for name, view in sorted(shard.param_mappings.items(), key=lambda item: item[1].offset):
         parts.setdefault(view.parameter, []).append(name.removesuffix(".weight").removesuffix(".bias"))
     fused = {" ".join(name.rpartition(".")[2] for name in names) for names in parts.values() if len(names) > 1}
-    return (*sorted(fused), *(["padded vocabulary"] if manifest.padding else []))
+    return (*sorted(fused), *(["padded vocabulary"] if shard.padding else []))
 
 
 def _load(folder: Path, device: str) -> PreTrainedModel:

@@ -215,7 +215,7 @@ def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIM
 
 def device_of(server: LiveServer) -> str:
     """Return where the server's weights lie."""
-    return "cpu" if server.manifest.gpu_uuid is None else "cuda"
+    return "cpu" if server.manifest.shard(0).gpu_uuid is None else "cuda"
 
 
 def adapter_name(url: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from bridge.checks.child import ERROR, run_module
 from bridge.checks.cuda_ipc import MARK, READ
 from bridge.errors import AttachError
-from bridge.server.shard import CudaHandle
+from bridge.server.manifest import CudaHandle
 from bridge.weights import cuda_ipc
 
 MODULE = "bridge.checks.cuda_ipc_trial"

@@ -165,7 +165,7 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
 
 def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
     """Return one element of every parameter, as the server knows it and as it lies here."""
-    views = attached.manifest.param_mappings
+    views = attached.shard.param_mappings
     places = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
     elements = tuple(Element(parameter=views[name].parameter, index=index) for name, index in places.items())
     return elements, [attached.server_tensors[e.parameter].view(-1)[e.index] for e in elements]

@@ -1,8 +1,8 @@
-"""Claims: one process at a time works in a folder; the kernel sees to it, and ends a claim with its process.
+"""Claims: one process at a time works in a folder. The kernel keeps the lock, and releases it when the process ends.
 
-A claim is a lock on the folder itself: it leaves no file behind, and nothing is to be cleaned up after `kill -9`.
+The lock is on the folder itself, so that nothing is left to clean up after `kill -9`. On file systems that cannot lock
+a folder (NFS) every claim is granted.
 
-Not covered: file systems that lock no folder (NFS): there every claim is granted.
 Source: flock(2); proc(5) for the lines of `/proc/locks`.
 """
 
@@ -19,9 +19,9 @@ _held: dict[tuple[int, int], int] = {}
 
 
 def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
-    """Make `folder`, claim it until this process ends, and return the folders that were made, the innermost first.
+    """Make `folder`, claim it until this process ends, and return the folders that were made, innermost first.
 
-    `what` it is called in an error; `flag` names another.
+    `what` is its name in error messages; `flag` is the option that chooses another.
 
     Raises:
         UsageError: it cannot be made, or another process has claimed it.
@@ -29,48 +29,43 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
     try:
         missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # which no program that is started inherits
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # not inherited by programs that are started
     except OSError as error:
         raise UsageError(
-            f"the {what} {folder} cannot be made: {error.strerror}", remedy=f"name another with {flag}"
+            f"cannot make the {what} {folder}: {error.strerror}", remedy=f"choose another with {flag}"
         ) from error
     if not _lock(descriptor):
         pid = holder(os.fstat(descriptor).st_ino)
         os.close(descriptor)
+        other, stop = (f"process {pid}", f", stop it (kill -INT {pid})") if pid else ("another process", "")
         raise UsageError(
-            f"the {what} {folder} is in use by {f'process {pid}' if pid else 'another process'}: "
-            "two runs would overwrite each other",
-            remedy=f"wait for its end{f', or end it with: kill -INT {pid}' if pid else ''}; "
-            f"a run of its own needs another {flag}",
+            f"the {what} {folder} is in use by {other}: two runs would overwrite each other",
+            remedy=f"wait for it to finish{stop}, or choose another {flag}",
         )
     return missing
 
 
 def remove_unused(made: Sequence[Path]) -> None:
-    """Remove those of the folders `made`, the innermost first, that nothing was put into."""
+    """Remove those of the folders `made`, innermost first, that are empty."""
     for folder in made:
         with suppress(OSError):
             folder.rmdir()
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a folder and keep `descriptor` open, unless this process has locked it already; tell whether it is ours."""
-    status = os.fstat(descriptor)
-    key = status.st_dev, status.st_ino
-    if key in _held:
-        os.close(descriptor)
+def is_claimed(folder: Path) -> bool:
+    """Return whether a process has claimed `folder`; True where a folder cannot be locked."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
         return True
-    with suppress(OSError):  # of a file system that locks no folder; one that is taken is an OSError too
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    _held[key] = descriptor
-    return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def holder(inode: int) -> str | None:
-    """Return the pid of the process that has locked `inode`, where the kernel tells."""
+    """Return the pid of the process that has locked `inode`; None if the kernel does not report it."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -81,8 +76,25 @@ def holder(inode: int) -> str | None:
     return None
 
 
+def _lock(descriptor: int) -> bool:
+    """Lock a folder unless this process has locked it already; return False if another process has."""
+    status = os.fstat(descriptor)
+    key = status.st_dev, status.st_ino
+    if key in _held:
+        os.close(descriptor)
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system cannot lock a folder
+        pass
+    _held[key] = descriptor
+    return True
+
+
 def _forget() -> None:
-    """Close what a fork inherited: a claim shall not outlive the process that made it."""
+    """Close what a fork inherited: a claim must not outlive the process that made it."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -1,15 +1,15 @@
-"""The mark of a folder that Bridge made: files in a folder without it are never replaced, nor removed.
+"""The mark of a folder that Bridge made. In a folder without it, files are never replaced or removed.
 
-The file is hidden, so that `cp run/* elsewhere` does not carry the mark along.
+The file is hidden, so that `cp run/* elsewhere` leaves it behind.
 
-Not covered: checkpoints and manifests, which are known by their own content (`bridge/run/checkpoint.py`,
+Not covered: checkpoints and manifests, which are recognized by their content (`bridge/run/checkpoint.py`,
 `bridge/server/manifest.py`).
 """
 
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -21,16 +21,16 @@ NAME = ".bridge_folder.json"
 MADE_BY = "Bridge"
 Kind = Literal["run", "demo", "comparison"]
 SHOWN = 3
-"""Names in an error; a folder may hold thousands of files."""
+"""Most names in an error message; a folder may hold thousands of files."""
 
 
 def put(folder: Path, kind: Kind) -> None:
-    """Mark `folder` as one that Bridge made."""
+    """Mark `folder` as made by Bridge."""
     atomic_file.replace(folder / NAME, (json.dumps({"made_by": MADE_BY, "kind": kind}) + "\n").encode())
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return what Bridge made `folder` for; None: Bridge did not make it."""
+    """Return what Bridge made `folder` for; None if it did not."""
     try:
         found = json.loads((folder / NAME).read_bytes())
     except (OSError, ValueError):
@@ -39,32 +39,30 @@ def kind_of(folder: Path) -> str | None:
 
 
 def remove_if_alone(folder: Path) -> None:
-    """Remove the mark of a folder that holds nothing else."""
+    """Remove the mark if `folder` holds nothing else."""
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [NAME]:
             (folder / NAME).unlink()
 
 
 def refuse_foreign(folder: Path, names: Collection[str], *, flag: str) -> None:
-    """Refuse a folder without a mark in which something has one of the `names` that Bridge will write to.
+    """Raise UsageError if `folder` has no mark, and files in it have `names` that Bridge is about to write.
 
-    Raises:
-        UsageError: names what would be replaced; `flag` names another folder.
+    `flag` is the option that chooses another folder.
     """
     taken = [path for name in sorted(names) if not _is_free(path := folder / name)]
     if taken and kind_of(folder) is None:
         raise UsageError(
             f"{folder} was not made by Bridge, and these files would be replaced: {_listed(taken)}",
-            remedy=f"name a new or empty folder with {flag}",
+            remedy=f"choose a new or empty folder with {flag}",
         )
 
 
 def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -> Path:
-    """Empty `folder` of an earlier `kind` of thing, and of nothing else; return the folder, links resolved.
+    """Remove an earlier `kind` of thing from `folder`, and nothing else; return the folder with links resolved.
 
     Raises:
-        UsageError: it is a file, Bridge did not make it for that, it holds other files than `names`, or a process is at
-            work in it.
+        UsageError: it is a file, was not made for that by Bridge, holds other files than `names`, or is in use.
     """
     folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
@@ -74,34 +72,28 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
     elsewhere = f"choose another folder with {flag}, or remove this one yourself"
     if kind_of(folder) != kind:
         raise UsageError(f"{folder} is not empty and holds no {kind} of Bridge", remedy=elsewhere)
-    foreign = list(_foreign(folder, {*names, NAME}))
+    ours = (*names, NAME)
+    half_written = tuple(f".{name}." for name in ours)  # by a process that was killed
+    found = sorted(folder.iterdir(), key=lambda path: (path.name == NAME, path))
+    foreign = [path for path in found if not (path.name in ours or path.name.startswith(half_written))]
     if foreign:
         raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", remedy=elsewhere)
     claim.make(folder, what="folder", flag=flag)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == NAME):  # the mark last: one that is killed here
-        _remove(path)  # can begin again
+    for path in found:  # the mark is the last, so that this can be repeated if it is interrupted
+        if _is_folder(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     return folder
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _foreign(folder: Path, names: Collection[str]) -> Iterator[Path]:
-    """Yield what has none of the `names`; a killed process may have left `.NAME.anything` of a file half written."""
-    for path in sorted(folder.iterdir()):
-        if path.name not in names and not any(path.name.startswith(f".{name}.") for name in names):
-            yield path
-
-
 def _is_free(path: Path) -> bool:
-    """Tell whether nothing is at `path` but an empty folder."""
-    if path.is_dir() and not path.is_symlink():
-        return not any(path.iterdir())
-    return not os.path.lexists(path)
+    """Return whether nothing is at `path`, or an empty folder."""
+    return not any(path.iterdir()) if _is_folder(path) else not os.path.lexists(path)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _listed(paths: list[Path]) -> str:

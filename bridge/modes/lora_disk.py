@@ -121,7 +121,7 @@ class LoraDisk:
             self._config.model_name,
             device=self._config.trainer_device,
             max_model_len=self.max_model_len,
-            server_class="" if self._manifest is None else self._manifest.model_class,
+            server_class="" if self._manifest is None else self._manifest.shard(0).model_class,
         )
         return OpenedModel(
             model=own.model, device=own.device, lr_factors={}, open_s=own.load_s, weight_bytes=own.weight_bytes
@@ -135,7 +135,7 @@ class LoraDisk:
         """
         if isinstance(self._client, BridgeClient) and self._manifest is not None:
             self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
-            if self._manifest.lora_slots:  # an earlier run may have trained in memory
+            if self._manifest.shard(0).lora_slots:  # an earlier run may have trained in memory
                 self._client.release_adapter()
         self._client.unload_earlier_adapters()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there

@@ -95,7 +95,7 @@ class LoraMemory(PatchedServer):
         self.publish(Update(write, takeover=takeover, version=version))
 
     def _refuse_unfit_slots(self) -> None:
-        slots, rank = self.manifest.lora_slots, self._config.lora.r
+        slots, rank = self.manifest.shard(0).lora_slots, self._config.lora.r
         if not slots:
             raise AttachError("the server takes no adapters", remedy=f"bridge serve-vllm --max-lora-rank {rank}")
         missing = sorted(self._adapter.modules.keys() - slots.keys())
@@ -113,7 +113,7 @@ class LoraMemory(PatchedServer):
             )
 
     def _open_slot(self, name: str, number: int) -> Matrices:
-        handles = self.manifest.lora_slots[name]
+        handles = self.manifest.shard(0).lora_slots[name]
         opened = open_handles({"a": handles.lora_a, "b": handles.lora_b}, self._attached.device)
         return Matrices(nn.Parameter(opened["a"][number, 0]), nn.Parameter(opened["b"][number, 0]))
 

@@ -7,10 +7,13 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from bridge.core import hub
+from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.planning.dimensions import Dimensions
 
@@ -20,7 +23,6 @@ COUNTABLE = frozenset({
     "smollm3",
 })  # fmt: skip
 """Values of `model_type` whose layers are attention and gated feed-forward parts alone, dense or of experts."""
-CONFIG_NAME = "config.json"
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization says what vLLM may take"
@@ -67,39 +69,26 @@ class ModelSize:
 
 
 def folder_of(model: str, *, fetch: bool = False) -> Path:
-    """Return the folder of `model`, its own or the one in the hub's cache.
-
-    With `fetch` a model that is in neither has its config.json downloaded, and nothing else.
+    """Return the folder of `model`, its own or in the hub's cache; `fetch` downloads its config.json if it is missing.
 
     Raises:
-        UsageError: it is not here, or the hub does not have it or cannot be reached.
+        UsageError: it is not here, or the hub does not have it or does not answer.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    try:
+    with suppress(OSError, HFValidationError):
         cached = Path(snapshot_download(model, local_files_only=True))
         if not fetch or (cached / CONFIG_NAME).is_file():
             return cached
-    except (OSError, HFValidationError) as error:
-        if not fetch or isinstance(error, HFValidationError):
-            raise _missing(model, "") from error
-    disable_progress_bars()  # for one small file
-    try:
-        return Path(snapshot_download(model, allow_patterns=[CONFIG_NAME]))
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise _missing(model, f"; the hub did not send its {CONFIG_NAME}: {reason}") from error
-
-
-def _missing(model: str, why: str) -> UsageError:
-    return UsageError(
-        f"there is no folder {model}, nor a model of that name in the hub's cache{why}",
-        remedy=f"check the name; a Hugging Face model's folder with its {CONFIG_NAME} alone is enough"
+    if fetch and (fetched := hub.fetch_config(model)):
+        return fetched
+    raise UsageError(
+        f"there is no folder {model}, and no model of that name in the hub's cache",
+        remedy=f"check the name; a Hugging Face model's folder with only its {CONFIG_NAME} is enough"
         + (f", or download it: hf download {model}" if HUB_NAME.fullmatch(model) else ""),
     )
 

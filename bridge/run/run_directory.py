@@ -38,6 +38,8 @@ class RunDirectory:
     """The folders that were made for it, the innermost first."""
     tell: Callable[[str], None] | None = None
     """Tells a person of an event when it happens; absent: nobody is told."""
+    is_writer: bool = True
+    """False on every rank of the run but the first: its notes are shown but not kept, and it writes nothing else."""
 
     @classmethod
     def create(
@@ -84,6 +86,20 @@ class RunDirectory:
         if step and step != last:
             run.note(f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere")
         return run
+
+    @classmethod
+    def join(cls, path: Path, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+        """Open the directory of a run whose rank 0 has claimed it and writes it.
+
+        Raises:
+            UsageError: no process has claimed it.
+        """
+        if not (path.is_dir() and claim.is_claimed(path)):
+            raise UsageError(
+                f"no run is using the run directory {path}, so this process cannot be one of its ranks",
+                remedy="start rank 0 of the run first",
+            )
+        return cls(path, tell=tell, is_writer=False)
 
     @property
     def config(self) -> Path:
@@ -188,20 +204,23 @@ class RunDirectory:
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, where nothing was put into them."""
-        claim.remove_unused(self.made)
-        mark.remove_if_alone(self.path)
-        claim.remove_unused(self.made)
+        if self.is_writer:
+            claim.remove_unused(self.made)
+            mark.remove_if_alone(self.path)
+            claim.remove_unused(self.made)
 
     def write_config(self, chosen: TrainConfig, settled: TrainConfig | None = None) -> None:
         """Write what was chosen and, apart from it, what `settled` derived; readable by the owner only: secrets."""
-        write_json(self.config, chosen.document(settled), mode=0o600)
+        write_json(self._writable(self.config), chosen.document(settled), mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
         """Write what the run came to; a number that is not finite becomes null."""
-        write_json(self.summary, json_lines.plain(dataclasses.asdict(summary)))
+        write_json(self._writable(self.summary), json_lines.plain(dataclasses.asdict(summary)))
 
     def record(self, line: str) -> None:
         """Append what happened to the events, with the time."""
+        if not self.is_writer:
+            return
         line = private.shown_line(line)
         with one_line_errors(self.events), self.events.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
@@ -214,15 +233,15 @@ class RunDirectory:
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""
-        json_lines.append(self.metrics, [dataclasses.asdict(metrics)])
+        json_lines.append(self._writable(self.metrics), [dataclasses.asdict(metrics)])
 
     def append_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Append what `step` was learnt from; what JSON cannot hold of an answer becomes its repr."""
-        json_lines.append(self.rollouts, (records.of_group(step, group) for group in groups))
+        json_lines.append(self._writable(self.rollouts), (records.of_group(step, group) for group in groups))
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
         """Append one evaluation on held-out problems, as `append` does."""
-        json_lines.append(self.evaluations, [dataclasses.asdict(evaluation)])
+        json_lines.append(self._writable(self.evaluations), [dataclasses.asdict(evaluation)])
 
     def first_evaluation(self) -> float | None:
         """Return the mean held-out reward before the run's first step; None if it was not measured."""
@@ -235,6 +254,10 @@ class RunDirectory:
     def settle(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint shall survive a power cut that a line did not."""
         json_lines.settle(self.metrics)
+
+    def _writable(self, path: Path) -> Path:
+        assert self.is_writer, f"only rank 0 of a run writes {path}"
+        return path
 
 
 def to_json(metrics: StepMetrics) -> str:

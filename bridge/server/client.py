@@ -17,11 +17,10 @@ from typing import Annotated, Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
 from bridge.server import api_key, protocol
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import InFlight, Refusal, Status, Written
+from bridge.server.protocol import Holder, InFlight, Refusal, Status, Written
 
 Answer = TypeVar("Answer", bound=BaseModel)
 BRIDGE_ROUTES = "/bridge/"
@@ -207,7 +206,7 @@ class BridgeClient(VllmClient):
 
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
-        self._holder = ProcessIdentity.current()
+        self._holder = Holder.current()
         self._leased = False
         self._paused_at: int | None = None
         """The version served when this client last paused the server."""

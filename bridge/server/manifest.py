@@ -1,6 +1,6 @@
-"""The manifest: what a server writes so that a trainer can attach, and how it is found and checked.
+"""The manifest: what a server exports so that a trainer can attach, and the file that holds it.
 
-Not covered: opening the handles (`cuda_ipc.py`, `shared_memory.py`) and the model's layout (`layout.py`).
+Not covered: opening the handles (`bridge/weights/attach.py`).
 """
 
 import errno
@@ -8,33 +8,131 @@ import json
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bridge.core import atomic_file
 from bridge.core.address import Urls
 from bridge.core.process import ProcessIdentity, boot_id
-from bridge.errors import ManifestError
-from bridge.server.shard import Dtype, Shard
+from bridge.errors import ManifestError, UsageError
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 SCHEMA_VERSION: Literal[1] = 1
-DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  the documented place, checked for ownership on reading
+DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  documented; a manifest of another user is refused
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
-MARK = {"ipc_handles", "param_mappings", "single_copy_enabled"}
-"""Keys of every manifest, whichever version wrote it: a file that has all of them may be replaced by another one."""
+REWRITTEN = "restart the server, which rewrites it"
+KEYS = {"ipc_handles", "param_mappings", "single_copy_enabled"}
+"""Keys of every manifest, whatever version of Bridge wrote it. A file that has all of them may be replaced."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
+Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
+"""torch's name of an element type that can be trained."""
 
-class Manifest(Shard):
-    """The whole of `vllm_bridge_config.json`; its own shard is rank 0's."""
+
+class Record(BaseModel):
+    """A frozen record that refuses unknown keys and documents every field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class View(Record):
+    """A Hugging Face parameter inside one of vLLM's parameters, whole or as a slice of a fused one."""
+
+    parameter: str
+    """vLLM's name of the parameter that holds it."""
+    offset: int = Field(ge=0)
+    """Elements between the parameter's first element and the view's."""
+    shape: tuple[int, ...]
+    """Shape in elements."""
+    stride: tuple[int, ...]
+    """Stride in elements."""
+
+
+class Handle(Record):
+    """One of vLLM's parameters inside a storage that another process can open."""
+
+    storage_size: int = Field(gt=0)
+    """Size of the storage in bytes."""
+    storage_offset: int = Field(ge=0)
+    """Bytes between the start of the opened allocation and the storage."""
+    tensor_offset: int = Field(default=0, ge=0)
+    """Elements between the start of the storage and the parameter's first element."""
+    shape: tuple[int, ...]
+    """Shape in elements."""
+    stride: tuple[int, ...]
+    """Stride in elements."""
+    dtype: Dtype
+    """torch's name of the element type, such as `bfloat16`."""
+
+
+class CudaHandle(Handle):
+    """A parameter in GPU memory: the eight items of torch's IPC tuple, and the parameter's place in the storage."""
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    device_index: int
+    """The GPU's index in the exporting process. Other processes must use the shard's `gpu_uuid` instead."""
+    ipc_handle_b64: str
+    """The CUDA IPC memory handle, with torch's prefix."""
+    ref_counter_handle_b64: str
+    """Name of torch's shared reference counter."""
+    ref_counter_offset: int
+    """Offset in that counter's file."""
+    event_handle_b64: str
+    """The CUDA IPC event handle; empty when there is nothing to wait for."""
+    event_sync_required: bool
+    """Whether the importer has to wait for the event."""
+
+
+class SharedMemoryHandle(Handle):
+    """A parameter in a shared-memory file of the server."""
+
+    kind: Literal["shared_memory"] = "shared_memory"
+    path: str = Field(pattern=r"^/[^\x00]+$")
+    """The file to map."""
+
+
+AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind")]
+
+
+class LoraSlot(Record):
+    """vLLM's LoRA slots of one Hugging Face module; an adapter in slot `i` is element `i` of both tensors."""
+
+    lora_a: AnyHandle
+    """Shape (slots, 1, largest rank, input): the adapter's A in its first rows, zeros below."""
+    lora_b: AnyHandle
+    """Shape (slots, 1, output, largest rank): the adapter's B in its first columns, zeros beside it. Already scaled
+    by alpha / rank, as vLLM's `LoRALayerWeights.optimize` does."""
+
+
+class Shard(Record):
+    """What one tensor-parallel rank of a server exports."""
+
+    rank: int
+    """Tensor-parallel rank."""
+    gpu_uuid: str | None
+    """UUID of the GPU that holds it; None on the CPU."""
+    model_class: str = ""
+    """vLLM's class of the model; empty in manifests of older versions."""
+    ipc_handles: dict[str, AnyHandle]
+    """vLLM's parameters by vLLM's name."""
+    param_mappings: dict[str, View]
+    """Hugging Face parameter -> where it lies."""
+    padding: dict[str, Annotated[int, Field(ge=0)]]
+    """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
+    lora_slots: dict[str, LoraSlot] = {}
+    """Hugging Face module, such as `model.layers.0.self_attn.q_proj` -> its slots. Empty when the server serves no
+    adapters; modules whose slots have another layout are left out."""
+
+
+class _Server(Record):
+    """What is true of the whole server."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    """Format of this file."""
+    """Format of the file."""
     model: str
     """The model as it was given to vLLM: a folder or a hub name."""
     dtype: Dtype
@@ -42,25 +140,23 @@ class Manifest(Shard):
     backend: Literal["cuda_ipc", "shared_memory"]
     """How handles are opened."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Tokens of the longest sequence that it serves; None where a manifest of before does not say."""
+    """Longest sequence in tokens; None in manifests of older versions."""
     tp_degree: int = Field(ge=1)
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks."""
     dp_shard_degree: int = Field(ge=1)
-    """Data-parallel shards; 1 unless several engines share the data."""
+    """Number of data-parallel shards; 1 unless several engines share the data."""
     num_params: int = Field(ge=1)
-    """Elements of all Hugging Face parameters on all ranks together, padding left out."""
+    """Elements of all Hugging Face parameters on all ranks together, without padding."""
     param_names: tuple[str, ...]
     """The Hugging Face parameters, sorted."""
     shared_weights_enabled: bool
-    """True in every manifest that this package wrote."""
+    """True in every manifest that Bridge writes."""
     single_copy_enabled: bool
-    """True in every manifest that this package wrote."""
-    other_shards: tuple[Shard, ...]
-    """What the ranks after the first export, in their order."""
+    """True in every manifest that Bridge writes."""
     host: str
-    """Host name of the server, for messages."""
+    """The server's host name, for messages."""
     boot_id: str
-    """Tells one boot of one host from all others."""
+    """Id of this boot of the host."""
     server: ProcessIdentity
     """The API server's process."""
     url: Urls = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
@@ -68,15 +164,40 @@ class Manifest(Shard):
     token: str = Field(pattern=r"^[!-~]+$", repr=False)
     """Bearer token for `/bridge/*`."""
     versions: dict[str, str]
-    """Versions of bridge, vllm, torch and transformers on the server's side."""
+    """The server's versions of bridge, vllm, torch and transformers."""
 
-    def shard(self, rank: int = 0) -> Shard:
+
+class Manifest(_Server):
+    """One server, and what each of its ranks exports."""
+
+    shards: tuple[Shard, ...]
+    """In the order of ranks."""
+
+    def shard(self, rank: int) -> Shard:
         """Return what tensor-parallel `rank` exports."""
-        return self if rank == 0 else self.other_shards[rank - 1]
+        return self.shards[rank]
+
+
+class _File(Shard, _Server):
+    """The document on disk: the documented format has the fields of rank 0 at its top."""
+
+    other_shards: tuple[Shard, ...]
+    """What the ranks after the first export, in the order of ranks."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        first, *others = manifest.shards
+        fields = dict(manifest) | dict(first) | {"other_shards": others}
+        return cls(**{name: fields[name] for name in cls.model_fields})
+
+    def manifest(self) -> Manifest:
+        fields = dict(self)
+        first = Shard(**{name: fields[name] for name in Shard.model_fields})
+        return Manifest(**{name: fields[name] for name in _Server.model_fields}, shards=(first, *self.other_shards))
 
 
 def search_path() -> tuple[Path, ...]:
-    """Return where a manifest is looked for when no path is given, first place first."""
+    """Return where to look for a manifest when no path is given, in order."""
     folders = [Path(os.environ["LOGDIR"])] if os.environ.get("LOGDIR") else []
     return tuple(folder / MANIFEST_NAME for folder in (*folders, Path.cwd(), DEFAULT_FOLDER))
 
@@ -85,7 +206,7 @@ def resolve_path(given: Path | None) -> Path:
     """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it.
 
     Raises:
-        ManifestError: the system cannot even look there.
+        ManifestError: the path cannot be looked up.
     """
     if given is None:
         return search_path()[0]
@@ -94,59 +215,149 @@ def resolve_path(given: Path | None) -> Path:
 
 
 def find(given: Path | None = None) -> Path:
-    """Return the path of the manifest to use.
+    """Return the path of the manifest to use; a given path is the only one that is tried.
 
     Raises:
-        ManifestError: there is none; a given path that is missing is never a reason to look elsewhere.
+        ManifestError: there is none.
     """
+    paths = search_path() if given is None else (resolve_path(given),)
+    for path in paths:
+        with _one_line_errors(path):
+            if path.is_file():
+                return path
     if given is not None:
-        path = resolve_path(given)
-        if not _is_file(path):
-            raise ManifestError(f"no manifest at {path}", remedy=f"{START_SERVER} --vllm-config-path {given}")
-        return path
-    for path in search_path():
-        if _is_file(path):
-            return path
-    places = ", ".join(str(path.parent) for path in search_path())
+        raise ManifestError(f"no manifest at {paths[0]}", remedy=f"{START_SERVER} --vllm-config-path {given}")
     raise ManifestError(
-        f"no manifest: no {MANIFEST_NAME} in {places}",
-        remedy=f"{START_SERVER} (here, or name its file with --vllm-config-path)",
+        f"no manifest: no {MANIFEST_NAME} in {', '.join(str(path.parent) for path in paths)}",
+        remedy=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path",
     )
 
 
-def read(path: Path) -> Manifest:
-    """Read and validate the manifest at `path`, without asking whether its server lives.
+def load(given: Path | None = None) -> Manifest:
+    """Find, read and check the manifest of a live server on this host.
 
     Raises:
-        ManifestError: gone, another user's, no JSON, cut short, of another schema, or edited by hand.
+        ManifestError: `find`, `read` or `check_server` does.
+    """
+    path = find(given)
+    manifest = read(path)
+    check_server(manifest, path)
+    return manifest
+
+
+def read(path: Path) -> Manifest:
+    """Read and validate the manifest at `path`; its server may be dead.
+
+    Raises:
+        ManifestError: it is missing, another user's, not JSON, truncated, of another schema, or edited.
     """
     try:
         document = json.loads(_content(path))
-    except (ValueError, RecursionError) as error:  # no JSON, no text, a number of 5,000 digits, 5,000 brackets
+    except (ValueError, RecursionError) as error:  # not JSON, not text, a number of 5,000 digits, 5,000 brackets
         raise ManifestError(
-            f"{path} is no whole JSON document ({error}): it was cut short or edited",
-            remedy=f"restart the server, which writes it anew; {START_SERVER}",
+            f"{path} is not a complete JSON document ({error}): it was truncated or edited",
+            remedy=f"{REWRITTEN}; {START_SERVER}",
         ) from error
-    return _parse(path, document)
+    if not isinstance(document, dict):
+        raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", remedy=START_SERVER)
+    if document.get("ipc_handles") == {}:
+        raise ManifestError(
+            f"{path} has no ipc_handles: it was written by a vLLM without Bridge's patches",
+            remedy=f"{START_SERVER}; bridge doctor names the patches and the installed vLLM",
+        )
+    if document.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise ManifestError(
+            f"{path} has schema version {document['schema_version']}, expected {SCHEMA_VERSION}",
+            remedy="install the same version of Bridge for server and trainer, and restart the server",
+        )
+    try:
+        return _File.model_validate(document).manifest()
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ManifestError(
+            f"{path} is not a valid manifest: {'; '.join(faults[:3])}{more}",
+            remedy=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
+        ) from error
 
 
 def is_manifest(path: Path) -> bool:
-    """Tell whether the file at `path` is a manifest of this user, of whichever version of Bridge."""
+    """Return whether the file at `path` is a manifest of this user, of any version of Bridge."""
     try:
         document = json.loads(_content(path))
     except (ManifestError, ValueError, RecursionError):
         return False
-    return isinstance(document, dict) and document.keys() >= MARK
+    return isinstance(document, dict) and document.keys() >= KEYS
+
+
+def check_server(manifest: Manifest, path: Path) -> None:
+    """Check that the server that wrote `manifest` is a live process on this host.
+
+    Raises:
+        ManifestError: another host, an earlier boot, another PID namespace, or a dead server.
+    """
+    if manifest.boot_id != boot_id():
+        here = socket.gethostname()
+        cause = (
+            "it was written before this host's last boot"
+            if manifest.host == here
+            else f"it was written on host {manifest.host}, this is {here}"
+        )
+        raise ManifestError(f"{path} cannot be used here: {cause}", remedy=START_SERVER)
+    if not manifest.server.is_visible():
+        raise ManifestError(
+            f"{path} was written in another PID namespace (a container?) by pid {manifest.server.pid}",
+            remedy="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
+        )
+    if not manifest.server.is_alive():
+        raise ManifestError(
+            f"{path} is stale: its server, pid {manifest.server.pid}, is gone",
+            remedy=f"remove the file or {START_SERVER}",
+        )
+
+
+def write(manifest: Manifest, path: Path) -> None:
+    """Write `manifest` to `path` atomically, readable only by its owner.
+
+    Raises:
+        ManifestError: the path cannot be written, or holds a file that is not a manifest.
+    """
+    refuse_other_file(path)
+    with _one_line_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        atomic_file.replace(path, _File.of(manifest).model_dump_json(indent=1).encode(), mode=0o600)
+    except UsageError as error:
+        remedy = f"make room for it in {path.parent}, or choose another place with --vllm-config-path"
+        raise ManifestError(error.message, remedy=remedy) from error
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise ManifestError if there is a file at `path` that is not a manifest."""
+    if os.path.lexists(path) and not is_manifest(path):
+        raise ManifestError(
+            f"{path} is not a manifest of Bridge, and is kept",
+            remedy=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
+        )
+
+
+def remove_own(path: Path, server: ProcessIdentity) -> None:
+    """Remove the manifest at `path` if `server` wrote it."""
+    try:
+        if read(path).server == server:
+            path.unlink()
+    except (ManifestError, OSError):
+        return
 
 
 def _content(path: Path) -> bytes:
-    """Return what is in the file, which is opened once: the file that was checked is the file that is read.
+    """Return what is in the file. It is opened once: the file that was checked is the file that is read.
 
     Raises:
-        ManifestError: it cannot be opened, is a link or no plain file, or another user owns it or may write to it.
+        ManifestError: it cannot be opened, is a link or not a regular file, or another user owns it or may write to it.
     """
     with _one_line_errors(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # no waiting for a FIFO
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
         with os.fdopen(descriptor, "rb") as file:
             _check_opened(path, os.fstat(descriptor))
             return file.read()
@@ -154,23 +365,17 @@ def _content(path: Path) -> bytes:
 
 def _check_opened(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise ManifestError(f"{path} is no plain file", remedy=START_SERVER)
+        raise ManifestError(f"{path} is not a regular file", remedy=START_SERVER)
     if found.st_uid != os.getuid():
         raise ManifestError(
-            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}: another user's server cannot be attached"
-            " to",
+            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}: another user's server cannot be used",
             remedy=START_SERVER,
         )
     if found.st_mode & OTHERS_WRITE:
         raise ManifestError(
-            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}), expected 0600",
-            remedy=f"restart the server, which writes it anew; or, if nobody has changed it: chmod 600 {path}",
+            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):04o}), expected 0600",
+            remedy=f"{REWRITTEN}; or, if nobody has changed it: chmod 600 {path}",
         )
-
-
-def _is_file(path: Path) -> bool:
-    with _one_line_errors(path):
-        return path.is_file()
 
 
 @contextmanager
@@ -184,117 +389,6 @@ def _one_line_errors(path: Path) -> Iterator[None]:
                 remedy=f"--vllm-config-path {os.path.realpath(path)}",
             ) from error
         raise ManifestError(
-            f"the manifest {path} cannot be used: {error.strerror}",
+            f"cannot use the manifest {path}: {error.strerror}",
             remedy=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",
         ) from error
-
-
-def _parse(path: Path, document: object) -> Manifest:
-    if not isinstance(document, dict):
-        raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", remedy=START_SERVER)
-    if document.get("ipc_handles") == {}:
-        raise ManifestError(
-            f"{path} has no ipc_handles: a vLLM without Bridge's patches wrote it",
-            remedy=f"{START_SERVER}; bridge doctor names the patches and the installed vLLM",
-        )
-    if document.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
-        raise ManifestError(
-            f"{path} has schema version {document['schema_version']}, expected {SCHEMA_VERSION}",
-            remedy="install the same Bridge on both sides and restart the server",
-        )
-    try:
-        return Manifest.model_validate(document)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(str(part) for part in fault['loc']) or 'the document'}: {fault['msg']}"
-            for fault in error.errors()[:3]
-        )
-        raise ManifestError(
-            f"{path} does not fit the manifest's schema in {error.error_count()} places ({faults})",
-            remedy="it was edited or written by another Bridge: restart the server, which writes it anew",
-        ) from error
-
-
-def check_server(manifest: Manifest, path: Path) -> None:
-    """Check that the server that wrote `manifest` is a live process of this host.
-
-    Raises:
-        ManifestError: another host, an earlier boot, another pid namespace, or a dead server.
-    """
-    if manifest.boot_id != boot_id():
-        here = socket.gethostname()
-        cause = (
-            "it was written before this host's last boot"
-            if manifest.host == here
-            else f"it was written on host {manifest.host}, this is {here}"
-        )
-        raise ManifestError(f"{path} is of no use here: {cause}", remedy=START_SERVER)
-    if not manifest.server.is_visible():
-        raise ManifestError(
-            f"{path} was written in another pid namespace (a container?), where pid {manifest.server.pid} lives",
-            remedy="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
-        )
-    if not manifest.server.is_alive():
-        raise ManifestError(
-            f"{path} is stale: its server, pid {manifest.server.pid}, is gone",
-            remedy=f"remove the file or {START_SERVER}",
-        )
-
-
-def load(given: Path | None = None) -> Manifest:
-    """Find, read and check the manifest of a live server of this host.
-
-    Raises:
-        ManifestError: for any reason that `find`, `read` and `check_server` give.
-    """
-    path = find(given)
-    manifest = read(path)
-    check_server(manifest, path)
-    return manifest
-
-
-def write(manifest: Manifest, path: Path) -> None:
-    """Write `manifest` to `path` atomically, readable by its owner alone.
-
-    Raises:
-        ManifestError: the place cannot be written to, or holds another file than a manifest, which stays.
-    """
-    refuse_other_file(path)
-    with _one_line_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, manifest.model_dump_json(indent=1))
-
-
-def refuse_other_file(path: Path) -> None:
-    """Check that a manifest may be written to `path`: there is none yet, or one that is replaced.
-
-    Raises:
-        ManifestError: something else is there.
-    """
-    if os.path.lexists(path) and not is_manifest(path):
-        raise ManifestError(
-            f"{path} is no manifest of Bridge, and is left alone",
-            remedy=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
-        )
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def remove_own(path: Path, server: ProcessIdentity) -> None:
-    """Remove the manifest at `path` if `server` wrote it; leave anything else alone."""
-    try:
-        if read(path).server == server:
-            path.unlink()
-    except (ManifestError, OSError):
-        return

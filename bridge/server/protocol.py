@@ -1,6 +1,6 @@
-"""What trainer and server say to each other under `/bridge/*`, and how a rollout asks for completions.
+"""The messages between trainer and server under `/bridge/*`, and the request of a rollout for completions.
 
-Not covered: what it is answered, and how other servers are asked (`bridge/rollouts/openai_api.py`).
+Not covered: the answers to rollouts, and servers without Bridge (`bridge/rollouts/openai_api.py`).
 """
 
 import shlex
@@ -13,30 +13,23 @@ from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
 
 VERSION_HEADER = "x-bridge-weight-version"
-"""Response header of every generation: `3`, or `3-4` when the weights changed while it ran."""
-
+"""Response header of every generation: `3`, or `3-4` if the weights changed while it ran."""
 TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a name
-"""Request header with the manifest's token, on vLLM's own routes: there the other header carries the server's key."""
-
+"""Request header for the manifest's token on vLLM's own routes, where `authorization` carries the server's key."""
 COMPLETIONS = "/v1/bridge/completions"
-"""The route for rollouts. Under `/v1`, so that vLLM's `--api-key` guards it as it does its own."""
-
-Version = Annotated[int, Field(ge=0, lt=2**53)]
-"""A version of the weights. Larger numbers are not exact in every reader of JSON."""
+"""The route for rollouts. vLLM's `--api-key` guards everything under `/v1`."""
+ADAPTER = "bridge-adapter"
+"""The name of the adapter that is trained. If it is published by disk, a version follows."""
 SEED_LIMIT = 2**63
 """vLLM keeps a seed in 64 bits with a sign."""
 
-ADAPTER = "bridge-adapter"
-"""The name under which the server serves an adapter that is trained; handed over by disk it has a version behind it."""
-
+Version = Annotated[int, Field(ge=0, lt=2**53)]
+"""A version of the weights. Some readers of JSON cannot hold larger numbers exactly."""
 InFlight = Literal["keep", "wait", "abort"]
-"""What a pause does with requests under way: freeze them, let them finish, or end them."""
-
+"""What a pause does with in-flight requests: freeze them, drain them, or abort them."""
 FenceState = Literal["serving", "paused", "torn"]
-"""`torn`: the process that paused the server died before it published. Nobody can tell whether it had begun to write,
-so that nothing is generated until every weight has been written anew."""
-
-
+"""`torn`: the process that paused the server died before it published. Whether it had begun to write is unknown, so the
+server generates nothing until every weight is rewritten."""
 Written = Literal["weights", "adapter", "nothing"]
 """What the holder of the fence writes: weights of the model, an adapter in its slot, or nothing, because it reads."""
 
@@ -47,15 +40,44 @@ class Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class Lease(Body):
-    """The process that updates a server: one at a time, until it gives the lease back or dies."""
+class Holder(Body):
+    """The processes that update or read a server as one: the ranks of a trainer, or a single process."""
 
-    holder: ProcessIdentity
-    """The process."""
+    processes: tuple[ProcessIdentity, ...] = Field(min_length=1)
+    """The leader first. Each of them may make the holder's calls."""
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return the calling process as a holder of its own."""
+        return cls(processes=(ProcessIdentity.current(),))
+
+    @property
+    def pid(self) -> int:
+        """The leader's process id, for messages."""
+        return self.processes[0].pid
+
+    def is_visible(self) -> bool:
+        """Return whether the caller would notice the end of each process."""
+        return all(process.is_visible() for process in self.processes)
+
+    def is_whole(self) -> bool:
+        """Return whether every process is running."""
+        return all(process.is_alive() for process in self.processes)
+
+    def is_gone(self) -> bool:
+        """Return whether every process has ended."""
+        return not any(process.is_alive() for process in self.processes)
+
+
+class Lease(Body):
+    """The right to update a server; one holder has it until it returns it or all of its processes end."""
+
+    holder: Holder
+    """Who has it."""
     run: str
-    """What it is doing, for people: its run directory, or a command."""
+    """The run directory or the command, for messages."""
     since: float
-    """When it took the lease, in seconds since 1970."""
+    """When it was taken, in seconds since 1970."""
 
 
 class Status(Body):
@@ -64,119 +86,96 @@ class Status(Body):
     model: str
     """The model as it was given to vLLM."""
     version: int
-    """Version of the weights: one more with each publication since the server loaded."""
+    """Version of the weights; each publication since the server loaded increments it."""
     state: FenceState
-    """Where the fence stands."""
-    holder: ProcessIdentity | None = None
-    """The process that paused the server."""
+    """State of the fence."""
+    holder: Holder | None = None
+    """Who paused the server."""
     server: ProcessIdentity
     """The API server's process."""
     writes: Written = "weights"
-    """What the holder writes, or may have left half written."""
+    """What the holder writes, or may have left half-written."""
     last_checkpoint: str | None = None
-    """The folder of the last checkpoint that a writer named, absolute; None: none did since the server loaded."""
+    """Absolute path of the last checkpoint that a writer named; None: none did since the server loaded."""
     can_sleep: bool = False
     """Whether a pause can free the KV cache."""
     lease: Lease | None = None
-    """The living process that updates this server; None: any process may start to."""
+    """The lease of a running trainer; None: it is free."""
 
     def refuse_torn(self) -> None:
-        """Raise AttachError, with the command that mends it, if the weights are torn."""
+        """Raise AttachError if something is torn."""
         if self.state == "torn":
             raise AttachError(self.torn(), remedy=self.mending())
 
     def torn(self) -> str:
-        """Say how the weights came to be torn, and what follows from it."""
-        torn, it = ("the adapter is torn", "it") if self.writes == "adapter" else ("the weights are torn", "them")
+        """Return what is torn, and why."""
+        what = "adapter" if self.writes == "adapter" else "weights"
         writer = "the process" if self.holder is None else f"process {self.holder.pid}"
         return (
-            f"{torn} after version {self.version}: {writer} died inside the fence and may have left {it}"
-            " half written; generation stands still"
+            f"the {what} may be half-written: {writer} died inside the fence after version {self.version}, and the"
+            " server generates nothing until a checkpoint is restored"
         )
 
     def mending(self) -> str:
-        """Return the command that mends torn weights: with the last checkpoint, if it is still there."""
+        """Return the command that repairs what is torn, with the last checkpoint if it still exists."""
         last = self.last_checkpoint
         if last and Path(last).is_dir():
             return f"bridge restore {shlex.quote(last)}"
         gone = f"{last} is gone; " if last else ""
         if self.writes == "adapter":
-            return f"bridge restore ADAPTER ({gone}any saved adapter of the same modules and rank will do)"
-        first = f"the first weights are in: bridge restore {shlex.quote(self.model)}"
-        return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model will do; {first})"
-
-
-class CompletionsRequest(Body):
-    """`POST /v1/bridge/completions`: sample from the whole distribution."""
-
-    model: str
-    """The served model, or an adapter."""
-    prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
-    """Token ids."""
-    n: int = Field(ge=1)
-    """Completions of it."""
-    max_tokens: int = Field(ge=1)
-    """Longest completion in tokens."""
-    temperature: float = Field(ge=0, allow_inf_nan=False)
-    """Sampling temperature; 0: always the likeliest token."""
-    seed: int | None = Field(default=None, ge=0)
-    """Seed of the first completion, the next number for each other one; None: another one every time."""
-
-    @model_validator(mode="after")
-    def _fit_seeds(self) -> Self:
-        if self.seed is not None and self.seed + self.n > SEED_LIMIT:
-            raise ValueError(f"the seeds {self.seed} to seed + n - 1 have to be below {SEED_LIMIT}")
-        return self
+            return f"bridge restore ADAPTER ({gone}any saved adapter with the same modules and rank works)"
+        first = f"for the first weights: bridge restore {shlex.quote(self.model)}"
+        return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model works; {first})"
 
 
 class LeaseRequest(Body):
-    """`POST /bridge/lease`: become the one process that updates this server."""
+    """`POST /bridge/lease`: become the only trainer that updates this server."""
 
-    holder: ProcessIdentity
-    """The process that is going to write."""
+    holder: Holder
+    """The caller."""
     run: str
-    """What it is doing, for people: its run directory, or a command."""
+    """The run directory or the command, for messages."""
 
 
 class HolderRequest(Body):
-    """`DELETE /bridge/lease`, `DELETE /bridge/adapter`, and `POST /bridge/resume`, because nothing was written."""
+    """`DELETE /bridge/lease`, `DELETE /bridge/adapter`, and `POST /bridge/resume` if nothing was written."""
 
-    holder: ProcessIdentity
-    """The process that took the lease, or paused the server."""
+    holder: Holder
+    """Who took the lease, or paused the server."""
 
 
 class PauseRequest(Body):
-    """`POST /bridge/pause`: stop generating, so that weights may be written."""
+    """`POST /bridge/pause`: stop generating, so that weights can be written or read."""
 
-    holder: ProcessIdentity
-    """The process that is going to write, or to read."""
+    holder: Holder
+    """The caller."""
     version: Version | None = None
-    """The version that the caller takes for the served one; None: any."""
+    """The version that the caller expects to be served; None: any."""
     in_flight: InFlight = "keep"
-    """What happens to requests under way."""
+    """What happens to in-flight requests."""
     last_checkpoint: str | None = None
-    """The folder that would mend the server if the holder died; None: what an earlier writer named still holds."""
+    """The folder to restore if the holder dies; None: the one that an earlier writer named."""
     writes: Written = "weights"
-    """What is going to be written."""
+    """What will be written."""
     takeover: bool = False
-    """Take the fence although something is torn, which only he may do who is going to write all of that."""
+    """Take the fence although something is torn. Only for a caller that rewrites all of it."""
     sleep: bool = False
-    """Free the memory of the KV cache until the fence is left; it is to be free again by then."""
+    """Free the KV cache's memory until the server resumes."""
 
 
 class PublishRequest(Body):
-    """`POST /bridge/publish`: what was written is the next version. Sent again, it publishes nothing again."""
+    """`POST /bridge/publish`: what was written is the next version. A repetition does nothing."""
 
-    holder: ProcessIdentity
-    """The process that paused the server."""
+    holder: Holder
+    """Who paused the server."""
     after: Version | None = None
-    """The version that was served when the server paused; None: any, and this is no repetition."""
+    """The version that was served when the server paused; None: any, and this is not a repetition."""
     version: Version | None = None
-    """The least version that the publication may have; None: the next one."""
+    """The version to publish, or the next one if that is higher; None: the next one."""
 
 
 class Element(Body):
-    """One element of one of vLLM's parameters on tensor-parallel rank 0."""
+    """One element of one of vLLM's parameters."""
 
     parameter: str
     """vLLM's name of the parameter."""
@@ -185,17 +184,17 @@ class Element(Body):
 
 
 class ReadRequest(Body):
-    """`POST /bridge/tensors/read`: the server's own view of single elements."""
+    """`POST /bridge/tensors/read`: return single elements as the server sees them."""
 
     elements: tuple[Element, ...]
     """What to read."""
 
 
 class WriteRequest(Body):
-    """`POST /bridge/tensors/write`: set single elements, allowed to the fence's holder alone."""
+    """`POST /bridge/tensors/write`: set single elements; only for the holder of the fence."""
 
-    holder: ProcessIdentity
-    """The process that paused the server."""
+    holder: Holder
+    """Who paused the server."""
     elements: tuple[Element, ...]
     """What to write."""
     values: tuple[float, ...]
@@ -208,24 +207,13 @@ class WriteRequest(Body):
         return self
 
 
-class Refusal(Body):
-    """The answer with status 409: what was asked for cannot be done."""
-
-    error: str
-    """What is wrong, what was found and expected."""
-    remedy: str
-    """One line that mends it."""
-    busy: bool = False
-    """Another process holds the fence, for a moment as a rule: the same request may succeed soon."""
-
-
 class Values(Body):
     """The answer to a read."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     values: tuple[float, ...]
-    """One value per element asked for, in the same order; NaN and infinity as strings, since JSON has neither."""
+    """One value per requested element, in the same order; NaN and infinity as strings, since JSON has neither."""
 
 
 class Digests(Body):
@@ -239,12 +227,12 @@ class Finiteness(Body):
     """The answer of `GET /bridge/tensors/finite`."""
 
     num_tensors: int
-    """Parameters, and matrices of adapter slots, that were looked at."""
+    """Parameters and matrices of adapter slots that were scanned."""
     not_finite: tuple[str, ...]
-    """Those with NaN or infinity in them."""
+    """Those that contain NaN or infinity."""
 
     def found(self) -> str:
-        """Say what was found."""
+        """Return the result in words."""
         if not self.not_finite:
             return f"every number in {self.num_tensors} tensors is finite"
         names = ", ".join(self.not_finite[:3])
@@ -254,10 +242,10 @@ class Finiteness(Body):
 class AdapterRequest(Body):
     """`POST /bridge/adapter`: serve an adapter from a slot that stays put, so that the caller can write it in place."""
 
-    holder: ProcessIdentity
-    """The process that is going to write it."""
+    holder: Holder
+    """Who will write it."""
     name: str = Field(min_length=1)
-    """The name under which requests ask for it, as they ask for a model; taken over if it is served already."""
+    """The name that requests use as their model; an adapter that has it already is replaced."""
     path: str = Field(pattern=r"^/[^\x00]+$")
     """Folder with `adapter_config.json` on the server's host, absolute."""
 
@@ -268,4 +256,38 @@ class AdapterSlot(Body):
     name: str
     """The name under which the adapter is served."""
     slot: int = Field(ge=0)
-    """Which of the slots in the manifest's `lora_slots` holds it."""
+    """Its index in the manifest's `lora_slots`."""
+
+
+class CompletionsRequest(Body):
+    """`POST /v1/bridge/completions`: sample from the whole distribution."""
+
+    model: str
+    """The served model, or an adapter."""
+    prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    """Token ids."""
+    n: int = Field(ge=1)
+    """Number of completions."""
+    max_tokens: int = Field(ge=1)
+    """Longest completion in tokens."""
+    temperature: float = Field(ge=0, allow_inf_nan=False)
+    """Sampling temperature; 0: always the likeliest token."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of the first completion, incremented for each other one; None: a random one."""
+
+    @model_validator(mode="after")
+    def _fit_seeds(self) -> Self:
+        if self.seed is not None and self.seed + self.n > SEED_LIMIT:
+            raise ValueError(f"the seeds {self.seed} to seed + n - 1 must be below {SEED_LIMIT}")
+        return self
+
+
+class Refusal(Body):
+    """The answer with status 409: the request cannot be served."""
+
+    error: str
+    """What is wrong, what was found and expected."""
+    remedy: str
+    """The fix, in one line."""
+    busy: bool = False
+    """Another process holds the fence, usually for a moment: the same request may succeed soon."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UsageError
-from bridge.server.shard import LoraSlot
+from bridge.server.manifest import LoraSlot
 from bridge.weights.layout import Shape
 
 CONFIG_NAME = "adapter_config.json"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bridge.errors import AttachError
-from bridge.server.shard import CudaHandle
+from bridge.server.manifest import CudaHandle
 
 EXPANDABLE = "expandable_segments:True"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from bridge.errors import UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights.layout import OTHER_MODES, Shape, contiguous_stride
 
 

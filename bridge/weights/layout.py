@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from bridge.errors import UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 
 Shape = tuple[int, ...]
 OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full weights"

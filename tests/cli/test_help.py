@@ -91,7 +91,7 @@ def test_an_interrupt_is_one_line_and_130() -> None:
         "import sys, cli.main as m\n"
         "import cli.verify\n"
         "def interrupted(given): raise KeyboardInterrupt\n"
-        "cli.verify.servers.find = interrupted\n"
+        "cli.verify.discovery.find = interrupted\n"
         "sys.argv = ['bridge', 'verify']\n"
         "m.main()"
     )

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
@@ -37,10 +36,11 @@ from patches import routes
 from patches.server_fence import Phase, ServerFence
 from tests.models import tiny
 from tests.unit import toy_server
+from tests.unit.checks_sample import dead_holder, holder_of
 from tests.unit.http_server import Answer, Asked, HttpServer, serving
 from tests.unit.toy_server import ToyServer
 
-DEAD = ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+DEAD = dead_holder()
 
 
 class FakeEngine:
@@ -167,7 +167,7 @@ def served(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return every parameter of the model as it lies in the server."""
     return {
         name: tensors[view.parameter].flatten()[view.offset :][: torch.Size(view.shape).numel()].view(view.shape)
-        for name, view in manifest.param_mappings.items()
+        for name, view in manifest.shard(0).param_mappings.items()
     }
 
 
@@ -246,7 +246,7 @@ def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server, monkeyp
     other_weights(server, bridge.folder / "other")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        server.fence.enter(Phase.WRITING, ProcessIdentity.of(child.pid))
+        server.fence.enter(Phase.WRITING, holder_of(child.pid))
         error, hint = bridge.refused(4, "other")
     finally:
         child.kill()
@@ -260,7 +260,7 @@ def test_a_living_writer_is_never_robbed(bridge: Bridge, server: Server, monkeyp
 def test_beside_a_trainer_nothing_is_checked_nor_loaded(bridge: Bridge, server: Server) -> None:
     other_weights(server, bridge.folder / "other")
     cut_short(bridge.folder / "other")
-    server.fence.take_lease(ProcessIdentity.of(os.getppid()), "runs/first")
+    server.fence.take_lease(holder_of(os.getppid()), "runs/first")
     error, hint = bridge.refused(4, "other")
     assert error == f"another trainer (pid {os.getppid()}, run runs/first) is updating this server"
     assert f"kill -INT {os.getppid()}" in hint
@@ -424,7 +424,7 @@ def test_a_torn_adapter_is_mended_and_the_weights_are_not_touched(bridge: Bridge
 def test_an_adapter_cannot_mend_torn_weights(bridge: Bridge, server: Server, slots: Slots) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     server.tear(bridge.folder / "step_2")
-    assert "the weights are torn" in bridge.refused(4, "adapter_step_3")[0]
+    assert "the weights may be half-written" in bridge.refused(4, "adapter_step_3")[0]
     assert (server.fence.state, server.engine.paused, slots.seated) == ("torn", True, [])
 
 

@@ -234,7 +234,7 @@ def test_two_runs_never_write_to_one_run_directory(place: Place) -> None:
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_anything_is_trained(place: Place) -> None:
     (place.folder / "file").touch()
-    place.refused("folder of the checkpoints file cannot be made: File exists", save_path=Path("file"))
+    place.refused("cannot make the folder of the checkpoints file: File exists", save_path=Path("file"))
 
 
 def test_a_folder_for_checkpoints_that_stays_empty_is_removed_and_no_other(place: Place) -> None:

@@ -110,7 +110,7 @@ def test_every_file_of_a_run_is_known_by_name(tmp_path: Path) -> None:
 
 def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot make the run directory"):
         RunDirectory.create(tmp_path / "file", environment="arithmetic")
 
 
@@ -313,6 +313,43 @@ def test_a_process_killed_between_the_two_files_loses_nothing_and_doubles_nothin
     monkeypatch.undo()
     RunDirectory.reopen(tmp_path, 1)
     assert (steps(run.metrics), steps(run.lost_metrics)) == ([1], [2, 3])
+
+
+def test_another_rank_opens_the_directory_of_rank_0_and_writes_nothing(tmp_path: Path) -> None:
+    told: list[str] = []
+    nothing: Any = None
+    first = RunDirectory.create(tmp_path / "run", environment="arithmetic")
+    first.append(metrics(1))
+    before = sorted(path.name for path in first.path.iterdir())
+    other = RunDirectory.join(first.path, tell=told.append)
+    other.note("a request was retried")
+    other.record("a request was retried")
+    assert told == ["a request was retried"]
+    writes: list[Callable[[], object]] = [
+        lambda: other.append(metrics(2)),
+        lambda: other.append_rollouts(2, []),
+        lambda: other.append_evaluation(nothing),
+        lambda: other.write_config(TrainConfig.of(model_name="m")),
+        lambda: other.write_summary(nothing),
+    ]
+    for write in writes:
+        with pytest.raises(AssertionError, match="only rank 0 of a run writes"):
+            write()
+    other.remove_if_unused()
+    assert sorted(path.name for path in first.path.iterdir()) == before
+    assert len(first.metrics.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_rank_is_refused_where_no_run_is_going_on(tmp_path: Path, exists: bool) -> None:
+    path = tmp_path / "run"
+    if exists:
+        path.mkdir()
+    with pytest.raises(UsageError, match=f"no run is using the run directory {path}"):
+        RunDirectory.join(path)
+    assert path.exists() == exists
+    RunDirectory.create(path, environment="arithmetic")
+    RunDirectory.join(path)
 
 
 def test_an_event_is_noted_with_its_time_and_told_when_it_happens(

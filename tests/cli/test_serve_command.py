@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from bridge.config import ServeConfig
-from bridge.core.process import ProcessIdentity, boot_id
+from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.server import manifest
-from bridge.server.manifest import Manifest
-from bridge.server.shard import SharedMemoryHandle, View
 from cli import accelerator, serve, vllm_flags
 from cli.server_command import ServerCommand
 from patches import compatibility
 from tests.models.sizes import folder_of, qwen2
+from tests.unit import checks_sample
 
 
 class Installed:
@@ -390,17 +389,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def written(path: Path, server: ProcessIdentity, **changed: str) -> Path:
-    """Write the manifest of a server that serves one parameter."""
-    handle = SharedMemoryHandle(storage_size=2, storage_offset=0, shape=(1,), stride=(1,), dtype="bfloat16", path="/x")
-    fields = {
-        "rank": 0, "gpu_uuid": None, "ipc_handles": {"w": handle}, "padding": {},
-        "param_mappings": {"w": View(parameter="w", offset=0, shape=(1,), stride=(1,))},
-        "model": "m", "dtype": "bfloat16", "backend": "shared_memory", "tp_degree": 1, "dp_shard_degree": 1,
-        "num_params": 1, "param_names": ("w",), "shared_weights_enabled": True, "single_copy_enabled": True,
-        "other_shards": (), "host": socket.gethostname(), "boot_id": boot_id(), "server": server,
-        "url": "http://127.0.0.1:9", "token": "t", "versions": {},
-    }  # fmt: skip
-    manifest.write(Manifest.model_validate(fields | changed), path)
+    """Write the manifest of `server`."""
+    exported = checks_sample.manifest(**{"server": server, "host": socket.gethostname(), **changed})
+    manifest.write(exported, path)
     return path
 
 
@@ -436,7 +427,7 @@ def test_a_manifest_of_another_version_is_replaced_with_a_note(
 def test_a_file_that_is_no_manifest_is_never_removed(tmp_path: Path, text: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(text)
-    with pytest.raises(ManifestError, match=r"m\.json is no manifest of Bridge, and is left alone") as refused:
+    with pytest.raises(ManifestError, match=r"m\.json is not a manifest of Bridge, and is kept") as refused:
         serve.clear_manifest(path)
     assert path.read_text() == text
     assert str(path) in refused.value.remedy
@@ -446,7 +437,7 @@ def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) ->
     path = tmp_path / "m.json"
     for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
         path.symlink_to(target)
-        with pytest.raises(ManifestError, match="is no manifest of Bridge"):
+        with pytest.raises(ManifestError, match="is not a manifest of Bridge"):
             serve.clear_manifest(path)
         assert path.is_symlink()
         path.unlink()

@@ -21,7 +21,7 @@ from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
-from bridge.server.shard import AnyHandle, SharedMemoryHandle
+from bridge.server.manifest import AnyHandle, SharedMemoryHandle
 from bridge.types import Group
 from bridge.weights import shared_memory
 from tests import scenarios
@@ -86,7 +86,8 @@ def opened(handle: AnyHandle) -> torch.Tensor:
 
 
 def slots(server: LiveServer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    return {name: (opened(slot.lora_a), opened(slot.lora_b)) for name, slot in server.manifest.lora_slots.items()}
+    exported = server.manifest.shard(0).lora_slots
+    return {name: (opened(slot.lora_a), opened(slot.lora_b)) for name, slot in exported.items()}
 
 
 def assert_slot_holds(server: LiveServer, slot: int, model: Any) -> None:
@@ -137,7 +138,7 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def test_every_linear_layer_has_its_slots_and_nothing_else_has(llama: LiveServer) -> None:
-    found = llama.manifest.lora_slots
+    found = llama.manifest.shard(0).lora_slots
     assert found.keys() == MODULES
     assert found["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, LARGEST_RANK, 128)
     assert found["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, LARGEST_RANK)
@@ -248,7 +249,7 @@ def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(llama: Li
 def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(tmp_path: Path) -> None:
     model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
     with scenarios.served(model, tmp_path / "server") as server, BridgeClient(server.manifest, timeout_s=60) as client:
-        assert server.manifest.lora_slots == {}
+        assert server.manifest.shard(0).lora_slots == {}
         with pytest.raises(AttachError, match="started without LoRA") as caught:
             client.adapter("trained", tmp_path)
     assert "bridge serve-vllm --max-lora-rank 16" in caught.value.remedy
@@ -257,7 +258,7 @@ def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(tmp_
 def test_a_qwen2_with_biases_and_a_head_of_its_own_is_exported_whole_with_lora(tmp_path: Path) -> None:
     model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
     with scenarios.served(model, tmp_path / "server", *LORA) as server:
-        assert server.manifest.lora_slots.keys() == MODULES
+        assert server.manifest.shard(0).lora_slots.keys() == MODULES
         assert_verified(server)
         adapter = adapted(server, seed=1)
         with BridgeClient(server.manifest, timeout_s=120) as client:

@@ -134,10 +134,11 @@ def check_named(torn: Torn) -> None:
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert (rows["Fence"]["status"], rows["Fence"]["remedy"]) == ("FAIL", f"bridge restore {torn.last}")
     assert f"process {torn.trainer_pid} died inside the fence" in rows["Fence"]["found"]
-    assert "generation stands still" in rows["Fence"]["found"]
+    assert "the server generates nothing" in rows["Fence"]["found"]
     refused = torn.train("--save-path", "elsewhere", steps=1, expect=4)
     error, gap, hint = refused.stderr.splitlines()[-3:]
-    assert error.startswith(f"error: the weights are torn after version {torn.version}: process {torn.trainer_pid}")
+    died = f"process {torn.trainer_pid} died inside the fence after version {torn.version}"
+    assert error.startswith(f"error: the weights may be half-written: {died}")
     assert (gap, hint) == ("", f"hint: bridge restore {torn.last}")
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from bridge.checks.facts import CudaState, Facts, Gpu, TorchBuild
 from bridge.core.process import ProcessIdentity, boot_id
-from bridge.server.manifest import Manifest
-from bridge.server.shard import CudaHandle, SharedMemoryHandle, View
+from bridge.server.manifest import CudaHandle, Manifest, Shard, SharedMemoryHandle, View
+from bridge.server.protocol import Holder
 
 GIB = 2**30
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
@@ -41,33 +41,58 @@ def cuda_handle() -> CudaHandle:
 
 
 def manifest(**changes: Any) -> Manifest:
-    """A manifest whose server is the calling process, with its weights in main memory."""
-    fields: dict[str, Any] = {
-        "rank": 0,
-        "gpu_uuid": None,
-        "ipc_handles": {"w": shared_memory_handle()},
-        "param_mappings": {"w": View(parameter="w", offset=0, shape=(4,), stride=(1,))},
-        "padding": {},
-        "model": "tiny",
-        "dtype": "float32",
-        "backend": "shared_memory",
-        "tp_degree": 1,
-        "dp_shard_degree": 1,
-        "num_params": 4,
-        "param_names": ("w",),
-        "shared_weights_enabled": True,
-        "single_copy_enabled": True,
-        "other_shards": (),
-        "host": "here",
-        "boot_id": boot_id(),
-        "server": ProcessIdentity.current(),
-        "url": "http://127.0.0.1:9",
-        "token": "secret",
-        "versions": {"bridge": "0.1.0", "torch": "2.13.0+cpu", "vllm": "0.32.0", "transformers": "5.19.0"},
-    }
-    return Manifest.model_validate(fields | changes)
+    """A manifest whose server is the calling process, with its weights in main memory; `edited` by the changes."""
+    shard = Shard(
+        rank=0,
+        gpu_uuid=None,
+        ipc_handles={"w": shared_memory_handle()},
+        param_mappings={"w": View(parameter="w", offset=0, shape=(4,), stride=(1,))},
+        padding={},
+    )
+    exported = Manifest(
+        shards=(shard,),
+        model="tiny",
+        dtype="float32",
+        backend="shared_memory",
+        tp_degree=1,
+        dp_shard_degree=1,
+        num_params=4,
+        param_names=("w",),
+        shared_weights_enabled=True,
+        single_copy_enabled=True,
+        host="here",
+        boot_id=boot_id(),
+        server=ProcessIdentity.current(),
+        url="http://127.0.0.1:9",
+        token="secret",
+        versions={"bridge": "0.1.0", "torch": "2.13.0+cpu", "vllm": "0.32.0", "transformers": "5.19.0"},
+    )
+    return edited(exported, **changes)
+
+
+def edited(exported: Manifest, **changes: Any) -> Manifest:
+    """The manifest with other fields, be they the server's or those of its first rank."""
+    document = exported.model_dump()
+    for name, value in changes.items():
+        (document["shards"][0] if name in Shard.model_fields else document)[name] = value
+    return Manifest.model_validate(document)
 
 
 def dead_server() -> ProcessIdentity:
     """The caller's pid, as an earlier process had it."""
     return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+
+
+def holder_of(*pids: int) -> Holder:
+    """A holder of living processes, the leader first."""
+    return Holder(processes=tuple(map(ProcessIdentity.of, pids)))
+
+
+def elsewhere() -> Holder:
+    """A holder in another PID namespace."""
+    return Holder(processes=(ProcessIdentity.current().model_copy(update={"pid_namespace": "pid:[1]"}),))
+
+
+def dead_holder() -> Holder:
+    """A holder that is gone."""
+    return Holder(processes=(dead_server(),))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bridge.core.process import ProcessIdentity
 from bridge.server.protocol import FenceState, Refusal, Status, Written
-from tests.unit.checks_sample import dead_server
+from tests.unit.checks_sample import dead_holder
 from tests.unit.http_server import Answer, Asked, as_json
 from tests.unit.toy_server import ToyServer
 
@@ -66,7 +66,7 @@ class LoraServer:
     def status(self) -> Status:
         return Status(
             model="tiny", version=self.version, state=self.state, server=self.toy.manifest.server, writes=self.writes,
-            can_sleep=True, holder=dead_server() if self.state == "torn" else None,
+            can_sleep=True, holder=dead_holder() if self.state == "torn" else None,
         )  # fmt: skip
 
     def _seat(self, folder: Path) -> None:

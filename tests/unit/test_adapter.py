@@ -11,10 +11,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
 from bridge.server.client import BridgeClient
-from bridge.server.protocol import AdapterSlot, Refusal, Status
+from bridge.server.protocol import AdapterSlot, Holder, Refusal, Status
 from patches import routes
 from patches.adapter import AdapterClaim, ServedAdapter
 from patches.server_fence import ServerFence
@@ -22,7 +21,7 @@ from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving
 
 AUTHORISED = {"authorization": "Bearer secret"}
-HOLDER = {"holder": ProcessIdentity.current().model_dump()}
+HOLDER = {"holder": Holder.current().model_dump(mode="json")}
 
 
 def adapter(name: str, number: int) -> Any:

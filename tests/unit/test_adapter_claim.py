@@ -7,13 +7,12 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from bridge.core.process import ProcessIdentity
-from bridge.server.protocol import ADAPTER, TOKEN_HEADER
+from bridge.server.protocol import ADAPTER, TOKEN_HEADER, Holder
 from patches import routes
 from patches.adapter import AdapterClaim
 from patches.admission import Rules
 from patches.server_lease import ServerLease
-from tests.unit.checks_sample import dead_server, manifest
+from tests.unit.checks_sample import dead_holder, manifest
 from tests.unit.test_generate import FakeModels
 
 TRAINERS = [{TOKEN_HEADER: "secret"}, {"authorization": "Bearer secret"}]
@@ -51,7 +50,7 @@ def test_a_stranger_touches_no_adapter_of_a_live_training(
     http: TestClient, models: FakeModels, lease: ServerLease, name: str, headers: dict[str, str]
 ) -> None:
     models.lora_requests = {name: "trained"}
-    lease.take(ProcessIdentity.current(), "runs/a")
+    lease.take(Holder.current(), "runs/a")
     for action in ("load", "unload"):
         answer = http.post(f"/{action}/{name}", headers=headers)
         assert answer.status_code == 409
@@ -61,20 +60,20 @@ def test_a_stranger_touches_no_adapter_of_a_live_training(
 
 @pytest.mark.parametrize("headers", TRAINERS)
 def test_the_trainer_does(http: TestClient, models: FakeModels, lease: ServerLease, headers: dict[str, str]) -> None:
-    lease.take(ProcessIdentity.current(), "runs/a")
+    lease.take(Holder.current(), "runs/a")
     assert http.post(f"/load/{ADAPTER}", headers=headers).status_code == 200
     assert http.post(f"/unload/{ADAPTER}", headers=headers).status_code == 200
     assert models.lora_requests == {}
 
 
 def test_other_adapters_are_anybodys(http: TestClient, lease: ServerLease) -> None:
-    lease.take(ProcessIdentity.current(), "runs/a")
+    lease.take(Holder.current(), "runs/a")
     assert http.post("/load/mine").status_code == http.post("/unload/mine").status_code == 200
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_without_a_live_trainer_so_is_its_own(http: TestClient, lease: ServerLease, ended: bool) -> None:
     if ended:
-        lease.take(ProcessIdentity.current(), "runs/a")
-        lease._taken = lease._taken and lease._taken.model_copy(update={"holder": dead_server()})
+        lease.take(Holder.current(), "runs/a")
+        lease._taken = lease._taken and lease._taken.model_copy(update={"holder": dead_holder()})
     assert http.post(f"/load/{ADAPTER}").status_code == http.post(f"/unload/{ADAPTER}").status_code == 200

@@ -8,7 +8,7 @@ from bridge.checks import cuda_ipc, cuda_ipc_trial, gpu
 from bridge.checks.child import Ended
 from bridge.checks.cuda_ipc import MARK
 from bridge.checks.facts import CudaState, Facts, TorchBuild
-from bridge.server.shard import Dtype
+from bridge.server.manifest import Dtype
 from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts
 
 BLIND = Facts(

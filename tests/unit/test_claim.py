@@ -53,7 +53,7 @@ def test_a_folder_in_use_is_refused_with_the_pid_of_its_process(tmp_path: Path) 
         f"the run directory {tmp_path / 'run'} is in use by process {holder.pid}: two runs would overwrite each other"
     )
     assert refused.value.remedy == (
-        f"wait for its end, or end it with: kill -INT {holder.pid}; a run of its own needs another --run-dir"
+        f"wait for it to finish, stop it (kill -INT {holder.pid}), or choose another --run-dir"
     )
 
 
@@ -88,6 +88,17 @@ def test_the_same_process_may_claim_again_and_what_it_made_is_removed_where_it_i
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
 
 
+def test_whether_a_folder_is_claimed_is_known_to_every_process_and_asking_claims_nothing(tmp_path: Path) -> None:
+    assert not claim.is_claimed(tmp_path)
+    with held(tmp_path) as (holder, _):
+        assert claim.is_claimed(tmp_path)
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        assert not claim.is_claimed(tmp_path)
+    make(tmp_path)
+    assert claim.is_claimed(tmp_path)
+
+
 def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(9, "Bad file descriptor")
@@ -95,6 +106,7 @@ def test_where_no_folder_can_be_locked_every_claim_is_granted(tmp_path: Path, mo
     with held(tmp_path):
         monkeypatch.setattr(fcntl, "flock", refuse)
         assert make(tmp_path) == ()
+        assert claim.is_claimed(tmp_path)
 
 
 def test_without_the_kernels_list_the_process_has_no_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +114,4 @@ def test_without_the_kernels_list_the_process_has_no_pid(tmp_path: Path, monkeyp
         monkeypatch.setattr(claim, "holder", lambda _: None)
         with pytest.raises(UsageError, match="in use by another process: two runs") as refused:
             make(tmp_path)
-    assert refused.value.remedy == "wait for its end; a run of its own needs another --run-dir"
+    assert refused.value.remedy == "wait for it to finish, or choose another --run-dir"

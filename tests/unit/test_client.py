@@ -10,12 +10,12 @@ from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
 from bridge.server import client as client_module
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
-from bridge.server.protocol import Element, Status
+from bridge.server.protocol import Element, Holder, Status
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 
-ME = ProcessIdentity.current()
-STATUS = Status(model="m", version=7, state="paused", holder=ME, server=ME).model_dump()
+ME = Holder.current()
+STATUS = Status(model="m", version=7, state="paused", holder=ME, server=ProcessIdentity.current()).model_dump()
 ELEMENTS = (Element(parameter="w", index=3),)
 CALLS: dict[str, Callable[[BridgeClient], object]] = {
     "status": lambda client: client.status(),
@@ -52,7 +52,7 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
         "GET /bridge/tensors/digest", "POST /bridge/tensors/read", "POST /bridge/tensors/write",
     ]  # fmt: skip
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
-    holder, element = ME.model_dump(), {"parameter": "w", "index": 3}
+    holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3}
     pause = {
         "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
         "takeover": False, "sleep": False,
@@ -192,7 +192,7 @@ def test_a_lease_is_given_back_with_the_connection_and_no_other_is() -> None:
             with BridgeClient(manifest(url=server.url), timeout_s=20) as client:
                 if run:
                     assert client.take_lease(run).version == 7
-    holder = {"holder": ME.model_dump()}
+    holder = {"holder": ME.model_dump(mode="json")}
     assert [(asked.method, asked.path, asked.body) for asked in server.asked] == [
         ("POST", "/bridge/lease", {**holder, "run": "runs/first"}), ("DELETE", "/bridge/lease", holder)
     ]  # fmt: skip

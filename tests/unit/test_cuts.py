@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights.cuts import Copy, join
 
 

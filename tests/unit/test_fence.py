@@ -19,7 +19,8 @@ from bridge.errors import AttachError, FenceBusyError, ServerUnreachableError
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
-from bridge.server.protocol import InFlight, Lease, Status, Written
+from bridge.server.protocol import Holder, InFlight, Lease, Status, Written
+from tests.unit.checks_sample import holder_of
 
 
 class FakeClient:
@@ -45,7 +46,7 @@ class FakeClient:
         sleep: bool = False,
     ) -> Status:
         self.believed, self.named = version, last_checkpoint
-        others = self.lease is not None and self.lease.holder != ProcessIdentity.current()
+        others = self.lease is not None and self.lease.holder != Holder.current()
         if others and writes != "nothing":
             raise AttachError("another trainer", remedy="wait")
         self.writes = writes
@@ -383,9 +384,9 @@ def test_frozen_resumes_without_a_new_version() -> None:
 
 
 def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
-    fake, me = FakeClient(), ProcessIdentity.current()
+    fake, other = FakeClient(), holder_of(os.getppid())
     found = {}
-    for name, holder in {"free": None, "ours": me, "another's": ProcessIdentity.of(os.getppid())}.items():
+    for name, holder in {"free": None, "ours": Holder.current(), "another's": other}.items():
         fake.lease = Lease(holder=holder, run="runs/first", since=0.0) if holder else None
         with fence.frozen(cast(Any, fake)) as may_write:
             found[name] = may_write, fake.writes
@@ -401,7 +402,7 @@ def test_frozen_only_reads_if_another_process_takes_the_lease_while_it_waits() -
         try:
             return pausing(*arguments, **choices)
         except FenceBusyError:  # and then it trains
-            fake.lease = Lease(holder=ProcessIdentity.of(os.getppid()), run="runs/first", since=0.0)
+            fake.lease = Lease(holder=holder_of(os.getppid()), run="runs/first", since=0.0)
             raise
 
     fake.pause = pause  # type: ignore[method-assign]

@@ -11,8 +11,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
-from bridge.core.process import ProcessIdentity
-from bridge.server.protocol import ADAPTER, VERSION_HEADER
+from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
 from patches import generate, routes
 from patches.adapter import AdapterClaim
 from patches.server_lease import ServerLease
@@ -207,13 +206,13 @@ def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
 def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm: FakeVllm) -> None:
     claim, first = vllm.app.state.bridge_claim, SimpleNamespace(lora_name=ADAPTER)
     asyncio.run(claim.load(first))
-    claim._lease.take(ProcessIdentity.current(), "runs/a")
+    claim._lease.take(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()  # as while it is replaced
     refused = vllm.http.post("/generate", json=ASKED)
     assert (refused.status_code, vllm.asked) == (503, [])
     assert "not served at this moment" in refused.json()["detail"]
     assert vllm.http.post("/generate", json={**ASKED, "model": "base"}).status_code == 200
-    claim._lease.give_back(ProcessIdentity.current())
+    claim._lease.give_back(Holder.current())
     asyncio.run(claim.load(first))
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert [request["model"] for request in vllm.asked] == ["base", ADAPTER]
@@ -225,10 +224,10 @@ def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm
 def test_after_a_trainer_that_ended_while_no_adapter_was_served_the_model_itself_answers(vllm: FakeVllm) -> None:
     claim = vllm.app.state.bridge_claim
     asyncio.run(claim.load(SimpleNamespace(lora_name=ADAPTER)))
-    claim._lease.take(ProcessIdentity.current(), "runs/a")
+    claim._lease.take(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()
     assert vllm.http.post("/generate", json=ASKED).status_code == 503
-    claim._lease.give_back(ProcessIdentity.current())  # what it was to load instead was refused
+    claim._lease.give_back(Holder.current())  # what it was to load instead was refused
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert "model" not in vllm.asked[-1]
 

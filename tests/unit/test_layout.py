@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bridge.errors import UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights.layout import Shape, check_coverage, contiguous_stride, rows
 
 NUM_LAYOUTS = 250

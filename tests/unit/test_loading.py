@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge.errors import UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
 from patches import loading, model_runner

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge.server.shard import Shard, View
+from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
 from bridge.weights.layout import rows
 from patches import lora_slots, model_runner

@@ -14,8 +14,18 @@ import pytest
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError
 from bridge.server import manifest as manifests
-from bridge.server.manifest import MANIFEST_NAME, Manifest, find, load, read, remove_own, resolve_path, write
-from bridge.server.shard import Shard
+from bridge.server.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Shard,
+    View,
+    find,
+    load,
+    read,
+    remove_own,
+    resolve_path,
+    write,
+)
 from tests.unit.checks_sample import cuda_handle, dead_server, manifest
 
 DOCUMENTED = {
@@ -167,13 +177,13 @@ def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> No
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert "no plain file" in refusal(lambda: read(tmp_path / "pipe"))
+    assert "not a regular file" in refusal(lambda: read(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("text", ["# My thesis", '{"model_type": "llama"}'])
 def test_a_server_writes_over_no_other_file(path: Path, text: str) -> None:
     path.write_text(text)
-    assert "is no manifest of Bridge" in refusal(lambda: write(manifest(), path))
+    assert "is not a manifest of Bridge" in refusal(lambda: write(manifest(), path))
     assert path.read_text() == text
 
 
@@ -280,7 +290,7 @@ def test_a_missing_field_is_named(path: Path) -> None:
         ({"boot_id": "another", "host": socket.gethostname()}, "before this host's last boot"),
         (
             {"server": ProcessIdentity.current().model_copy(update={"pid_namespace": "pid:[1]"}).model_dump()},
-            "another pid namespace",
+            "another PID namespace",
         ),
         ({"server": ProcessIdentity.current().model_copy(update={"pid": 2**22 + 1}).model_dump()}, "is gone"),
         ({"server": dead_server().model_dump()}, "is gone"),
@@ -307,11 +317,11 @@ def test_a_manifest_is_its_owners_alone_and_nothing_else_is_left(tmp_path: Path)
 def test_a_manifest_that_cannot_be_written_leaves_the_old_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
 
-    def full(_descriptor: int) -> None:
+    def full(_temporary: Path, _target: Path) -> None:
         assert path.read_bytes() == before
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     assert "No space left" in refusal(lambda: write(manifest(model="other"), path))
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -319,13 +329,13 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_one(path: Path, monkey
 
 def test_a_reader_never_sees_half_a_manifest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    original = os.fsync
+    original = Path.replace
 
-    def look(descriptor: int) -> None:
+    def look(self: Path, target: Path) -> Path:
         seen.append(load(path).model)
-        original(descriptor)
+        return original(self, target)
 
-    monkeypatch.setattr(os, "fsync", look)
+    monkeypatch.setattr(Path, "replace", look)
     write(manifest(model="second"), path)
     assert seen == ["tiny"]
     assert load(path).model == "second"
@@ -350,9 +360,29 @@ def test_a_server_leaves_every_other_manifest_alone(path: Path, text: str | None
     assert path.read_bytes() == before
 
 
-def test_rank_0_is_the_manifests_own_shard() -> None:
-    first = manifest()
-    other = {**{name: getattr(first, name) for name in Shard.model_fields}, "rank": 1}
-    two: Manifest = manifest(other_shards=(other,), tp_degree=2)
-    assert two.shard() is two
-    assert two.shard(1).rank == 1
+def two_ranks() -> Manifest:
+    """A server of two ranks that hold different parameters, on two GPUs."""
+    one, view = manifest().shard(0), View(parameter="v", offset=0, shape=(4,), stride=(1,))
+    first = one.model_copy(update={"gpu_uuid": "GPU-1"})
+    second = Shard(rank=1, gpu_uuid="GPU-2", ipc_handles={"v": cuda_handle()}, param_mappings={"v": view}, padding={})
+    return manifest().model_copy(update={"shards": (first, second), "tp_degree": 2})
+
+
+def test_of_several_ranks_the_first_is_at_the_top_of_the_file_and_each_is_read_again(tmp_path: Path) -> None:
+    write(two_ranks(), tmp_path / "m")
+    document = json.loads((tmp_path / "m").read_text())
+    (other,) = document["other_shards"]
+    assert (document["gpu_uuid"], other["gpu_uuid"]) == ("GPU-1", "GPU-2")
+    assert document.keys() == {*Manifest.model_fields, *Shard.model_fields, "other_shards"} - {"shards"}
+    assert other.keys() == Shard.model_fields.keys()
+    again = read(tmp_path / "m")
+    assert again == two_ranks()
+    assert [again.shard(rank).rank for rank in range(2)] == [0, 1]
+
+
+def test_a_fault_in_a_later_ranks_part_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
+    write(two_ranks(), tmp_path / "m")
+    document = json.loads((tmp_path / "m").read_text())
+    document["other_shards"][0]["rank"] = "second"
+    edit(tmp_path / "m", other_shards=document["other_shards"])
+    assert "other_shards.0.rank" in refusal(lambda: read(tmp_path / "m"))

@@ -144,6 +144,6 @@ def test_a_configuration_that_is_none_is_named(content: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["org/no-such-model-anywhere", "/no/such/folder", "./folder", "not a name!"])
 def test_a_model_that_is_not_here_is_told(name: str) -> None:
-    with pytest.raises(UsageError, match="nor a model of that name in the hub's cache") as caught:
+    with pytest.raises(UsageError, match="and no model of that name in the hub's cache") as caught:
         ModelSize.of(name)
     assert ("hf download" in caught.value.remedy) == name.startswith("org/")  # no path, and nothing with a space

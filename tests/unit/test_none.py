@@ -28,8 +28,8 @@ from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import View
 from bridge.server.protocol import Status
-from bridge.server.shard import View
 from bridge.types import Problem
 from bridge.weights import skeleton
 from tests.models import tiny
@@ -289,7 +289,7 @@ class Attached(Running):
 
     def live(self) -> dict[str, Tensor]:
         """What the server holds."""
-        return {name: self._view(view).clone() for name, view in self.toy.manifest.param_mappings.items()}
+        return {name: self._view(view).clone() for name, view in self.toy.manifest.shard(0).param_mappings.items()}
 
     def _view(self, view: View) -> Tensor:
         whole = self.toy.tensors[view.parameter]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UnsupportedModelError
-from bridge.server.shard import View
+from bridge.server.manifest import View
 from bridge.weights.attach import _view
 from bridge.weights.layout import check_coverage
 from patches import loading

@@ -17,20 +17,19 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import ServerUnreachableError
 from bridge.server import fence
 from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
-from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Refusal, Status, Values
+from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Holder, Refusal, Status, Values
 from patches import exporter, routes
 from patches.server_fence import Phase, ServerFence
 from tests.unit import http_server
-from tests.unit.checks_sample import manifest
+from tests.unit.checks_sample import dead_holder, holder_of, manifest
 
-ME = ProcessIdentity.current()
-HOLDER = {"holder": ME.model_dump()}
+ME = Holder.current()
+HOLDER = {"holder": ME.model_dump(mode="json")}
 AUTHORISED = {"authorization": "Bearer secret"}
 ELEMENT = {"parameter": "w", "index": 3}
 
@@ -135,7 +134,7 @@ def test_every_route_of_the_router_wants_the_token() -> None:
 
 def test_a_passage_over_http(http: TestClient) -> None:
     before = Status.model_validate_json(http.get("/bridge/status").content)
-    assert (before.version, before.state, before.holder, before.server) == (0, "serving", None, ME)
+    assert (before.version, before.state, before.holder, before.server) == (0, "serving", None, ME.processes[0])
     paused = Status.model_validate_json(http.post("/bridge/pause", json=HOLDER).content)
     assert (paused.version, paused.state, paused.holder) == (0, "paused", ME)
     published = Status.model_validate_json(http.post("/bridge/publish", json=after(0)).content)
@@ -160,7 +159,7 @@ def test_a_passage_with_a_sleeping_kv_cache_over_http(http: TestClient, app: Fas
 
 
 def test_the_lease_over_http(http: TestClient, app: FastAPI) -> None:
-    parent = {"holder": ProcessIdentity.of(os.getppid()).model_dump()}
+    parent = {"holder": holder_of(os.getppid()).model_dump(mode="json")}
     taken = Status.model_validate_json(http.post("/bridge/lease", json={**HOLDER, "run": "runs/first"}).content)
     assert taken.lease
     assert (taken.lease.holder, taken.lease.run) == (ME, "runs/first")
@@ -247,7 +246,7 @@ def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_
     http: TestClient, app: FastAPI, tmp_path: Path
 ) -> None:
     http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": str(tmp_path)})
-    app.state.bridge_fence.enter(Phase.WRITING, ME.model_copy(update={"start_ticks": 1}))
+    app.state.bridge_fence.enter(Phase.WRITING, dead_holder())
     torn = http.get("/bridge/status").json()
     assert (torn["state"], torn["last_checkpoint"]) == ("torn", str(tmp_path))
     refused = http.post("/bridge/pause", json=HOLDER)
@@ -299,7 +298,7 @@ def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: Fas
     assert http.post("/bridge/tensors/write", json=body).status_code == 409
     assert weights == {3: 1.5}
     http.post("/bridge/pause", json=HOLDER)
-    stranger = {"holder": {**ME.model_dump(), "pid": 1}}
+    stranger = {"holder": holder_of(1).model_dump(mode="json")}
     assert http.post("/bridge/tensors/write", json={**body, **stranger}).status_code == 409
     assert weights == {3: 1.5}
     assert http.post("/bridge/tensors/write", json=body).status_code == 200
@@ -445,5 +444,5 @@ def test_a_manifest_that_cannot_be_written_ends_the_server_with_one_line(
         write_when_listening(server.url, tmp_path / "file" / "m")
     assert raised == [signal.SIGTERM]
     error, empty, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: the manifest")
+    assert error.startswith("error: cannot use the manifest")
     assert (empty, hint[:6]) == ("", "hint: ")

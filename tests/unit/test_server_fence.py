@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import InFlight, PauseRequest
+from bridge.server.protocol import Holder, InFlight, PauseRequest
 from patches import server_fence
 from patches.server_fence import ServerFence
-from tests.unit.checks_sample import manifest
+from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 
-ME = ProcessIdentity.current()
+ME = Holder.current()
 PAUSED = ["pause keep", "settle", "reset"]
 ASLEEP = [*PAUSED, "sleep"]
 
@@ -78,7 +77,7 @@ class FakeEngine:
             raise RuntimeError(f"{call} failed")
 
 
-def asking(holder: ProcessIdentity, in_flight: InFlight, **more: Any) -> PauseRequest:
+def asking(holder: Holder, in_flight: InFlight, **more: Any) -> PauseRequest:
     return PauseRequest(holder=holder, in_flight=in_flight, **more)
 
 
@@ -194,7 +193,7 @@ def test_a_pause_can_be_tried_again_after_it_failed() -> None:
 
 def test_a_second_living_holder_is_refused_and_the_first_keeps_the_fence() -> None:
     child = living()
-    other = ProcessIdentity.of(child.pid)
+    other = holder_of(child.pid)
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -216,7 +215,7 @@ def test_a_second_living_holder_is_refused_and_the_first_keeps_the_fence() -> No
 
 def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
     child = living()
-    other = ProcessIdentity.of(child.pid)
+    other = holder_of(child.pid)
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -235,7 +234,7 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
 
 def test_a_holder_that_dies_leaves_the_weights_torn_for_every_ordinary_writer() -> None:
     child = living()
-    other = ProcessIdentity.of(child.pid)
+    other = holder_of(child.pid)
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -245,7 +244,7 @@ def test_a_holder_that_dies_leaves_the_weights_torn_for_every_ordinary_writer() 
         end(child)
         states.append(fence.state)
         assert states == ["paused", "torn"]
-        with pytest.raises(AttachError, match=f"torn after version 0: process {other.pid} died") as refused:
+        with pytest.raises(AttachError, match=f"process {other.pid} died inside the fence after version 0") as refused:
             await fence.pause(asking(ME, "keep"))
         assert "bridge restore CHECKPOINT" in refused.value.remedy
         with pytest.raises(AttachError, match="does not hold"):
@@ -263,7 +262,7 @@ async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncI
     child = living()
     fence = ServerFence(engine, manifest())
     try:
-        await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", last_checkpoint=last_checkpoint))
+        await fence.pause(asking(holder_of(child.pid), "keep", last_checkpoint=last_checkpoint))
     finally:
         end(child)
     assert fence.state == "torn"
@@ -307,7 +306,7 @@ def test_who_dies_in_a_takeover_leaves_the_weights_torn_again_and_the_next_may_m
 
     async def passage() -> None:
         async with torn(engine) as fence:
-            await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", takeover=True))
+            await fence.pause(asking(holder_of(child.pid), "keep", takeover=True))
             end(child)
             with pytest.raises(AttachError, match=f"process {child.pid} died"):
                 await fence.pause(asking(ME, "keep"))
@@ -340,7 +339,7 @@ def test_a_takeover_that_fails_leaves_torn_weights_paused_and_torn(failing: str)
 
 def test_a_takeover_never_robs_a_living_holder() -> None:
     child = living()
-    other = ProcessIdentity.of(child.pid)
+    other = holder_of(child.pid)
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -414,11 +413,11 @@ def test_versions_never_run_backwards() -> None:
 def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
-    dead = ME.model_copy(update={"start_ticks": 1})
-    elsewhere = ME.model_copy(update={"pid_namespace": "pid:[1]"})
+    dead = dead_holder()
+    unseen = elsewhere()
 
     async def passage() -> None:
-        for holder in (dead, elsewhere):
+        for holder in (dead, unseen):
             with pytest.raises(AttachError, match="not visible"):
                 await fence.pause(asking(holder, "keep"))
         assert (fence.state, engine.calls) == ("serving", [])
@@ -433,14 +432,14 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
 
     async def passage() -> None:
         async with torn(engine) as of_weights:
-            with pytest.raises(AttachError, match="the weights are torn"):
+            with pytest.raises(AttachError, match="the weights may be half-written"):
                 await of_weights.pause(asking(ME, "keep", writes="adapter", takeover=True))
             assert of_weights.state == "torn"
-        await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
+        await fence.pause(asking(holder_of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
         end(child)
-        assert "the adapter is torn" in fence.status().torn()
+        assert "the adapter may be half-written" in fence.status().torn()
         assert fence.status().mending().startswith("bridge restore ADAPTER (/gone is gone")
-        with pytest.raises(AttachError, match="the adapter is torn"):
+        with pytest.raises(AttachError, match="the adapter may be half-written"):
             await fence.pause(asking(ME, "keep", takeover=True))
         await fence.pause(asking(ME, "keep", writes="adapter", takeover=True))
         await fence.publish(ME)
@@ -532,7 +531,7 @@ def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some(ends: bool) -> None:
     engine, child = FakeEngine(failing="sleep"), living()
-    fence, holder = sleeper(engine), ProcessIdentity.of(child.pid)
+    fence, holder = sleeper(engine), holder_of(child.pid)
 
     async def passage() -> None:
         engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
@@ -556,7 +555,7 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
 
 @pytest.mark.parametrize("leave", [ServerFence.publish, ServerFence.release])
 def test_a_kv_cache_that_finds_no_memory_leaves_the_fence_held_until_it_does(
-    leave: Callable[[ServerFence, ProcessIdentity], Coroutine[Any, Any, None]], tmp_path: Path
+    leave: Callable[[ServerFence, Holder], Coroutine[Any, Any, None]], tmp_path: Path
 ) -> None:
     engine = FakeEngine()
     fence = sleeper(engine)
@@ -584,7 +583,7 @@ def test_who_takes_over_from_one_that_died_while_the_kv_cache_slept_wakes_it(fai
     fence = sleeper(engine)
 
     async def passage() -> None:
-        await fence.pause(asking(ProcessIdentity.of(child.pid), "keep", sleep=True))
+        await fence.pause(asking(holder_of(child.pid), "keep", sleep=True))
         end(child)
         assert (fence.state, engine.awake) == ("torn", False)
         if failing:

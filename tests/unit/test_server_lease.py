@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import InFlight, Written
+from bridge.server.protocol import Holder, InFlight, Written
 from patches.server_fence import Phase, ServerFence
-from tests.unit.checks_sample import manifest
+from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run
 
 
@@ -23,8 +22,8 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def other(child: subprocess.Popen[bytes]) -> ProcessIdentity:
-    return ProcessIdentity.of(child.pid)
+def other(child: subprocess.Popen[bytes]) -> Holder:
+    return holder_of(child.pid)
 
 
 @pytest.fixture
@@ -56,9 +55,7 @@ async def begun(engine: Draining, pause: "asyncio.Future[None]") -> None:
     assert not pause.done()
 
 
-def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(
-    fence: ServerFence, other: ProcessIdentity
-) -> None:
+def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     with pytest.raises(AttachError) as refused:
         fence.take_lease(ME, "runs/second")
@@ -69,9 +66,7 @@ def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(
     assert (lease.holder, lease.run) == (other, "runs/first")
 
 
-def test_a_lease_that_is_given_back_is_free_and_nobody_gives_back_anothers(
-    fence: ServerFence, other: ProcessIdentity
-) -> None:
+def test_a_lease_that_is_given_back_is_free_and_nobody_gives_back_anothers(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     fence.give_lease_back(ME)
     assert fence.lease.held
@@ -80,9 +75,7 @@ def test_a_lease_that_is_given_back_is_free_and_nobody_gives_back_anothers(
     fence.take_lease(ME, "runs/second")
 
 
-def test_the_lease_of_a_dead_process_is_free(
-    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
-) -> None:
+def test_the_lease_of_a_dead_process_is_free(fence: ServerFence, child: subprocess.Popen[bytes], other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     end(child)
     assert fence.status().lease is None
@@ -92,13 +85,13 @@ def test_the_lease_of_a_dead_process_is_free(
 
 def test_a_process_whose_end_the_server_would_not_notice_gets_no_lease(fence: ServerFence) -> None:
     with pytest.raises(AttachError, match="not visible"):
-        fence.take_lease(ME.model_copy(update={"pid_namespace": "pid:[1]"}), "runs/elsewhere")
+        fence.take_lease(elsewhere(), "runs/elsewhere")
 
 
 @pytest.mark.parametrize("writes", ["weights", "adapter"])
 @pytest.mark.parametrize("takeover", [False, True])
 def test_who_has_no_lease_pauses_for_writing_only_while_nobody_has_it(
-    fence: ServerFence, engine: FakeEngine, other: ProcessIdentity, writes: Written, takeover: bool
+    fence: ServerFence, engine: FakeEngine, other: Holder, writes: Written, takeover: bool
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
@@ -116,7 +109,7 @@ def test_who_has_no_lease_pauses_for_writing_only_while_nobody_has_it(
 
 
 def test_a_reader_pauses_beside_a_trainer_which_is_told_to_try_again(
-    fence: ServerFence, engine: FakeEngine, other: ProcessIdentity
+    fence: ServerFence, engine: FakeEngine, other: Holder
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
@@ -136,7 +129,7 @@ def test_a_reader_pauses_beside_a_trainer_which_is_told_to_try_again(
 
 
 def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_goes_on(
-    fence: ServerFence, engine: FakeEngine, child: subprocess.Popen[bytes], other: ProcessIdentity
+    fence: ServerFence, engine: FakeEngine, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         await fence.pause(asking(ME, "keep", last_checkpoint="/saved"))
@@ -152,7 +145,7 @@ def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_
     run(passage())
 
 
-def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: ProcessIdentity) -> None:
+def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: Holder) -> None:
     async def passage() -> None:
         await fence.pause(asking(other, "keep"))
         with pytest.raises(FenceBusyError):
@@ -164,7 +157,7 @@ def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: 
 
 
 def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
-    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+    fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
@@ -242,7 +235,7 @@ def test_a_publication_that_could_not_resume_is_finished_when_it_is_sent_again(
 
 
 def test_who_paused_to_write_does_not_become_a_reader(
-    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+    fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         await fence.pause(asking(other, "keep", writes="adapter"))
@@ -255,7 +248,7 @@ def test_who_paused_to_write_does_not_become_a_reader(
 
 
 def test_a_writer_that_is_stopped_is_waited_for_and_never_robbed(
-    fence: ServerFence, child: subprocess.Popen[bytes], other: ProcessIdentity
+    fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
@@ -274,7 +267,7 @@ def test_a_writer_that_is_stopped_is_waited_for_and_never_robbed(
 
 
 def test_a_trainer_that_dies_while_its_pause_is_pending_leaves_a_server_that_serves(
-    child: subprocess.Popen[bytes], other: ProcessIdentity
+    child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         engine = Draining()
@@ -318,12 +311,12 @@ def test_a_trainer_that_no_longer_waits_for_its_pause_does_not_get_it(drained: b
 
 
 def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
-    child: subprocess.Popen[bytes], other: ProcessIdentity
+    child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
-        dead = ME.model_copy(update={"start_ticks": 1})
+        dead = dead_holder()
         fence.enter(Phase.WRITING, dead)
         pause = asyncio.ensure_future(fence.pause(asking(other, "keep", takeover=True)))
         await begun(engine, pause)
@@ -335,7 +328,7 @@ def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
     run(passage())
 
 
-def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: ProcessIdentity) -> None:
+def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -351,7 +344,7 @@ def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: Proce
 
 
 def test_a_trainer_that_dies_while_its_publication_resumes_leaves_nothing_torn(
-    child: subprocess.Popen[bytes], other: ProcessIdentity
+    child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     class Slow(FakeEngine):
         async def resume_generation(self) -> None:

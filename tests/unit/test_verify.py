@@ -77,7 +77,7 @@ def test_marks_pass_through_one_copy_both_ways_and_are_put_back(server: ToyServe
     assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
     assert {element.parameter for element in client.asked[0]} == server.tensors.keys()
-    assert len(client.asked[0]) == len(server.manifest.param_mappings)
+    assert len(client.asked[0]) == len(server.manifest.shard(0).param_mappings)
 
 
 def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:
@@ -91,7 +91,7 @@ def test_one_parameter_that_is_not_shared_is_enough_to_fail(server: ToyServer, a
     name = "model.layers.1.mlp.down_proj.weight"
     client = FakeClient({**server.tensors, name: server.tensors[name].clone()})
     written, read, _ = verify.markers(attached, cast(BridgeClient, client))
-    total = len(server.manifest.param_mappings)
+    total = len(server.manifest.shard(0).param_mappings)
     assert (written.status, read.status) == ("FAIL", "FAIL")
     assert f"{total - 1} of {total}" in written.found
 
@@ -99,7 +99,7 @@ def test_one_parameter_that_is_not_shared_is_enough_to_fail(server: ToyServer, a
 def test_a_mark_is_never_the_value_that_was_there(server: ToyServer, attached: AttachedModel) -> None:
     for tensor in server.tensors.values():
         tensor.view(-1)[:] = 1.0
-    for index, (name, view) in enumerate(server.manifest.param_mappings.items()):
+    for index, (name, view) in enumerate(server.manifest.shard(0).param_mappings.items()):
         middle = view.offset + attached.model.get_parameter(name).numel() // 2
         server.tensors[view.parameter].view(-1)[middle] = 1.0 + index % 128 / 128
     client = FakeClient(copied(server))
@@ -121,7 +121,7 @@ def test_marks_are_put_back_when_the_server_fails_in_between(server: ToyServer, 
 def test_beside_a_trainer_values_are_compared_and_nothing_is_written(
     server: ToyServer, attached: AttachedModel
 ) -> None:
-    before, total = copied(server), len(server.manifest.param_mappings)
+    before, total = copied(server), len(server.manifest.shard(0).param_mappings)
 
     class ReadOnly(FakeClient):
         def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bridge.server.manifest import Manifest
-from bridge.server.shard import LoraSlot, SharedMemoryHandle, View
+from bridge.server.manifest import LoraSlot, Manifest, SharedMemoryHandle, View
 from bridge.weights import shared_memory
 from tests.models import tiny
-from tests.unit.checks_sample import manifest
+from tests.unit.checks_sample import edited, manifest
 
 tqdm.monitor_interval = 0  # transformers' progress bars would leave a thread behind
 PADDED_ROWS = 320
@@ -38,7 +37,7 @@ class ToyServer:
 
     def edited(self, **changes: Any) -> Manifest:
         """The manifest after somebody edited it."""
-        return Manifest.model_validate({**self.manifest.model_dump(), **changes})
+        return edited(self.manifest, **changes)
 
 
 def serve(config: PretrainedConfig, folder: Path) -> ToyServer:

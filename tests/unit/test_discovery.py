@@ -1,4 +1,4 @@
-"""Servers that were started from another folder: found by their processes, never mistaken, never to be killed."""
+"""Servers that were started from another folder: found by their processes, never confused, never to be killed."""
 
 import subprocess
 import sys
@@ -9,13 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.checks import manifest as checks
-from bridge.checks import port, servers
+from bridge.checks import port
+from bridge.checks import server as checks
 from bridge.checks.result import Check
-from bridge.checks.servers import living
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError
+from bridge.server import discovery
 from bridge.server import manifest as manifests
+from bridge.server.discovery import running
 from cli import verify
 from tests.unit.checks_sample import dead_server, manifest
 
@@ -41,8 +42,8 @@ def process(folder: Path, environment: Mapping[str, str]) -> Iterator[ProcessIde
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder as the current one; servers of this machine other than the test's are hidden."""
-    mine = lambda: {path: each for path, each in living().items() if path.is_relative_to(tmp_path)}  # noqa: E731
-    monkeypatch.setattr(servers, "living", mine)
+    mine = lambda: {path: each for path, each in running().items() if path.is_relative_to(tmp_path)}  # noqa: E731
+    monkeypatch.setattr(discovery, "running", mine)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
     monkeypatch.delenv("LOGDIR", raising=False)
     (tmp_path / "here").mkdir()
@@ -65,28 +66,28 @@ def server(folder: Path, *, by: str = "BRIDGE_MANIFEST_PATH") -> Iterator[Path]:
 @pytest.mark.parametrize("by", ["BRIDGE_MANIFEST_PATH", "LOGDIR", "cwd"])
 def test_the_only_server_is_found_wherever_it_was_started(tmp_path: Path, by: str) -> None:
     with server(tmp_path / "there", by=by) as path:
-        assert servers.find() == path
+        assert discovery.find() == path
         examined = checks.examine(None)
         assert (examined.path, [check.status for check in examined.checks]) == (path, ["PASS", "PASS"])
     with pytest.raises(ManifestError, match="no manifest"):
-        servers.find()
+        discovery.find()
 
 
 def test_a_manifest_on_the_search_path_comes_first(tmp_path: Path, here: Path) -> None:
     manifests.write(manifest(), here / manifests.MANIFEST_NAME)
     with server(tmp_path / "there"):
-        assert servers.find() == here / manifests.MANIFEST_NAME
+        assert discovery.find() == here / manifests.MANIFEST_NAME
 
 
 def test_a_given_path_is_never_a_reason_to_look_elsewhere(tmp_path: Path) -> None:
     with server(tmp_path / "there"), pytest.raises(ManifestError, match="no manifest at /nowhere"):
-        servers.find(Path("/nowhere/m.json"))
+        discovery.find(Path("/nowhere/m.json"))
 
 
 def test_of_several_servers_none_is_chosen_and_all_are_named(tmp_path: Path) -> None:
     with server(tmp_path / "one") as one, server(tmp_path / "two") as two:
         with pytest.raises(ManifestError, match="2 servers were started elsewhere") as refused:
-            servers.find()
+            discovery.find()
         for path in (one, two):
             assert f"--vllm-config-path {path} (tiny, pid " in refused.value.remedy
         assert [check.status for check in checks.examine(None).checks] == ["SKIP"]
@@ -98,7 +99,7 @@ def test_a_process_that_wrote_no_manifest_or_another_ones_is_no_server(tmp_path:
     manifests.write(manifest(server=dead_server()), path)
     for environment in (switched, {**switched, "BRIDGE_MANIFEST_PATH": str(path)}, {"BRIDGE_MANIFEST_PATH": str(path)}):
         with process(tmp_path, environment):
-            assert servers.living() == {}
+            assert discovery.running() == {}
 
 
 def test_verify_uses_it_and_says_which(
@@ -119,7 +120,7 @@ def test_verify_uses_it_and_says_which(
 
 @pytest.mark.parametrize("ancestors", [(), (11,)])
 def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(tmp_path: Path, ancestors: tuple[int, ...]) -> None:
-    name = servers.in_words(tmp_path / "m.json", manifest())
+    name = discovery.choice(tmp_path / "m.json", manifest())
     listener = port.Listener(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
     check = port.port_free_or_ours(9001, listener, None, (), {11: name})
     assert check.status == "WARN"
@@ -135,4 +136,4 @@ def test_a_process_whose_environment_cannot_be_read_is_passed_over(monkeypatch: 
             raise psutil.AccessDenied(1)
 
     monkeypatch.setattr(psutil, "process_iter", lambda: [Hidden()])
-    assert living() == {}
+    assert running() == {}

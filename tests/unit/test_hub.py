@@ -15,12 +15,13 @@ from tests.unit.http_server import Answer, Asked, serving
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
-from bridge.checks import hub, model
+from bridge.checks import model
+from bridge.core import hub
 from bridge.errors import UsageError
 
 hub.REQUEST_LIMIT_S, hub.LIMIT_S = 1.0, 2.0
 try:
-    hub.check(sys.argv[1])
+    hub.fetch_config(sys.argv[1])
     print(json.dumps({"config": model.read(sys.argv[1])}))
 except UsageError as error:
     print(json.dumps({"message": error.message, "remedy": error.remedy}))
@@ -67,11 +68,11 @@ def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -
     ("model", "message", "remedy"),
     [
         ("Someone/Model-0.5B-Instrct", "has no such model", "did you mean Someone/Model-0.5B-Instruct? "),
-        ("nobody/else", "has no such model, or does not show it to you", "hf auth login"),
-        (SECRET, "gives it only to those who accepted its terms", "hf auth login"),
+        ("nobody/else", "has no such model, or hides it from you", "hf auth login"),
+        (SECRET, "requires that you accept its terms", "hf auth login"),
         ("someone/weights", "has no config.json of it", "in the format of transformers"),
-        ("someone/slow", "cannot be asked", "hf download someone/slow"),
-        ("some one/a:b", "no such folder, seen from", "--model ORGANISATION/NAME"),
+        ("someone/slow", "does not answer", "hf download someone/slow"),
+        ("some one/a:b", "no such folder in ", "--model ORGANISATION/NAME"),
     ],
 )
 def test_what_the_hub_does_not_give_is_refused_with_the_reason(
@@ -89,8 +90,8 @@ def test_what_the_hub_does_not_give_is_refused_with_the_reason(
     ("surroundings", "message"),
     [
         ({"HF_HUB_OFFLINE": "1"}, "not downloaded yet, and HF_HUB_OFFLINE is set"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub at http://127.0.0.1:9 cannot be asked ([Errno 111]"),
-        ({"HF_ENDPOINT": "http://no-such-host.invalid"}, "the hub at http://no-such-host.invalid cannot be asked"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub at http://127.0.0.1:9 does not answer ([Errno 111]"),
+        ({"HF_ENDPOINT": "http://no-such-host.invalid"}, "the hub at http://no-such-host.invalid does not answer"),
     ],
 )
 def test_without_a_hub_only_what_is_in_the_cache_can_be_served(

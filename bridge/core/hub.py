@@ -1,0 +1,106 @@
+"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that there is none.
+
+Not covered: what the configuration says (`bridge/checks/model.py`), and weights.
+"""
+
+import difflib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from bridge.core.foreign_code import shortened
+from bridge.errors import UsageError
+
+CONFIG_NAME = "config.json"
+REQUEST_LIMIT_S = 5.0
+LIMIT_S = 10.0
+"""Limit for all requests together, because a DNS lookup has no time limit of its own."""
+ELSEWHERE = "VLLM_USE_MODELSCOPE"
+"""With this variable vLLM takes models from another hub."""
+
+
+def fetch_config(model: str) -> Path | None:
+    """Return the folder in the hub's cache with the configuration of `model`, a name on the hub; download it if needed.
+
+    None if vLLM would look for the model elsewhere.
+
+    Raises:
+        UsageError: the hub has no such model, or no configuration of it, or does not answer.
+    """
+    if "://" in model or os.environ.get(ELSEWHERE, "").lower() in {"1", "true"}:
+        return None
+    try:
+        return _within(LIMIT_S, lambda: _download(model)).parent
+    except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
+        why, remedy = _explained(error, model)
+        raise UsageError(f"--model {model}: {why}", remedy=f"{_did_you_mean(model)}{remedy}") from error
+
+
+def _explained(error: Exception, model: str) -> tuple[str, str]:
+    """Return why the configuration of `model` could not be fetched, and what to do."""
+    from huggingface_hub import constants, errors
+
+    hub = f"the hub at {constants.ENDPOINT}"
+    if isinstance(error, errors.HFValidationError):
+        return f"no such folder in {Path.cwd()}, and not a name on the hub", "--model ORGANISATION/NAME"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{hub} requires that you accept its terms", "accept them there, then: hf auth login"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{hub} has no such model, or hides it from you", "for a private model: hf auth login"
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} does not answer{_root(error)}"
+    download = f"give a folder, or download it where there is a network: hf download {model}"
+    return f"it is not downloaded yet, and {reason}", download
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if not constants.HF_HUB_OFFLINE:  # a download would retry for half a minute
+        get_hf_file_metadata(hf_hub_url(model, CONFIG_NAME), timeout=REQUEST_LIMIT_S)
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        return Path(hf_hub_download(model, CONFIG_NAME, etag_timeout=REQUEST_LIMIT_S))
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+def _within(seconds: float, action: Callable[[], Path]) -> Path:
+    """Return what `action` returns, or raise what it raises, or TimeoutError; it is not stopped then."""
+    results: list[Path | BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    result = results[0] if results else TimeoutError(f"no answer in {seconds:g} s")
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _did_you_mean(model: str) -> str:
+    """Suggest similar names in the hub's cache, whose folders are called `models--ORGANISATION--NAME`."""
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
+    names = {folder.name.removeprefix("models--").replace("--", "/") for folder in folders} - {model}
+    near = difflib.get_close_matches(model, sorted(names), n=2, cutoff=0.8)
+    return f"did you mean {', or '.join(near)}? " if near else ""
+
+
+def _root(error: BaseException) -> str:
+    """Return the first cause of an error that huggingface_hub has wrapped in advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f" ({shortened(error, 100)})" if str(error) else ""

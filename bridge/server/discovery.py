@@ -1,0 +1,65 @@
+"""Find the running servers of this user by their processes: environment and working folder lead to the manifest.
+
+Not covered: the places that are searched first (`manifest.py`), and servers of other users or containers.
+"""
+
+from pathlib import Path
+
+import psutil
+
+from bridge.errors import ManifestError
+from bridge.server import manifest as manifests
+from bridge.server.manifest import MANIFEST_NAME, Manifest
+
+VARIABLE = "BRIDGE_MANIFEST_PATH"
+SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
+
+
+def running() -> dict[Path, Manifest]:
+    """Return the manifest of each running server of this user, by its path."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            path = _place(process)
+            manifest = manifests.read(path) if path else None
+        except (psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
+            continue
+        if path and manifest and manifest.server.pid == process.pid and manifest.server.is_alive():
+            found[path] = manifest
+    return found
+
+
+def find(given: Path | None = None) -> Path:
+    """Return what `manifest.find` does; if nothing is given or found, the manifest of the only running server.
+
+    Raises:
+        ManifestError: there is none, or there are several.
+    """
+    try:
+        return manifests.find(given)
+    except ManifestError as error:
+        others = running() if given is None else {}
+        if len(others) == 1:
+            return next(iter(others))
+        if not others:
+            raise
+        raise ManifestError(
+            f"{error.message}; {len(others)} servers were started elsewhere",
+            remedy=f"choose one: {' or '.join(choice(path, others[path]) for path in sorted(others))}",
+        ) from error
+
+
+def choice(path: Path, manifest: Manifest) -> str:
+    """Return the flag that chooses the server of the manifest at `path`, and which server that is."""
+    return f"--vllm-config-path {path} ({manifest.model}, pid {manifest.server.pid})"
+
+
+def _place(process: psutil.Process) -> Path | None:
+    """Return where a server writes its manifest; None if the process is not one of Bridge's servers."""
+    environment: dict[str, str] = process.environ()
+    if environment.get(SWITCH, "0").lower() not in {"1", "true"}:
+        return None
+    folder = Path(process.cwd())
+    if VARIABLE in environment:
+        return manifests.resolve_path(folder / environment[VARIABLE])
+    return folder / environment.get("LOGDIR", "") / MANIFEST_NAME
