@@ -16,8 +16,8 @@ from rich.text import Text
 
 from bridge.checks.result import Check, any_failed
 from cli import console
+from cli.console import cleaned
 from cli.options import Json
-from cli.visible import cleaned
 
 FAILURE_FOUND = 3
 """Exit code when a check failed."""

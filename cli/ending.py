@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bridge.config import TrainConfig
 from bridge.core import private
-from bridge.run.run_directory import RunDirectory
 from cli import console
+
+if TYPE_CHECKING:
+    from bridge.config import TrainConfig
+    from bridge.run.run_directory import RunDirectory
 
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
 """The arguments of this process's command."""
@@ -20,7 +23,7 @@ SWITCHES = {"resume", "no_resume"}
 
 
 @contextmanager
-def told(run: RunDirectory, config: TrainConfig) -> Iterator[None]:
+def told(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
     """Say at the end of the block where the run's checkpoint is and how to go on; nothing if no step was taken."""
     try:
         yield
@@ -39,7 +42,7 @@ def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | N
     return shlex.join(["bridge", *private.shown_arguments(command)])
 
 
-def _lines(run: RunDirectory, config: TrainConfig) -> Iterator[str]:
+def _lines(run: "RunDirectory", config: "TrainConfig") -> Iterator[str]:
     from bridge.modes import MODES
     from bridge.run import checkpoint
 
@@ -64,6 +67,8 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
     """Yield `arguments` without the switches of --resume, and without the flags of `fields` and their values."""
+    from bridge.config import TrainConfig
+
     skips_next = False
     for argument in arguments:
         if skips_next:
