@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "restore": ("cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
     "plan": (
         "cli.plan:plan",
-        "Print the command for the most exact way to train that fits on a GPU; --all lists every way.",
+        "Print the command for the most precise setup that fits on a GPU; --all lists every setup.",
     ),
     "report": (
         "cli.report.command:report",
