@@ -136,7 +136,7 @@ def plan(
     shown = rows if everything else [best] if best else _nearest(rows)
     _show_rows(shown)
     if len(shown) < len(rows):
-        console.note(f"\n{len(rows) - len(shown)} other setups: --all")
+        console.note(f"\n--all lists {len(rows) - len(shown)} more")
     if comparison is not None:
         _show_comparison(comparison)
 
