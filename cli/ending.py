@@ -1,7 +1,4 @@
-"""What a run leaves a person with, however it ends: its checkpoint, and the commands that resume it and show it.
-
-Not covered: what the run came to (`steps.py`).
-"""
+"""The last lines of a run, however it ends: its checkpoint, and the commands that resume it and report on it."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -18,13 +15,13 @@ if TYPE_CHECKING:
     from bridge.run.run_directory import RunDirectory
 
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
-"""The arguments of this process's command."""
+"""The arguments of this process."""
 SWITCHES = {"resume", "no_resume"}
 
 
 @contextmanager
 def told(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
-    """Say at the end of the block where the run's checkpoint is and how to go on; nothing if no step was taken."""
+    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
     try:
         yield
     finally:
@@ -33,12 +30,13 @@ def told(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
 
 
 def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
-    """Return the command that resumes the run in `run_dir`, up to another number of steps if one is given."""
-    own, dashes, theirs = _parted(arguments)
+    """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    own, theirs = arguments[:place], arguments[place:]  # vLLM's flags, behind the dashes
     drop = {"run_dir"} | ({"training_steps"} if training_steps else set())
     more = ["--resume", "--run-dir", str(run_dir)]
     more += ["--training-steps", str(training_steps)] if training_steps else []
-    command = [*_without(own, drop), *more, *dashes, *theirs]
+    command = [*_without(own, drop), *more, *theirs]
     return shlex.join(["bridge", *private.shown_arguments(command)])
 
 
@@ -59,14 +57,8 @@ def _lines(run: "RunDirectory", config: "TrainConfig") -> Iterator[str]:
     yield f"report:     {shlex.join(['bridge', 'report', str(run.path)])}"
 
 
-def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the arguments before `--`, the `--`, and those behind it, which are vLLM's."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    return [*arguments[:place]], [*arguments[place : place + 1]], [*arguments[place + 1 :]]
-
-
 def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
-    """Yield `arguments` without the switches of --resume, and without the flags of `fields` and their values."""
+    """Yield `arguments` without --resume, and without the flags of `fields` and their values."""
     from bridge.config import TrainConfig
 
     skips_next = False

@@ -257,9 +257,9 @@ def test_lines_and_notes_are_printed_above_the_view_in_their_order_and_stay_when
         view.step(step(1), [group("4")])
         console.note("[red]a note", style="dim")
         until(lambda: "a sample of step 1" in written(on))
-        with console.waiting("starting vLLM again") as detail:
+        with console.waiting("restarting vLLM") as detail:
             detail("3 s")
-            until(lambda: "starting vLLM again  3 s" in written(on))
+            until(lambda: "restarting vLLM  3 s" in written(on))
     text = written(on)
     places = [text.rindex(part) for part in ("run directory: r", "step 1/9  reward", "[red]a note", "a sample of step")]
     assert places == sorted(places)

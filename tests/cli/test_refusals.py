@@ -221,7 +221,7 @@ def test_a_model_whose_config_is_broken_is_refused_before_vllm_starts(bridge: Br
     (bridge.folder / "m").mkdir()
     for text in ("{", "[]", ""):
         (bridge.folder / "m" / "config.json").write_text(text)
-        assert "config.json is no JSON object" in bridge.refused(2, "serve-vllm", "--model", "./m")
+        assert "config.json describes no model" in bridge.refused(2, "serve-vllm", "--model", "./m")
 
 
 @pytest.mark.parametrize("command", ["train", "run"])

@@ -13,7 +13,7 @@ from bridge.modes import handover
 from bridge.server import api_key
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from cli.health import Address
+from cli.watchdog import Address
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
 from tests.unit.openai_server import openai
