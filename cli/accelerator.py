@@ -27,11 +27,10 @@ def choose(asked: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     package = " ".join(next(iter(installed.items())))
     if asked == "cuda" and not gpus:
         raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or give --device cpu")
-    if {asked, built_for} == {"cpu", "cuda"}:
-        does = "runs only on the CPU" if built_for == "cpu" else "is built for GPUs"
-        raise IncompatibleVersionError(
-            f"--device {asked}, but {package} {does}", remedy=INSTALL["cuda" if asked == "cuda" else "cpu"]
-        )
+    if asked == "cuda" and built_for == "cpu":
+        raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", remedy=INSTALL["cuda"])
+    if asked == "cpu" and built_for == "cuda":
+        raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", remedy=INSTALL["cpu"])
     if built_for == "cuda" and not gpus:
         remedy = f"nvidia-smi; or {INSTALL['cpu']}"
         raise IncompatibleVersionError(f"{package} is built for GPUs, and the driver shows none", remedy=remedy)

@@ -65,7 +65,7 @@ def _wait(descriptors: list[int], limit_s: float | None) -> bool:
 
 
 def _members(session: int) -> list[int]:
-    """Return the other living processes of `session`; Python's resource trackers, which end after their users, apart."""
+    """Return the other living processes of `session`, but no resource tracker of Python's: it ends after its users."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
     return [pid for pid in pids if pid != os.getpid() and _is_member(pid, session)]
 

@@ -129,9 +129,7 @@ def test_attention_is_in_no_cuda_graph_where_every_window_is_shorter_than_a_sequ
     config = ServeConfig(model=str(model), gpu_memory_utilization=0.3, max_model_len=max_model_len)
     command = ServerCommand.of(config, flags, {}, shares_weights=shares_weights)
     assert command.argv.count('{"cudagraph_mode": "PIECEWISE"}') == num_given
-    assert (
-        len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
-    )
+    assert len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
 
 
 def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
