@@ -1,7 +1,7 @@
 """The demo's task, model and seed in every mode, and one table of what each mode costs and reaches.
 
-Each mode is one `bridge run` in its own process, so that its memory is its own. Exits with 1 if a mode does not learn or,
-on a CPU, if two that compute the same numbers disagree: a GPU sums in an order that changes with its load.
+Each mode is one `bridge run` in its own process, so that its memory is its own. Exits with 1 if a mode does not learn
+or, on a CPU, if two that compute the same numbers disagree: a GPU sums in an order that changes with its load.
 
     python -m benchmarks.compare --steps 60 --restarts 6
 
