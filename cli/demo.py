@@ -47,7 +47,7 @@ Where = Annotated[
 
 
 def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "auto", as_json: Json = False) -> None:
-    """Train a tiny model in place on a running vLLM, and prove that there is one copy of the weights.
+    """Train a tiny model in place on a running vLLM, and prove that there is one copy.
 
     Needs no network, GPU or download. Exits with 3 if the reward did not rise or a check failed.
     """

@@ -87,7 +87,7 @@ def doctor(
     model: Model = None,
     as_json: Json = False,
 ) -> None:
-    """Check software, hardware, environment and server, and say how to fix each fault."""
+    """Check software, hardware, environment and server, and say how to fix faults."""
     with console.waiting("Checking software, hardware, environment and server"):
         sections = list(examine(port, vllm_config_path, device, model))
     checks = [check for _, found in sections for check in found]

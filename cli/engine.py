@@ -6,9 +6,8 @@ Not covered: the command that starts it (`server_command.py`, `start_command.py`
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
@@ -16,6 +15,7 @@ from bridge.server import manifest
 from cli import children, console, server_log
 from cli.children import Child
 from cli.serve import check_port
+from cli.server_command import Startable
 from cli.watchdog import HANG_LIMIT_S, Address, Watchdog
 
 START_LIMIT_S = 1800.0
@@ -25,39 +25,6 @@ START_GRACE_S = 2.0
 its engine starts."""
 ASK_LIMIT_S = 2.0
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
-
-
-class Startable(Protocol):
-    """A server that can be started, with any weights."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The whole environment of its process."""
-        ...
-
-    @property
-    def host(self) -> str:
-        """Where it listens."""
-        ...
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        ...
-
-    @property
-    def routes(self) -> Sequence[str]:
-        """Any of them answers 200 once it serves."""
-        ...
-
-    @property
-    def awaited_manifest(self) -> Path | None:
-        """The manifest that exists once it can be attached to; None: it writes none."""
-        ...
-
-    def argv_for(self, model: str | Path | None) -> Sequence[str]:
-        """Return its arguments, a full path first; None: with the weights that it was made for."""
-        ...
 
 
 class ServedEngine:

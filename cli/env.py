@@ -26,9 +26,9 @@ Name = Annotated[
 
 @from_config(FeedConfig, hide=("eval_data",))  # nothing is evaluated
 def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None:
-    """Feed an Atropos API with rollouts of an environment, for any trainer that fetches its batches there.
+    """Feed an Atropos API with rollouts of an environment.
 
-    It ends when the trainer has all the batches that it needs, or on Ctrl-C.
+    Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
     from bridge.atropos import feeder
     from environments import registry

@@ -18,36 +18,21 @@ INTERRUPTED = 130
 REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "demo": (
-        "cli.demo:demo",
-        "Train a tiny model in place on a running vLLM, and prove that there is one copy of the weights.",
-    ),
-    "run": (
-        "cli.run:run",
-        "Serve a model, train it by any mode, and stop the server; one that dies or hangs is started again.",
-    ),
+    "demo": ("cli.demo:demo", "Train a tiny model in place on a running vLLM, and prove that there is one copy."),
+    "run": ("cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
     "serve-vllm": ("cli.serve:serve", "Start vLLM so that a trainer can share its weights."),
-    "train": (
-        "cli.train:train",
-        "Train a model that is being served: in place on the server's own weights, or by another --mode.",
-    ),
-    "env": (
-        "cli.env:env",
-        "Feed an Atropos API with rollouts of an environment, for any trainer that fetches its batches there.",
-    ),
+    "train": ("cli.train:train", "Train a model on a server that is already running."),
+    "env": ("cli.env:env", "Feed an Atropos API with rollouts of an environment."),
     "verify": ("cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
     "restore": ("cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
-    "plan": (
-        "cli.plan:plan",
-        "Print the command for the most precise setup that fits on a GPU; --all lists every setup.",
-    ),
+    "plan": ("cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
         "cli.report.command:report",
         "Write one HTML page with plots and sample completions of a run, or compare several.",
     ),
-    "doctor": ("cli.doctor:doctor", "Check software, hardware, environment and server, and say how to fix each fault."),
+    "doctor": ("cli.doctor:doctor", "Check software, hardware, environment and server, and say how to fix faults."),
 }
-"""Name -> where its function is, and the first line of that function's docstring."""
+"""Name -> its function, and the first line of that function's docstring."""
 
 PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
 """How every command reads its flags: `--learning_rate`, as others write it, is `--learning-rate`."""

@@ -96,9 +96,9 @@ def plan(
     run: Run = None,
     as_json: Json = False,
 ) -> None:
-    """Print the command for the most precise setup that fits on a GPU; --all lists every setup.
+    """Print the command for the most precise setup that fits on a GPU.
 
-    Flags such as --mode and --optimizer restrict the setups.
+    --all lists every setup, and what it takes; flags such as --mode and --optimizer narrow the list.
     """
     folder = folder_of(serve.model, fetch=True)
     against = model.obstacles(model.read(str(folder)) or {})

@@ -30,27 +30,42 @@ PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerCommand:
-    """How to start one server."""
+class Startable:
+    """How to start one server, with any weights."""
 
     argv: tuple[str, ...]
-    """The stock `vllm serve`, run by this Python."""
+    """The program's full path and its arguments."""
     environment: dict[str, str]
     """The whole environment of the process."""
     model: str
-    """The model in `argv`, and its name for clients."""
+    """The model that it begins with."""
     host: str
     """Where it listens."""
     port: int
     """Where it listens."""
+    routes: tuple[str, ...] = ("/health",)
+    """Any of them answers 200 once it serves."""
+
+    @property
+    def awaited_manifest(self) -> Path | None:
+        """The manifest that exists once the server can be attached to; None: it writes none."""
+        return None
+
+    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
+        """Return the arguments with the weights of `model`; None: those of `self.model`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand(Startable):
+    """The stock `vllm serve`, run by this Python, with or without our patches."""
+
     manifest: Path
     """Where a server that shares its weights will write its manifest, absolute."""
     shares_weights: bool = True
     """Whether it runs with our patches; otherwise it is the stock vLLM, and writes no manifest."""
     notes: tuple[str, ...] = ()
     """What was derived and why, a line each."""
-    routes: tuple[str, ...] = ("/health",)
-    """Any of them answers 200 once it serves."""
 
     @classmethod
     def of(
@@ -93,11 +108,11 @@ class ServerCommand:
 
     @property
     def awaited_manifest(self) -> Path | None:
-        """The manifest that exists once the server can be attached to; None: it writes none."""
+        """The manifest of a server that shares its weights."""
         return self.manifest if self.shares_weights else None
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with the weights of `model`, served under the first model's name."""
+        """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
         if model is None:
             return self.argv
         place = self.argv.index(self.model)  # a name that the user gave comes later, and wins

@@ -18,6 +18,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from cli.engine import ServedEngine
 from cli.serve import check_port
+from cli.server_command import Startable
 
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
@@ -25,23 +26,11 @@ VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartCommand:
-    """How to start one server with any weights."""
+class StartCommand(Startable):
+    """A command with `{model}` in the place of the model's folder; variables may come before its program."""
 
-    argv: tuple[str, ...]
-    """The program's full path and its arguments, with `{model}` in the place of the model's folder."""
-    environment: dict[str, str]
-    """The whole environment of the process: ours, and the variables in front of the program."""
-    model: str
-    """The model that it begins with."""
-    host: str
-    """Where it listens."""
-    port: int
-    """Where it listens."""
     routes: tuple[str, ...] = ("/health", "/v1/models")
-    """Any of them answers 200 once it serves."""
-    awaited_manifest: None = None
-    """It writes none, or none that we need."""
+    """The first one is vLLM's; any server has the second."""
 
     @classmethod
     def of(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
@@ -69,7 +58,7 @@ class StartCommand:
         return cls(argv=(program, *parts[1:]), environment=environment, model=config.model_name, host=host, port=port)
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with `model` in its place."""
+        """Return the arguments with `model`, or else the first model, in its place."""
         return tuple(part.replace(MODEL, str(model or self.model)) for part in self.argv)
 
 

@@ -12,23 +12,13 @@ from bridge.config import ServeConfig
 from bridge.errors import UsageError
 
 SHORT_NAMES: Mapping[str, str] = {
-    "-q": "--quantization",
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpl": "--data-parallel-size-local",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-asc": "--api-server-count",
-    "-n": "--nnodes",
-    "-sc": "--speculative-config",
-    "-ep": "--enable-expert-parallel",
-    "-cc": "--compilation-config",
+    "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local", "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank", "-dph": "--data-parallel-hybrid-lb", "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb", "-asc": "--api-server-count", "-n": "--nnodes",
+    "-sc": "--speculative-config", "-ep": "--enable-expert-parallel", "-cc": "--compilation-config",
     "-O": "--optimization-level",
-}
+}  # fmt: skip
 SHARED_NAMES = {"--device", "--max-lora-rank"}
 """Flags of ours that mean the same as vLLM's: they may come after -- as well."""
 PLAIN_FORMATS = {
@@ -58,49 +48,41 @@ def _at_most(limit: float) -> Callable[[str], bool]:
     return lambda value: re.fullmatch(r"[0-9.]+", value) is not None and float(value) <= limit
 
 
-_REPLICAS = Refusal("every data-parallel replica has its own weights, and a trainer would train one", _at_most(1))
-_RANK = Refusal("one server must own every weight; data-parallel replicas have their own")
-_DRAFT = Refusal("the draft model is a second set of weights, which would not be trained")
-_OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
-_MOVING = Refusal("experts are moved and repacked while serving, so their addresses change")
-_NO_HTTP = Refusal("the trainer reaches the server over plain HTTP on its port", any_server=True)
 _QUANTISED = "quantised weights are not the bytes that a trainer updates"
-
-REFUSED: Mapping[str, Refusal] = {
-    "--quantization": Refusal(_QUANTISED, {"none", "None"}.__contains__),
-    "--quantization-config": Refusal(_QUANTISED),
-    "--load-format": Refusal("this loader maps or repacks the weights in its own way", PLAIN_FORMATS.__contains__),
-    "--worker-extension-cls": Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
-    "--worker-cls": Refusal("Bridge's patches fit only vLLM's own workers"),
-    "--weight-transfer-config": Refusal("a second way of writing weights would race with the fence"),
-    "--pipeline-parallel-size": Refusal("a pipeline stage holds only some layers; a trainer needs all", _at_most(1)),
-    "--data-parallel-size": _REPLICAS,
-    "--data-parallel-size-local": _REPLICAS,
-    "--data-parallel-rank": _RANK,
-    "--data-parallel-start-rank": _RANK,
-    "--data-parallel-hybrid-lb": _RANK,
-    "--data-parallel-external-lb": _RANK,
-    "--data-parallel-multi-port-external-lb": _RANK,
-    "--nnodes": Refusal("memory is shared within one host", _at_most(1)),
-    "--enable-expert-parallel": _MOVING,
-    "--enable-eplb": _MOVING,
-    "--enable-elastic-ep": _MOVING,
-    "--moe-backend": Refusal("its kernels read repacked experts", {"auto", "triton"}.__contains__),
-    "--speculative-config": _DRAFT,
-    "--speculative-model": _DRAFT,
-    "--spec-model": _DRAFT,
-    "--spec-method": _DRAFT,
-    "--cpu-offload-gb": Refusal(_OFFLOADED, _at_most(0)),
-    "--offload-group-size": Refusal(_OFFLOADED, _at_most(0)),
-    "--offload-backend": Refusal(_OFFLOADED),
-    "--api-server-count": Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
-    "--headless": Refusal("the API server's process must be the one that answers", any_server=True),
-    "--grpc": _NO_HTTP,
-    "--uds": _NO_HTTP,
-    "--ssl-keyfile": _NO_HTTP,
-    "--ssl-certfile": _NO_HTTP,
-    "--config": Refusal("the flags in that file could not be checked; give them after --", any_server=True),
-}
+_OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
+_REFUSED: Mapping[tuple[str, ...], Refusal] = {
+    ("--quantization",): Refusal(_QUANTISED, {"none", "None"}.__contains__),
+    ("--quantization-config",): Refusal(_QUANTISED),
+    ("--load-format",): Refusal("this loader maps or repacks the weights in its own way", PLAIN_FORMATS.__contains__),
+    ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
+    ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),
+    ("--weight-transfer-config",): Refusal("a second way of writing weights would race with the fence"),
+    ("--pipeline-parallel-size",): Refusal("a pipeline stage holds only some layers; a trainer needs all", _at_most(1)),
+    ("--data-parallel-size", "--data-parallel-size-local"): Refusal(
+        "every data-parallel replica has its own weights, and a trainer would train one", _at_most(1)
+    ),
+    (
+        "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-hybrid-lb",
+        "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb",
+    ): Refusal("one server must own every weight; data-parallel replicas have their own"),
+    ("--nnodes",): Refusal("memory is shared within one host", _at_most(1)),
+    ("--enable-expert-parallel", "--enable-eplb", "--enable-elastic-ep"): Refusal(
+        "experts are moved and repacked while serving, so their addresses change"
+    ),
+    ("--moe-backend",): Refusal("its kernels read repacked experts", {"auto", "triton"}.__contains__),
+    ("--speculative-config", "--speculative-model", "--spec-model", "--spec-method"): Refusal(
+        "the draft model is a second set of weights, which would not be trained"
+    ),
+    ("--cpu-offload-gb", "--offload-group-size"): Refusal(_OFFLOADED, _at_most(0)),
+    ("--offload-backend",): Refusal(_OFFLOADED),
+    ("--api-server-count",): Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
+    ("--headless",): Refusal("the API server's process must be the one that answers", any_server=True),
+    ("--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile"): Refusal(
+        "the trainer reaches the server over plain HTTP on its port", any_server=True
+    ),
+    ("--config",): Refusal("the flags in that file could not be checked; give them after --", any_server=True),
+}  # fmt: skip
+REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
 """vLLM's flag -> why it cannot be combined with one copy."""
 
 
