@@ -86,11 +86,7 @@ def for_training(config: ServeConfig, flags: Sequence[str], device: Device, *, s
 
 
 def for_adapters(rank: int | None, flags: Sequence[str]) -> Added:
-    """Let the server take one adapter of `rank` at a time; None: no adapters.
-
-    Raises:
-        UsageError: vLLM has no slot of that size.
-    """
+    """Let the server take one adapter of `rank` at a time; None: no adapters."""
     if rank is None:
         return Added()
     size = next((size for size in RANKS if size >= rank), None)

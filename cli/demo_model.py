@@ -86,11 +86,7 @@ def cache_folder() -> Path:
 
 
 def make(folder: Path, *, progress: Progress, recipe: Recipe | None = None) -> Path:
-    """Return the model's folder inside the cache `folder`; make it first unless it is there.
-
-    Raises:
-        UsageError: `folder` cannot be written.
-    """
+    """Return the model's folder inside the cache `folder`; make it first unless it is there."""
     recipe = recipe if recipe is not None else Recipe()
     ingredients = [VERSION, MODEL, asdict(recipe), SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
     target = folder / f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"

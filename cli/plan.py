@@ -142,11 +142,7 @@ def plan(
 
 
 def _open_modes(name: str, train: TrainConfig, against: Sequence[Obstacle]) -> list[str]:
-    """Return the modes by which the model can be trained, as `bridge doctor --model` finds them.
-
-    Raises:
-        UnsupportedModelError: there is none, or not the one that was given.
-    """
+    """Return the modes by which the model can be trained, as `bridge doctor --model` finds them."""
     asked = (train.mode,) if train.was_given("mode") else MODES
     ruled_out = {mode for obstacle in against for mode in obstacle.modes}
     modes = [mode for mode in asked if mode not in ruled_out]
@@ -171,11 +167,7 @@ def _limits(gpu_gib: float | None, host_gib: float | None, kv_tokens: int) -> Li
 
 
 def _compare(size: ModelSize, run: RunDirectory) -> dict[str, Any]:
-    """Return what the trainer of a run allocated itself, without vLLM's weights, beside what was planned, in GiB.
-
-    Raises:
-        UsageError: there is no run that took a step.
-    """
+    """Return what the trainer of a run allocated itself, without vLLM's weights, beside what was planned, in GiB."""
     try:
         config = TrainConfig.of(**run.choices())
     except OSError as error:

@@ -95,11 +95,7 @@ class Row:
 
 
 def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str]) -> list[Row]:
-    """Return every setup in one of `modes` that agrees with what `config` was given.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return every setup in one of `modes` that agrees with what `config` was given."""
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]

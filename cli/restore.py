@@ -50,8 +50,8 @@ Checkpoint = Annotated[
 def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:
     """Load a checkpoint into the weights of a running server, in place.
 
-    It repairs a server whose trainer died while writing, and restores older weights on a healthy one. In-flight
-    requests are kept, and continue with the restored weights.
+    It repairs a server whose trainer died while writing, or restores older weights on a healthy one.
+    In-flight requests are kept, and continue with the restored weights.
     """
     from bridge.run import checkpoint as checkpoints
     from bridge.server import fence
@@ -77,11 +77,7 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
 
 
 def _folder_of(checkpoint: str) -> Path:
-    """Return the folder that `checkpoint` names: itself, or that of a model in the hub's cache.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the folder that `checkpoint` names: itself, or that of a model in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -98,12 +94,7 @@ def _folder_of(checkpoint: str) -> Path:
 
 
 def _prepared(client: "BridgeClient", exported: "Manifest", folder: Path) -> "Callable[[int], FenceTimes]":
-    """Check that `folder` fits the server, and return what loads it as a version or a later one.
-
-    Raises:
-        UsageError: it is of another model, or an adapter that has no place in the server's slots.
-        AttachError: the server cannot be attached to, or takes no adapters.
-    """
+    """Check that `folder` fits the server, and return what loads it as a version or a later one."""
     from bridge.weights import adapter_folder, attach
 
     if not (folder / adapter_folder.CONFIG_NAME).is_file():
@@ -120,11 +111,7 @@ def _prepared(client: "BridgeClient", exported: "Manifest", folder: Path) -> "Ca
 
 
 def _refuse_other_model(served: "PreTrainedModel", folder: Path, name: str) -> None:
-    """Check that `folder` holds the weights of the model that is `served` as `name`.
-
-    Raises:
-        UsageError: they are of another model.
-    """
+    """Check that `folder` holds the weights of the model that is `served` as `name`."""
     from bridge.weights import model_folder, skeleton
 
     found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()

@@ -99,11 +99,7 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
 
 
 def check_length(config: ServeConfig) -> None:
-    """Check that vLLM can compute the positions of the longest sequence.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Check that vLLM can compute the positions of the longest sequence."""
     limit = model_checks.dynamic_limit(model_checks.read(config.model))
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
         found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"

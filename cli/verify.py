@@ -43,11 +43,7 @@ def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> N
 
 
 def proof(path: Path, *, as_json: bool) -> list[Check]:
-    """Run every check on the server of the manifest at `path`, print each as it comes, and return them.
-
-    Raises:
-        BridgeError: there is nothing to attach to.
-    """
+    """Run every check on the server of the manifest at `path`, print each as it comes, and return them."""
     from bridge.checks import verify as checks
 
     return shown(checks.verify(path), as_json=as_json)

@@ -87,11 +87,7 @@ REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.i
 
 
 def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
-    """Refuse what would break one copy, or a server that no trainer can reach, all at once.
-
-    Raises:
-        UsageError: names each flag and the reason.
-    """
+    """Refuse what would break one copy, or a server that no trainer can reach, all at once."""
     if flags and not flags[0].startswith("-"):
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
