@@ -59,7 +59,7 @@ demo: $(INSTALLED) ## Two processes, one copy of the weights: serve, train in pl
 	@$(BIN)/bridge demo
 
 compare: $(INSTALLED) ## The demo's task by every mode: sync time, memory and reward in one table
-	@$(BIN)/bridge compare
+	@$(BIN)/python -m benchmarks.compare
 
 bench: $(INSTALLED) ## Run the benchmarks of benchmarks/
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)"; done

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import bridge
-from cli import accelerator
+from bridge.checks import software
 from patches.compatibility import installed_version
 
 RIVALS = ("trl", "liger-kernel")
@@ -33,7 +33,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures with the command, the date, the hardware and the versions that they hold for."""
-    rivals = {name: importlib.metadata.version(name) for name in RIVALS if accelerator.is_installed(name)}
+    rivals = {name: importlib.metadata.version(name) for name in RIVALS if software.installed_version(name)}
     versions = {"bridge": bridge.__version__, "vllm": installed_version(), "torch": str(torch.__version__)}
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),

@@ -36,7 +36,7 @@ from benchmarks._models import DUMMY, SIZES, weight_bytes
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
-from cli import accelerator
+from bridge.checks import software
 
 GIB = 2**30
 OURS = (
@@ -124,7 +124,7 @@ class Bench:
         limit_s = min(self.options.run_limit_s, self.deadline - time.monotonic())
         if limit_s < LEAST_S:
             return Run(failure="no time was left")
-        if side.name == "trl" and not accelerator.is_installed("trl"):
+        if side.name == "trl" and not software.installed_version("trl"):
             return Run(failure="TRL is not installed: pip install trl==1.16.0")
         steps = self.options.warm_up + self.options.steps
         argv, log = side.argv(self._work(), model, folder, steps), folder / "log"

@@ -7,7 +7,7 @@ A Qwen2 configuration with random weights is served twice, side by side, by the 
 trained for three steps by each hand-over and handed over again and again, and the server is compared with base and
 saved adapter in plain PEFT. Both servers generate by the same adapter in turns.
 
-Not covered: what an adapter costs against none (`--base` adds it), and the other modes (`bridge compare`).
+Not covered: what an adapter costs against none (`--base` adds it), and the other modes (`compare.py`).
 """
 
 import argparse

@@ -2,6 +2,6 @@
 
 Words: *note*, a line for people on stderr; *data*, a line for programs on stdout; *child*, a process that we started.
 
-May import: everything but vLLM; the heavy parts (torch, transformers, jinja2) inside the commands alone, so that
-`bridge --help` answers at once.
+May import: everything but vLLM. Each command is imported when it runs, and imports torch, transformers and jinja2 only
+inside its functions, so that --help and completion are instant.
 """

@@ -1,7 +1,7 @@
-"""Start, watch and stop the processes that are ours, and no others.
+"""Start, watch and stop our own processes, and no others.
 
-Not covered: what the server says in its log (`server_log.py`), and its end when we are killed (`leash.py`).
-Source: setsid(2): a session's id is not given away while one of its processes lives.
+Not covered: the server's log (`server_log.py`), and its end if we are killed (`leash.py`).
+Source: setsid(2): a session's id is not reused while one of its processes lives.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ LEASH = Path(__file__).with_name("leash.py")
 
 @dataclass(frozen=True)
 class Child:
-    """A process that we started, at the head of a session of its own."""
+    """A process that we started, at the head of its own session."""
 
     process: subprocess.Popen[bytes]
-    """Reaped by `stop` alone, so that its pid stays its own until then."""
+    """Reaped only by `stop`: until then its pid stays its own."""
     identity: ProcessIdentity
     """Tells it from any later process with its pid."""
     log: Path
@@ -52,9 +52,9 @@ class Child:
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-    """Start `argv` (a full path first) in a session of its own, which ends when this process does, however it ends.
+    """Start `argv` (a full path first) in its own session, which ends when this process does, however that ends.
 
-    What it prints is added to `log`.
+    Its output is appended to `log`.
     """
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -69,7 +69,7 @@ def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Chi
 
 
 def wait_until(child: Child, is_ready: Callable[[], bool], *, limit_s: float, tell: Callable[[float], None]) -> bool:
-    """Wait until `is_ready`; return False when `child` ended first or `limit_s` seconds passed.
+    """Wait until `is_ready`; return False if `child` ended first or `limit_s` seconds passed.
 
     `tell` is called with the elapsed seconds.
     """
@@ -105,9 +105,8 @@ def stop(child: Child, *, grace_s: float = 15.0) -> None:
 
 
 def kill(child: Child) -> None:
-    """Kill the whole tree of `child` at once; reaping it, and waiting for the rest, is left to `stop`."""
-    tree = _tree(child)
-    _kill({process for process in tree if not _is_tracker(process)})
+    """Kill the whole tree of `child` at once; `stop` reaps it and waits for the rest."""
+    _kill({process for process in _tree(child) if not _is_tracker(process)})
 
 
 def _kill(processes: set[psutil.Process]) -> None:
@@ -117,7 +116,7 @@ def _kill(processes: set[psutil.Process]) -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Tell whether it is Python's resource tracker: it ends after its users, having removed their shared memory."""
+    """Tell whether it is Python's resource tracker, which removes its users' shared memory and ends after them."""
     try:
         return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
     except psutil.Error:

@@ -1,35 +1,31 @@
-"""What people read goes to stderr, with nothing in it that acts on a terminal; what programs read goes to stdout.
-
-Not covered: what is said (each command), and the help texts (typer).
-"""
+"""Print for people on stderr and for programs on stdout; text from elsewhere can never act on the terminal."""
 
 import contextlib
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from cli.visible import cleaned
-
-if TYPE_CHECKING:
-    from cli.live import View
-
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-"""rich leaves colours out where stderr is no terminal or NO_COLOR is set."""
+"""Without colors where stderr is no terminal or NO_COLOR is set."""
 
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
+ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that are no visible character: controls, marks of direction, halves of a pair."""
+JOINERS = dict.fromkeys(map(ord, "\u200c\u200d\ufe0e\ufe0f"))
+"""They make one picture of several characters, whose width differs between terminals: left out."""
 
-_view: "View | None" = None
-"""What stands at the bottom of the terminal, and prints lines above itself."""
+_view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
+"""What prints a line above the live view, and what shows in it what is waited for; None: there is no live view."""
 
 
 @contextlib.contextmanager
-def shared_with(view: "View") -> Iterator[None]:
-    """Leave the terminal to `view`: what is noted and waited for is handed to it."""
+def shared_with(say: Callable[[Text], None], wait_for: Callable[[str], None]) -> Iterator[None]:
+    """Hand notes to `say`, and what is waited for to `wait_for`: the live view owns the terminal."""
     global _view  # noqa: PLW0603 - there is one terminal
-    _view = view
+    _view = say, wait_for
     try:
         yield
     finally:
@@ -37,16 +33,16 @@ def shared_with(view: "View") -> Iterator[None]:
 
 
 def note(text: str, *, style: str = "") -> None:
-    """Tell a person something."""
+    """Print a line for a person."""
     line = Text(cleaned(text), style=style)
     if _view is None:
         people.print(line)
     else:
-        _view.say(line)
+        _view[0](line)
 
 
 def verdict(status: str, text: str) -> None:
-    """Print one line that opens with PASS, WARN, FAIL or SKIP."""
+    """Print a line that begins with PASS, WARN, FAIL or SKIP."""
     people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", cleaned(text)))
 
 
@@ -58,28 +54,41 @@ def fault(message: str, hint: str) -> None:
 
 
 def data(line: str) -> None:
-    """Print one line for a program, at once."""
+    """Print a line for a program, and flush it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show that we wait for `what`; the yielded function replaces the detail behind it.
+    """Show that `what` is awaited; the yielded function replaces the detail behind it.
 
-    On a terminal it is one moving line; elsewhere `what` is printed once and the details are left out.
+    On a terminal this is one moving line; elsewhere `what` is printed once, without details.
     """
     what = cleaned(what)
-    if (view := _view) is not None:
-        view.wait_for(what)
+    if _view is not None:
+        wait_for = _view[1]
+        wait_for(what)
         try:
-            yield lambda detail: view.wait_for(f"{what}  {cleaned(detail)}")
+            yield lambda detail: wait_for(f"{what}  {cleaned(detail)}")
         finally:
-            view.wait_for("")
-        return
-    if not people.is_terminal:
+            wait_for("")
+    elif not people.is_terminal:
         note(f"{what} ...")
         yield lambda _: None
-        return
-    with people.status(Text(what), spinner="line") as status:
-        yield lambda detail: status.update(Text(f"{what}  {cleaned(detail)}"[: people.width - 4]))
+    else:
+        with people.status(Text(what), spinner="line") as status:
+            yield lambda detail: status.update(Text(f"{what}  {cleaned(detail)}"[: people.width - 4]))
+
+
+def cleaned(text: str) -> str:
+    """Return `text` with everything that could act on a terminal as a visible escape; lines stay lines."""
+    text = text.replace("\r\n", "\n").expandtabs(4).translate(JOINERS)
+    return "".join(
+        character if character == "\n" or _is_harmless(character) else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _is_harmless(character: str) -> bool:
+    return " " <= character <= "~" or unicodedata.category(character) not in ACTING

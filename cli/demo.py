@@ -1,4 +1,4 @@
-"""`bridge demo`: the whole of the product in one command, with a tiny model that it makes itself.
+"""`bridge demo`: all of Bridge in one command, with a tiny model that it makes itself.
 
 Not covered: the model (`demo_model.py`) and the page (`report/`).
 """
@@ -30,31 +30,29 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0
 LEAST_GAIN = 0.2
-"""Held-out reward that the demo has to gain to pass; the warmed-up model gains about twice as much."""
+"""Held-out reward that the demo must gain to pass; the warmed-up model gains about twice as much."""
 LEARNING_RATE = 2e-4
 GPU_SHARE = 0.2
-"""Share of a GPU for a model of a megabyte: all of it for the KV cache, and more than enough."""
+"""Of a GPU, for a model of a megabyte: all of it for the KV cache, and more than enough."""
 
-Out = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="The run directory; an earlier demo in it is replaced.")
-]
+Device = Literal["auto", "cpu", "cuda"]
+Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.")]
 Steps = Annotated[
-    int, typer.Option("--steps", metavar="INTEGER", min=1, help="Optimizer steps; with few it cannot pass.")
+    int, typer.Option("--steps", metavar="INTEGER", min=1, help="Optimizer steps; with few, the demo cannot pass.")
 ]
 Where = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    typer.Option("--device", metavar="auto|cpu|cuda", help="Where vLLM runs; auto takes the GPU when there is one."),
+    Device,
+    typer.Option("--device", metavar="auto|cpu|cuda", help="Where vLLM runs; auto uses a GPU if there is one."),
 ]
 
 
 def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "auto", as_json: Json = False) -> None:
-    """Make a tiny model, train it in place on a running vLLM, and prove that there was one copy.
+    """Train a tiny model in place on a running vLLM, and prove that there is one copy.
 
-    Needs no network, GPU or download. Exit code 3 when the reward did not rise or a proof failed.
+    Needs no network, GPU or download. Exits with 3 if the reward did not rise or a check failed.
     """
     run = _fresh(out)
-    model = demo_model_folder()
-    summary, checks = _train_and_verify(model, run, steps, device)
+    summary, checks = _train_and_verify(demo_model_folder(), run, steps, device)
     document = conclusion(summary, checks)
     write_json(run.path / "summary.json", document)
     page = run.path / report.NAME
@@ -67,8 +65,10 @@ def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "au
 
 
 def conclusion(summary: "Summary", checks: list[Check]) -> dict[str, Any]:
-    """Return what `summary.json` says: what was measured, and whether the demo passed."""
-    before, after = _held_out(summary)
+    """Return the content of `summary.json`: what was measured, and whether the demo passed."""
+    before, after = summary.reward_before, summary.reward_after
+    assert before is not None and after is not None, "the demo evaluates"  # noqa: PT018  one fact
+    learned = after - before >= LEAST_GAIN
     return {
         "reward_before": before,
         "reward_after": after,
@@ -77,17 +77,8 @@ def conclusion(summary: "Summary", checks: list[Check]) -> dict[str, Any]:
         "weight_bytes_copied": summary.weight_bytes,
         "logprob_diff_max": summary.logprob_diff_max,
         "fence_p50_ms": summary.fence_p50_ms,
-        "passed": after - before >= LEAST_GAIN
-        and summary.weight_bytes == 0
-        and bool(checks)
-        and not any_failed(checks),
+        "passed": learned and summary.weight_bytes == 0 and bool(checks) and not any_failed(checks),
     }
-
-
-def _held_out(summary: "Summary") -> tuple[float, float]:
-    assert summary.reward_before is not None, "the demo evaluates"
-    assert summary.reward_after is not None, "the demo evaluates"
-    return summary.reward_before, summary.reward_after
 
 
 def _fresh(out: Path) -> RunDirectory:
@@ -106,9 +97,7 @@ def demo_model_folder() -> Path:
         )
 
 
-def _train_and_verify(
-    model: Path, run: RunDirectory, steps: int, device: Literal["auto", "cpu", "cuda"]
-) -> tuple["Summary", list[Check]]:
+def _train_and_verify(model: Path, run: RunDirectory, steps: int, device: Device) -> tuple["Summary", list[Check]]:
     serve = ServeConfig(
         model=str(model),
         port=free_port(HOST),
@@ -134,15 +123,13 @@ def _train_and_verify(
         return summary, proof(command.manifest, as_json=False)
 
 
-def _of_steps(updates: int, steps: int) -> str:
-    return str(updates) if updates == steps else f"{updates} (in {steps - updates} of {steps} steps all rewards agreed)"
-
-
 def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:
+    updates, steps = document["updates"], document["steps"]
+    idle = "" if updates == steps else f" (in {steps - updates} of {steps} steps all rewards were equal)"
     rows = {
         "held-out reward before": f"{document['reward_before']:.3f}",
         "held-out reward after": f"{document['reward_after']:.3f}",
-        "optimizer steps, in place": _of_steps(document["updates"], document["steps"]),
+        "optimizer steps, in place": f"{updates}{idle}",
         "bytes of weights copied": str(document["weight_bytes_copied"]),
         "largest difference of log-probabilities": f"{document['logprob_diff_max']:.4f} nats",
         "fence, median": duration(document["fence_p50_ms"] / 1e3),
@@ -154,6 +141,6 @@ def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> Non
         table.add_row(name, value)
     console.people.print()
     console.people.print(table)
-    verdict = "PASS" if document["passed"] else "FAIL"
-    wanted = f"the reward has to rise by {LEAST_GAIN} and every check to pass"
-    console.verdict(verdict, "one copy, trained in place" if document["passed"] else wanted)
+    failure = f"the reward must rise by {LEAST_GAIN} and every check must pass"
+    passed = document["passed"]
+    console.verdict("PASS" if passed else "FAIL", "one copy, trained in place" if passed else failure)

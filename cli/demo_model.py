@@ -1,28 +1,34 @@
 """Make the demo's tiny model and its tokenizer: no network, no GPU, half a minute at most, cached.
 
-Not covered: how it learns to add, badly (`warm_up.py`), and running the demo.
+It is warmed up by next-token prediction on the training problems only: first with right answers, then with some wrong
+ones near the right one, so that a sampled answer is right nearly every second time. By then the model can add, and
+reinforcement learning has to prefer what it knows, not to discover it. The held-out problems stay new to it.
 """
 
 import hashlib
 import json
+import math
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.errors import UsageError
-from cli.warm_up import Progress, Recipe, warm_up
+from bridge.types import Problem
 from environments.arithmetic import Arithmetic
+
+if TYPE_CHECKING:
+    import torch
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+="
-
 VERSION = 1
-"""Raised with any change to this file or `warm_up.py` that makes another model of the same recipe."""
+"""Raised with any change to this file that makes another model of the same recipe."""
 MODEL = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -34,36 +40,65 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 """Half a million parameters with grouped-query attention and tied embeddings."""
+IGNORED = -100
+"""Label of a token that is given rather than predicted."""
+WEIGHT_DECAY = 0.1
+"""Without it the sums that are not shown are learnt later."""
+SLIPS = (-2, -1, 1, 2)
+"""How far a wrong answer is from the right one."""
+
+Progress = Callable[[int, int], None]
+"""Called with the step just done, counted from 1, and the number of steps."""
+Example = tuple[str, str, float]
+"""A prompt, an answer and its weight in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Steps that share one mixture of answers."""
+
+    num_steps: int
+    """Optimizer steps."""
+    right_share: float
+    """Weight of the right answers in the loss."""
+    lr: float
+    """Peak learning rate; it falls to a twentieth along a cosine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How long and from what the model learns."""
+
+    clean: Phase = Phase(num_steps=160, right_share=1.0, lr=3e-3)
+    """First, only right answers."""
+    mixed: Phase = Phase(num_steps=40, right_share=0.53, lr=5e-4)
+    """Then wrong answers mixed in; held-out problems end a little below the share of right ones."""
+    batch_size: int = 96
+    """Problems per step."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the problems and the wrong answers."""
 
 
 def cache_folder() -> Path:
-    """Return where made models are kept: `$XDG_CACHE_HOME/bridge`, else `~/.cache/bridge`."""
+    """Return where models are kept: `$XDG_CACHE_HOME/bridge`, else `~/.cache/bridge`."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "bridge"
 
 
 def make(folder: Path, *, progress: Progress, recipe: Recipe | None = None) -> Path:
-    """Return the model's folder inside the cache `folder`; make it first unless it is there.
-
-    Raises:
-        UsageError: `folder` cannot be written.
-    """
+    """Return the model's folder inside the cache `folder`; make it first unless it is there."""
     recipe = recipe if recipe is not None else Recipe()
-    target = folder / f"demo-{_key(recipe)}"
+    ingredients = [VERSION, MODEL, asdict(recipe), SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
+    target = folder / f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
     if not target.is_dir():
         with _appears_whole(target) as unfinished:
             _build(unfinished, recipe, progress)
     return target
 
 
-def _key(recipe: Recipe) -> str:
-    ingredients = [VERSION, MODEL, asdict(recipe), SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
-    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]
-
-
 @contextmanager
 def _appears_whole(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` at the end; whatever goes wrong, none is left half done."""
+    """Yield a temporary folder that becomes `target` at the end; whatever goes wrong, no half of it is left."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
@@ -74,17 +109,13 @@ def _appears_whole(target: Path) -> Iterator[Path]:
         ) from error
     try:
         yield unfinished
-        _rename(unfinished, target)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process made the same model meanwhile, which serves as well
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _rename(unfinished: Path, target: Path) -> None:
-    try:
-        unfinished.rename(target)
-    except OSError:
-        if not target.is_dir():  # else another process made the same model meanwhile, which serves as well
-            raise
 
 
 def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
@@ -95,7 +126,7 @@ def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
     tokenizer = _tokenizer()
     with _reproducible(recipe.seed):
         model = _model(tokenizer)
-        warm_up(model, tokenizer, Arithmetic(), recipe, progress)
+        _warm_up(model, tokenizer, Arithmetic(), recipe, progress)
     with no_progress_bar():
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -138,12 +169,68 @@ def _tokenizer() -> Any:
 def _model(tokenizer: Any) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            **MODEL,
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    return Qwen2ForCausalLM(Qwen2Config(**MODEL, **ids, vocab_size=len(tokenizer)))
+
+
+def _warm_up(model: Any, tokenizer: Any, problems: Iterable[Problem], recipe: Recipe, progress: Progress) -> None:
+    import torch
+
+    draw = random.Random(recipe.seed)  # noqa: S311  no secret is made of it
+    batches = _batches(list(problems), recipe.batch_size, draw)
+    phases = (recipe.clean, recipe.mixed)
+    done, total = 0, sum(phase.num_steps for phase in phases)
+    for phase in phases:
+        # A new optimizer: after right answers the moments are tiny, and the first wrong ones would make huge steps.
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
+        for step in range(phase.num_steps):
+            examples = _examples(next(batches), phase.right_share, draw)
+            cosine = 0.5 * (1 + math.cos(math.pi * step / phase.num_steps))
+            optimizer.param_groups[0]["lr"] = phase.lr * min(1.0, (step + 1) / 10) * (0.05 + 0.95 * cosine)
+            optimizer.zero_grad()
+            _loss(model, tokenizer, examples).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            done += 1
+            progress(done, total)
+
+
+def _batches(problems: list[Problem], size: int, draw: random.Random) -> Iterator[list[Problem]]:
+    """Yield batches forever; every problem comes once before any comes again."""
+    waiting: list[Problem] = []
+    while True:
+        while len(waiting) < size:
+            waiting += draw.sample(problems, len(problems))
+        yield waiting[:size]
+        del waiting[:size]
+
+
+def _examples(problems: list[Problem], right_share: float, draw: random.Random) -> list[Example]:
+    """Pair every problem with its right answer, and with a wrong one too unless the right ones have all the weight."""
+    right = [(str(problem["prompt"]), str(problem["answer"]), right_share) for problem in problems]
+    if right_share == 1.0:
+        return right
+    wrong = []
+    for prompt, answer, _ in right:
+        near = [int(answer) + slip for slip in SLIPS]
+        wrong.append((prompt, str(draw.choice([number for number in near if number >= 0])), 1 - right_share))
+    return right + wrong
+
+
+def _loss(model: Any, tokenizer: Any, examples: list[Example]) -> "torch.Tensor":
+    """Return the weighted negative log-likelihood of the answers and their ends, per unit of weight."""
+    import torch
+
+    rows, labels = [], []
+    prompts = tokenizer([prompt for prompt, _, _ in examples])["input_ids"]
+    answers = tokenizer([answer + tokenizer.eos_token for _, answer, _ in examples])["input_ids"]
+    for asked, answered in zip(prompts, answers, strict=True):
+        rows.append(torch.tensor(asked + answered))
+        labels.append(torch.tensor([IGNORED] * len(asked) + answered))
+    pad = torch.nn.utils.rnn.pad_sequence  # on the right, where causal attention never looks
+    token_ids = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    targets = pad(labels, batch_first=True, padding_value=IGNORED)[:, 1:]
+    weights = torch.tensor([weight for _, _, weight in examples])
+    logits = model(input_ids=token_ids).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    return (losses.sum(1) * weights).sum() / weights.sum()

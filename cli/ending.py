@@ -1,27 +1,27 @@
-"""What a run leaves a person with, however it ends: its checkpoint, and the commands that resume it and show it.
-
-Not covered: what the run came to (`steps.py`).
-"""
+"""The last lines of a run, however it ends: its checkpoint, and the commands that resume it and report on it."""
 
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bridge.config import TrainConfig
 from bridge.core import private
-from bridge.run.run_directory import RunDirectory
 from cli import console
 
+if TYPE_CHECKING:
+    from bridge.config import TrainConfig
+    from bridge.run.run_directory import RunDirectory
+
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
-"""The arguments of this process's command."""
+"""The arguments of this process."""
 SWITCHES = {"resume", "no_resume"}
 
 
 @contextmanager
-def told(run: RunDirectory, config: TrainConfig) -> Iterator[None]:
-    """Say at the end of the block where the run's checkpoint is and how to go on; nothing if no step was taken."""
+def told(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
+    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
     try:
         yield
     finally:
@@ -30,16 +30,17 @@ def told(run: RunDirectory, config: TrainConfig) -> Iterator[None]:
 
 
 def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
-    """Return the command that resumes the run in `run_dir`, up to another number of steps if one is given."""
-    own, dashes, theirs = _parted(arguments)
+    """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    own, theirs = arguments[:place], arguments[place:]  # vLLM's flags, behind the dashes
     drop = {"run_dir"} | ({"training_steps"} if training_steps else set())
     more = ["--resume", "--run-dir", str(run_dir)]
     more += ["--training-steps", str(training_steps)] if training_steps else []
-    command = [*_without(own, drop), *more, *dashes, *theirs]
+    command = [*_without(own, drop), *more, *theirs]
     return shlex.join(["bridge", *private.shown_arguments(command)])
 
 
-def _lines(run: RunDirectory, config: TrainConfig) -> Iterator[str]:
+def _lines(run: "RunDirectory", config: "TrainConfig") -> Iterator[str]:
     from bridge.modes import way_of
     from bridge.run import checkpoint
 
@@ -56,14 +57,10 @@ def _lines(run: RunDirectory, config: TrainConfig) -> Iterator[str]:
     yield f"report:     {shlex.join(['bridge', 'report', str(run.path)])}"
 
 
-def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the arguments before `--`, the `--`, and those behind it, which are vLLM's."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    return [*arguments[:place]], [*arguments[place : place + 1]], [*arguments[place + 1 :]]
-
-
 def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
-    """Yield `arguments` without the switches of --resume, and without the flags of `fields` and their values."""
+    """Yield `arguments` without --resume, and without the flags of `fields` and their values."""
+    from bridge.config import TrainConfig
+
     skips_next = False
     for argument in arguments:
         if skips_next:

@@ -1,7 +1,6 @@
-"""A server that we started: started again with other weights, watched, and stopped with everything that it started.
+"""A server that we started: restarted with other weights, watched, and stopped with everything that it started.
 
-Not covered: what it is started with (`server_command.py`, `start_command.py`), and noticing that it is of no use any
-more (`watchdog.py`).
+Not covered: the command that starts it (`server_command.py`, `start_command.py`).
 """
 
 import contextlib
@@ -15,16 +14,15 @@ from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
 from bridge.server import manifest
 from cli import children, console, server_log
 from cli.children import Child
-from cli.health import Address
 from cli.serve import check_port
-from cli.startable import Startable
-from cli.watchdog import HANG_LIMIT_S, Watchdog
+from cli.server_command import Startable
+from cli.watchdog import HANG_LIMIT_S, Address, Watchdog
 
 START_LIMIT_S = 1800.0
 STOP_GRACE_S = 15.0
 START_GRACE_S = 2.0
-"""A server that is still starting, or what is left of one that died, has nothing to lose. vLLM 0.32 heeds no SIGTERM
-while its engine starts."""
+"""A server that is still starting, or the rest of one that died, has nothing to lose; vLLM 0.32 ignores SIGTERM while
+its engine starts."""
 ASK_LIMIT_S = 2.0
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
 
@@ -49,7 +47,7 @@ class StartedServer:
 
     @property
     def pid(self) -> int | None:
-        """The server's process; None while there is none."""
+        """The server's process, if there is one."""
         return self._server.process.pid if self._server else None
 
     @contextlib.contextmanager
@@ -71,7 +69,7 @@ class StartedServer:
             self._stop()
 
     def restart(self, model: str | Path) -> None:
-        """End whatever is left of the server, start it with the weights of `model`, and wait until it serves.
+        """Stop whatever is left of the server, start it with the weights of `model`, and wait until it serves.
 
         Raises:
             ServerUnreachableError: it does not come up; the message says why, and names its log.
@@ -83,8 +81,8 @@ class StartedServer:
 
     def _start(self, model: str | Path | None) -> None:
         check_port(self._command.host, self._command.port)
-        server_log.begin(self._log, "started" if model is None else f"started again with {model}")
-        with deferred_interrupt():  # a process that was started has to be known, or nobody would stop it
+        server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
+        with deferred_interrupt():  # a process that was started must be known, or nobody would stop it
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
         address = self._wait(self._server)
         self._watchdog = Watchdog(self._server, address, self._hang_limit_s)
@@ -104,7 +102,7 @@ class StartedServer:
                     manifest.remove_own(self._command.awaited_manifest, server.identity)
 
     def _wait(self, server: Child) -> Address:
-        """Wait until it serves, and return where it tells so."""
+        """Wait until it serves, and return where it reports its health."""
         address = None
 
         def is_ready() -> bool:
@@ -112,8 +110,8 @@ class StartedServer:
             address = self._answering(server)
             return address is not None
 
-        again = "again " if self._restarts else ""
-        with console.waiting(f"starting vLLM {again}(pid {server.process.pid}, log {self._log})") as detail:
+        what = "restarting" if self._restarts else "starting"
+        with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
             began = time.monotonic()
             children.wait_until(
                 server,
@@ -121,31 +119,28 @@ class StartedServer:
                 limit_s=self._limit_s,
                 tell=lambda elapsed: detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}"),
             )
+        if address is None and server.is_alive():
+            last = server_log.last_line(self._log)
+            raise ServerUnreachableError(
+                f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
+                remedy=f"read {self._log}, or allow more time with --start-limit-s",
+            )
         if address is None:
-            raise self._late() if server.is_alive() else self._died(server)
+            raise self._died(server)
         console.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
         return address
 
     def _answering(self, server: Child) -> Address | None:
-        """Return where this very server says that it is well; None while it does not."""
-        if not self._has_exported(server):
+        """Return where this very server reports that it is well; None while it does not."""
+        path = self._command.awaited_manifest
+        try:
+            if path is not None and manifest.read(path).server != server.identity:
+                return None
+        except (FileNotFoundError, ManifestError):
             return None
         host = reachable(self._command.host)
         addresses = (Address(host, self._command.port, route) for route in self._command.routes)
         return next((address for address in addresses if address.health(limit_s=ASK_LIMIT_S) == "well"), None)
-
-    def _has_exported(self, server: Child) -> bool:
-        path = self._command.awaited_manifest
-        try:
-            return path is None or manifest.read(path).server == server.identity
-        except (FileNotFoundError, ManifestError):
-            return False
-
-    def _late(self) -> ServerUnreachableError:
-        return ServerUnreachableError(
-            f"vLLM was not ready within {self._limit_s:.0f} s; its log says: {server_log.last_line(self._log)}",
-            remedy=f"read {self._log}, or give it more time with --start-limit-s",
-        )
 
     def _explained(self, error: ServerUnreachableError) -> BridgeError:
         """Return the error of a trainer's call with what is known of the server: why it ended, and its log."""
@@ -154,13 +149,15 @@ class StartedServer:
         return self._died(self._server)
 
     def _died(self, server: Child) -> BridgeError:
-        """Return what a person has to know of a server that ended by itself."""
+        """Return the error of a server that ended by itself."""
         refused = server_log.own_error(self._log)
         if refused is not None:
             return refused
-        verdict = self._watchdog.verdict if self._watchdog else ""
-        how = verdict or f"ended with {_in_words(server.exit_code())}"
-        before = f", started again {self._restarts} times," if self._restarts > 1 else ""
+        how = self._watchdog.verdict if self._watchdog else ""
+        code = server.exit_code()
+        assert code is not None, "it has ended"
+        how = how or f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
         return ServerUnreachableError(
             f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
             remedy=f"read {self._log}",
@@ -170,8 +167,3 @@ class StartedServer:
 def reachable(host: str) -> str:
     """Return the address at which a server that listens on `host` answers."""
     return LOOPBACKS.get(host, host)
-
-
-def _in_words(exit_code: int | None) -> str:
-    assert exit_code is not None, "it has ended"
-    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""`bridge env`: feed an Atropos API with groups of an environment of ours, and say now and then how that goes.
+"""`bridge env`: feed an Atropos API with groups of one of our environments, and report how that goes.
 
 Not covered: the feeding itself (`bridge/atropos/feeder.py`).
 """
@@ -20,17 +20,15 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str | None,
-    typer.Argument(
-        metavar="NAME", help="The environment, as --environment; the stronger of the two.", show_default=False
-    ),
+    typer.Argument(metavar="NAME", help="The environment; overrides --environment.", show_default=False),
 ]
 
 
 @from_config(FeedConfig, hide=("eval_data",))  # nothing is evaluated
 def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None:
-    """Feed an Atropos API with rollouts of an environment: any trainer that asks it for batches learns from them.
+    """Feed an Atropos API with rollouts of an environment.
 
-    It ends when the trainer has all batches that it asked for, or on Ctrl-C.
+    Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
     from bridge.atropos import feeder
     from environments import registry
@@ -41,42 +39,38 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
     rehearse(config, environment)
     recipe = functools.partial(registry.scorer, config.task)
 
-    def report(progress: "FeedProgress") -> None:
-        console.note(progress_line(progress))
+    def show(line: str, progress: "FeedProgress") -> None:
+        console.note(line)
         if as_json:
             console.data(json.dumps(dataclasses.asdict(progress)))
 
-    last = feeder.feed(config, environment, recipe, tell=console.note, report=report)
-    console.note(summary_line(last))
-    if as_json:
-        console.data(json.dumps(dataclasses.asdict(last)))
+    last = feeder.feed(config, environment, recipe, tell=console.note, report=lambda now: show(progress_line(now), now))
+    show(summary_line(last), last)
 
 
 def progress_line(progress: "FeedProgress") -> str:
-    """Return what a person wants to know of one moment, in a line."""
+    """Return the progress in one line."""
     step = f"{progress.step}/{progress.num_steps}" if progress.num_steps > 0 else str(progress.step)
+    reward = "-" if progress.reward_mean is None else f"{progress.reward_mean:.3f}"
     line = (
-        f"step {step}  {progress.groups} groups sent  reward {_reward(progress.reward_mean)}"
+        f"step {step}  {progress.groups} groups sent  reward {reward}"
         f"  {progress.tokens_per_s:,.0f} tok/s  queue {progress.queued_batches:.1f} batches"
     )
     return "  ".join([line, *_troubles(progress)])
 
 
 def summary_line(progress: "FeedProgress") -> str:
-    """Return what came of all of it, in one line."""
+    """Return the result in one line."""
+    reward = "-" if progress.reward_mean_so_far is None else f"{progress.reward_mean_so_far:.3f}"
     line = (
         f"done: the trainer has its {progress.num_steps} batches  {progress.groups} groups sent"
-        f"  reward {_reward(progress.reward_mean_so_far)}  {progress.seconds:.0f} s"
+        f"  reward {reward}  {progress.seconds:.0f} s"
     )
     return "  ".join([line, *_troubles(progress)])
 
 
-def _reward(mean: float | None) -> str:
-    return "-" if mean is None else f"{mean:.3f}"
-
-
 def _troubles(progress: "FeedProgress") -> list[str]:
-    """Return what was left out or went wrong, each with its count; nothing of what did not."""
+    """Return what was left out or went wrong, each with its count."""
     counts = {
         "too long": progress.too_long,
         "without a reward": progress.unscored,

@@ -1,9 +1,8 @@
 """Become another program that does not outlive the process that started it: run by its path, with PARENT PROGRAM ARGS.
 
-The program keeps this process's pid and start time. A guard beside it ends its whole session when the parent is gone,
-however that ended: vLLM heeds no SIGTERM while its engine starts, and its processes live on when one of them is killed.
+The program keeps this process's pid and start time. A guard beside it ends its whole session once the parent is gone,
+however that ended: vLLM ignores SIGTERM while its engine starts, and its processes live on if one of them is killed.
 
-Not covered: an end that the parent itself wants (`children.stop`).
 Source: prctl(2) PR_SET_PDEATHSIG; pidfd_open(2); setsid(2).
 """
 
@@ -18,7 +17,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 8.0
-"""Time for the program to end by itself, after the SIGTERM that the parent's end sends to it."""
+"""Time for the program to end by itself after the SIGTERM that the parent's end sends to it."""
 POLL_S = 0.2
 
 
@@ -34,17 +33,17 @@ def become(parent: int, argv: list[str]) -> None:
 def _leave_guard(parent: int) -> None:
     try:
         theirs, own = os.pidfd_open(parent), os.pidfd_open(os.getpid())  # both are closed by the exec
-    except OSError:  # an old kernel, or a container that forbids it: the SIGTERM is all there is then
+    except OSError:  # an old kernel, or a container that forbids it: the SIGTERM must do
         return
     if os.fork() == 0:
         if os.fork() == 0:
             _guard(theirs, own, os.getsid(0))
         os._exit(0)
-    os.wait()  # so that the guard is nobody's child, and no stranger to the program
+    os.wait()  # the guard is nobody's child: the program never meets it
 
 
 def _guard(parent: int, program: int, session: int) -> None:
-    """Wait until the session is empty; once the parent has ended, see to it."""
+    """Wait until the session is empty; once the parent has ended, make sure of it."""
     _wait([parent, program], None)
     deadline = None
     while members := _members(session):
@@ -52,7 +51,9 @@ def _guard(parent: int, program: int, session: int) -> None:
             deadline = deadline or time.monotonic() + GRACE_S
             time.sleep(POLL_S)
         if deadline and time.monotonic() > deadline:
-            _kill(members)
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _wait(descriptors: list[int], limit_s: float | None) -> bool:
@@ -64,7 +65,7 @@ def _wait(descriptors: list[int], limit_s: float | None) -> bool:
 
 
 def _members(session: int) -> list[int]:
-    """Return the living processes of `session` but this one; Python's resource trackers end after their users."""
+    """Return the other living processes of `session`, but no resource tracker of Python's: it ends after its users."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
     return [pid for pid in pids if pid != os.getpid() and _is_member(pid, session)]
 
@@ -72,19 +73,10 @@ def _members(session: int) -> list[int]:
 def _is_member(pid: int, session: int) -> bool:
     try:
         state, _, _, of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-        return int(of) == session and state not in "ZX" and b"resource_tracker" not in _command_line(pid)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return int(of) == session and state not in "ZX" and b"resource_tracker" not in command
     except OSError:
         return False
-
-
-def _command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""The live view: a run's lines scroll as ever, and below them stands what it is at.
+"""The live view of a run: its lines scroll as ever, and a panel stands below them.
 
 A thread of its own owns the terminal: training hands it lines and figures, and never waits for it.
-
-Not covered: what is shown (`panel.py`) and said (`steps.py`).
 """
 
 import os
@@ -27,19 +25,19 @@ from cli.steps import Lines
 PERIOD_S = 0.25
 """The terminal is painted at most this often."""
 MOST_REPEATED = 200
-"""Lines that are printed again, as far as they fit, when the terminal gets smaller."""
+"""Lines printed again, as far as they fit, when the terminal gets smaller."""
 LONGEST_GOODBYE_S = 3.0
-"""A terminal that takes nothing any more is given up after this."""
+"""After this, a terminal that takes no more output is given up."""
 
 
 @contextmanager
 def reporting_to_people(num_steps: int, opening: str, *, data: Callable[[str], None] | None = None) -> Iterator[Lines]:
-    """Report a run of `num_steps` as lines, with a view below them where there is a terminal for it."""
+    """Report a run of `num_steps` as lines, with a view below them if there is a terminal for it."""
     if not wanted(console.people, os.environ, has_data=data is not None):
         yield Lines(num_steps, opening, data=data)
         return
     view = View(console.people, num_steps, opening, data=data)
-    with console.shared_with(view):
+    with console.shared_with(view.say, view.wait_for):
         try:
             yield view
         finally:
@@ -48,7 +46,7 @@ def reporting_to_people(num_steps: int, opening: str, *, data: Callable[[str], N
 
 
 def wanted(terminal: Console, environment: Mapping[str, str], *, has_data: bool) -> bool:
-    """Tell whether `terminal` is one for a person who looks at it; lines of data would tear the view."""
+    """Tell whether a person looks at `terminal`, and no lines of data would tear the view."""
     return (
         terminal.is_interactive
         and not terminal.is_dumb_terminal
@@ -75,64 +73,62 @@ class View(Lines):
         self._terminal, self._clock = terminal, clock
         self._seen = panel.Seen(num_steps)
         self._lines: deque[Text] = deque()
-        """What was said and is not printed yet."""
+        """Lines that are not printed yet."""
         self._printed: deque[Text] = deque(maxlen=MOST_REPEATED)
-        """The last lines that were printed."""
         self._over = threading.Event()
         self._painter = threading.Thread(target=self._paint, name="live view", daemon=True)
 
     def say(self, line: Text) -> None:
-        """Print `line` above the view, soon; where there is no view (any more), at once."""
+        """Print `line` above the view soon, or at once if there is no view."""
         self._lines.append(line)
         if not self._painter.is_alive():
             self._print_lines()
 
     def wait_for(self, what: str) -> None:
-        """Show what is waited for; nothing: the wait is over."""
+        """Show what is awaited; empty: the wait is over."""
         self._seen.waiting = what
 
     def phase(self, name: Phase) -> None:
-        """Show what is being done."""
+        """Show the phase."""
         self._seen.progress = None
         self._seen.phase, self._seen.phase_began = name, self._clock()
         if not self._painter.ident:  # not before: what opens a run may ask a person something
             self._painter.start()
 
     def progress(self, done: int, total: int) -> None:
-        """Show how far it is."""
+        """Show the progress of the phase."""
         self._seen.progress = done, total
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Show and say what the step did."""
+        """Show and print the step."""
         self._seen.steps.append(metrics)
         self._seen.step_ends.append(self._clock())
         self._seen.sample = reporting.sample(groups)
         super().step(metrics, groups)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Show and say how the held-out problems were answered."""
+        """Show and print the evaluation."""
         self._seen.evaluations.append(evaluation)
         super().evaluation(evaluation)
 
     def close(self) -> None:
-        """Take the view away; the lines stay."""
+        """Remove the view; the lines stay."""
         self._over.set()
         if self._painter.ident:
             self._painter.join(LONGEST_GOODBYE_S)
         self._print_lines()
 
     def __rich__(self) -> Text:
-        """Return what stands below the lines now."""
         size = self._terminal.size
         return panel.render(self._seen, now=self._clock(), width=size.width, height=size.height)
 
     def _paint(self) -> None:
-        with suppress(OSError, SystemExit):  # no terminal any more: the next line says so to whoever prints it
+        with suppress(OSError, SystemExit):  # the terminal is gone: whoever prints the next line finds out
             while not self._paint_until_smaller():
                 self._begin_screen_again()
 
     def _paint_until_smaller(self) -> bool:
-        """Paint until the view is over, which is True, or the terminal gets smaller."""
+        """Paint until the view is over (True) or the terminal gets smaller (False)."""
         from rich.live import Live
 
         size = self._terminal.size
@@ -149,7 +145,7 @@ class View(Lines):
         return True
 
     def _begin_screen_again(self) -> None:
-        """Clear the screen and print the last lines again: a terminal breaks lines that got too long in its own way."""
+        """Clear the screen and print the last lines again: each terminal breaks lines that are too long in its way."""
         size = self._terminal.size
         room = size.height - len(self.__rich__().split("\n"))
         kept: list[Text] = []
@@ -163,12 +159,12 @@ class View(Lines):
             self._terminal.print(Text("\n").join(kept))
 
     def _print_lines(self) -> bool:
-        """Print what was said, all at once; tell whether there was any."""
-        said = []
+        """Print the waiting lines all at once; tell whether there were any."""
+        waiting = []
         with suppress(IndexError):  # another thread may take the last one
             while True:
-                said.append(self._lines.popleft())
-        if said:
-            self._printed.extend(said)
-            self._terminal.print(Text("\n").join(said))
-        return bool(said)
+                waiting.append(self._lines.popleft())
+        if waiting:
+            self._printed.extend(waiting)
+            self._terminal.print(Text("\n").join(waiting))
+        return bool(waiting)

@@ -1,11 +1,9 @@
-"""The `bridge` command: which commands there are, and how every one of them may fail.
+"""The `bridge` command: its subcommands, each imported only when it runs, and how errors are reported."""
 
-Not covered: what the commands do (one file each).
-"""
-
+import importlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,23 +11,31 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from bridge import __version__
-from bridge.config import borrowed
 from bridge.errors import BridgeError
 from cli import console, ending, signals
-from cli.compare import compare
-from cli.demo import demo
-from cli.doctor import doctor
-from cli.env import env
-from cli.plan import plan
-from cli.report.command import report
-from cli.restore import restore
-from cli.run import run
-from cli.serve import serve
-from cli.train import train
-from cli.verify import verify
 
 INTERRUPTED = 130
-REPORT = "this is a bug in Bridge: please report the lines above, with the command that you gave"
+REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "demo": ("cli.demo:demo", "Train a tiny model in place on a running vLLM, and prove that there is one copy."),
+    "run": ("cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
+    "serve-vllm": ("cli.serve:serve", "Start vLLM so that a trainer can share its weights."),
+    "train": ("cli.train:train", "Train a model on a server that is already running."),
+    "env": ("cli.env:env", "Feed an Atropos API with rollouts of an environment."),
+    "verify": ("cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
+    "restore": ("cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
+    "plan": ("cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
+    "report": (
+        "cli.report.command:report",
+        "Write one HTML page with plots and sample completions of a run, or compare several.",
+    ),
+    "doctor": ("cli.doctor:doctor", "Check software, hardware, environment and server, and say how to fix faults."),
+}
+"""Name -> its function, and the first line of that function's docstring."""
+
+PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
+"""How every command reads its flags: `--learning_rate`, as others write it, is `--learning-rate`."""
 
 
 class PlainHelp(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -47,8 +53,25 @@ class Command(PlainHelp, TyperCommand):
     """One command."""
 
 
+class LazyCommand(TyperCommand):
+    """Stands for a command in help texts and completions, and imports it once it is called."""
+
+    def __init__(self, name: str, place: str, help: str) -> None:  # noqa: A002  typer's name
+        super().__init__(name, help=help)
+        self._place = place
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Return a context of the command itself."""
+        module, _, function = self._place.partition(":")
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        app.command(self.name, cls=Command, context_settings=PARSING)(
+            getattr(importlib.import_module(module), function)
+        )
+        return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+
+
 class Group(PlainHelp, TyperGroup):
-    """All of them."""
+    """All commands."""
 
     def get_params(self, ctx: Any) -> Any:
         """Return the options, those of shell completion without a type, too."""
@@ -59,24 +82,7 @@ class Group(PlainHelp, TyperGroup):
         return options
 
 
-PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
-"""How every command reads its flags: `--learning_rate`, as others write it, is `--learning-rate`."""
 app = typer.Typer(cls=Group, context_settings=PARSING, rich_markup_mode="rich", pretty_exceptions_enable=False)
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "compare": compare,
-    "run": run,
-    "serve-vllm": serve,
-    "train": train,
-    "env": env,
-    "verify": verify,
-    "restore": restore,
-    "plan": plan,
-    "report": report,
-    "doctor": doctor,
-}
-for name, function in COMMANDS.items():
-    app.command(name, cls=Command, context_settings=PARSING)(function)
 
 
 @app.callback(invoke_without_command=True)
@@ -103,10 +109,12 @@ def main() -> None:
 
 
 def answer(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; a mistake of the user's is told in one line and a hint."""
+    """Run one command and return its exit code; a user's mistake is reported in one line and a hint."""
     ending.GIVEN.set(tuple(arguments))
+    group: Any = typer.main.get_command(app)
+    group.commands |= {name: LazyCommand(name, *known) for name, known in COMMANDS.items()}
     try:
-        code = typer.main.get_command(app).main(list(arguments), prog_name="bridge", standalone_mode=False)
+        code = group.main(list(arguments), prog_name="bridge", standalone_mode=False)
     except BridgeError as error:
         console.fault(error.message, error.remedy)
         return error.exit_code
@@ -120,6 +128,8 @@ def answer(arguments: Sequence[str]) -> int:
 
 def _usage(error: TyperException) -> tuple[str, str]:
     """Return the message and the hint for a command line that cannot be parsed."""
+    from bridge.config import borrowed
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "bridge"
     help_hint = f"{command} --help"
@@ -129,8 +139,7 @@ def _usage(error: TyperException) -> tuple[str, str]:
         return message[0].lower() + message[1:], help_hint
     if hint := borrowed.hint(flag):
         return f"no such flag: {flag}", hint
-    near = sorted(error.possibilities or ())
-    if near:
+    if near := sorted(error.possibilities or ()):
         return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"
     takes_more = command.endswith((" serve-vllm", " run"))
     return f"no such flag: {flag}", f"{help_hint}{'; vLLM' + chr(39) + 's own flags go after --' if takes_more else ''}"

@@ -1,31 +1,30 @@
 """How much of a GPU vLLM may take so that training fits beside it.
 
-Not covered: the arithmetic (`bridge/planning/memory.py`), and a table of what else would fit (`plan.py`).
+Not covered: the arithmetic (`bridge/planning/memory.py`), and what else would fit (`bridge plan`).
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.planning import memory
-from bridge.planning.memory import GIB, Fit, Need
+from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
 
 UNKNOWN_SHARE = 0.45
-"""Of the GPU, for a model whose size cannot be told."""
+"""Of the GPU, for a model of unknown size."""
 FULL = TrainConfig.of(model_name="")
 """Trains the server's own weights, by every default."""
 
 
-@dataclass(frozen=True)
-class MemoryShare:
+class MemoryShare(NamedTuple):
     """vLLM's share of one GPU."""
 
     share: float
-    """Value for `--gpu-memory-utilization`."""
+    """Value of `--gpu-memory-utilization`."""
     reason: str
-    """What it was derived from, for a person."""
+    """What it was derived from."""
 
 
 def derive(
@@ -44,26 +43,22 @@ def derive(
     need = Need.of(size, trainer, gpu_bytes=gpu_bytes, num_ranks=tensor_parallel_size)
     if need.apart:
         return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")
-    # vLLM does not start where its KV cache is too small for the longest sequence
+    # vLLM does not start if its KV cache is too small for the longest sequence
     least_kv = need.kv_per_token * memory.least_kv_tokens(trainer, max_model_len or size.max_tokens)
-    found = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.kv_sleep)
+    found = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.publishing.kv_sleep)
     exactly = min(memory.share(need, found, least_kv=least_kv), memory.LARGEST_SHARE)
-    return MemoryShare(math.floor(100 * exactly) / 100, _reason(size, need, found))
-
-
-def expected(config: ServeConfig) -> TrainConfig:
-    """Return the trainer that a server which is started alone makes room for: of an adapter, or of the weights."""
-    if config.max_lora_rank is None:
-        return FULL
-    return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)
-
-
-def _reason(size: ModelSize, need: Need, found: Fit) -> str:
     fixed = need.own + need.state + need.gradients + need.temporaries
-    lacking = f"; {found.lacking / GIB:.0f} GiB more than there is: see bridge plan" if found.lacking else ""
-    return (
+    reason = (
         f"{size.num_params / 1e9:.2f}B parameters: of {need.gpu / GIB:.0f} GiB training needs {fixed / GIB:.0f}, "
         f"and at least {need.least_activations / GIB:.0f} for activations"
         + (", while the KV cache sleeps" if found.asleep else "")
-        + lacking
+        + (f"; {found.lacking / GIB:.0f} GiB more than there is: see bridge plan" if found.lacking else "")
     )
+    return MemoryShare(math.floor(100 * exactly) / 100, reason)
+
+
+def expected(config: ServeConfig) -> TrainConfig:
+    """Return the trainer that a server started alone leaves room for: of an adapter, or of the weights."""
+    if config.max_lora_rank is None:
+        return FULL
+    return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)

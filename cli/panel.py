@@ -1,31 +1,38 @@
-"""What the live view shows: the figures of a run as curves, what it is at, and one completion to read.
+"""What the live view shows: the figures of a run as curves, its phase, and one completion to read.
 
-No line has a border at its right: characters that a terminal draws wider or from right to left cannot break it.
-
-Not covered: when it is painted (`live.py`).
+No line has a border at its right: a terminal that draws a character wider than expected cannot break it.
 """
 
+import re
+import textwrap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from rich.text import Text
 
 from bridge.run import reporting
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
-from cli import chart, visible
+from cli import chart
+from cli.console import cleaned
 from cli.steps import duration, or_dash, tokens_per_s
 
 NARROWEST, LOWEST = 80, 24
-"""Columns and rows of a terminal; a smaller one shows lines alone."""
+"""Columns and rows of the smallest terminal that gets a view."""
 CHART_HEIGHT = 7
 FIGURES_WIDTH, CURVE_WIDTH = 42, 12
 MOST_SAMPLE_LINES = 12
-MOST_READ = 4000
-"""Steps that the chart is made of; of more, every second or third is left out."""
 ROWS_FOR_LINES = 9
-"""Rows of the terminal that are left to the lines above."""
+"""Rows that are left to the lines above the view."""
+MOST_CHARTED = 4000
+"""Steps in the chart; of more, every second or third is left out."""
+READ_CHARACTERS = 4000
+"""Characters that are looked at to show a few lines of a text."""
+WIDE = re.compile(r"[^\0-\u052f]")
+"""Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide, never wider."""
+FILLER = "\ufffe"
 PHASES = {
     "rollouts": "sampling and scoring",
     "train": "forward and backward",
@@ -33,35 +40,50 @@ PHASES = {
     "evaluation": "evaluating on held-out problems",
     "save": "saving a checkpoint",
 }
-LABEL, TITLE, SAMPLE_PROMPT = "dim", "bold", "dim"
+LABEL, TITLE = "dim", "bold"
+
+Figure = tuple[str, Callable[[StepMetrics], str], Callable[[StepMetrics], float] | None]
+REWARD: Figure = ("reward", lambda step: f"{step.reward_mean:.3f} ± {step.reward_std:.3f}", None)
+FIGURES: tuple[Figure, ...] = (
+    (
+        "|dlogprob|",
+        lambda step: f"{or_dash(step.logprob_diff_mean, 4)} max {or_dash(step.logprob_diff_max, 3)}",
+        lambda step: step.logprob_diff_mean,
+    ),
+    ("fence", lambda step: duration(step.fence_s), lambda step: step.fence_s),
+    ("rollouts", lambda step: f"{tokens_per_s(step):,.0f} tok/s", tokens_per_s),
+    ("training", lambda step: duration(step.train_s), lambda step: step.train_s),
+    ("memory", lambda step: f"{step.peak_memory_gib:.2f} GiB", lambda step: step.peak_memory_gib),
+)
+"""Name, value of the last step in words, and the value of the curve beside it."""
 
 
 @dataclass
 class Seen:
-    """What is known of the run so far. The training thread writes it, another one reads it."""
+    """The run so far: written by the training thread, read by the painter."""
 
     num_steps: int
-    """Steps that the run is to take."""
+    """Steps that the run will take."""
     steps: list[StepMetrics] = field(default_factory=list)
-    """The steps taken."""
+    """Steps taken."""
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))
-    """When the last of them ended, in seconds of a clock that never goes back."""
+    """When the last steps ended, in seconds of a monotonic clock."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """The evaluations on held-out problems."""
+    """Evaluations on held-out problems."""
     phase: Phase | None = None
-    """What is being done; None: it has not been told."""
+    """The current phase, if known."""
     phase_began: float = 0.0
-    """When that began, by the same clock."""
+    """When it began, by the same clock."""
     progress: tuple[int, int] | None = None
-    """How many groups of this phase have been scored, of how many."""
+    """Groups scored in this phase, and how many there will be."""
     waiting: str = ""
-    """What is waited for meanwhile, such as a server that is started again."""
+    """What is awaited meanwhile, such as a restarting server."""
     sample: Sample | None = None
     """A completion of the last step."""
 
 
 def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
-    """Return the whole view for a terminal of that size; nothing where it is too small."""
+    """Return the view for a terminal of that size; nothing if it is too small."""
     if width < NARROWEST or height < LOWEST:
         return Text()
     lines = [_header(seen, width), *_curves(seen, width), _status(seen, now, width)]
@@ -74,17 +96,16 @@ def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
 def _header(seen: Seen, width: int) -> Text:
     last = seen.steps[-1].step if seen.steps else 0
     title = f"step {last}/{seen.num_steps}" if last else f"{seen.num_steps} steps to take"
-    pace = _pace_s(seen)
-    times = f"{duration(pace)} a step, {_left(pace * (seen.num_steps - last))}" if pace is not None else ""
+    pace, left = _pace_s(seen), seen.num_steps - last
+    times = ""
+    if pace is not None:
+        rest = f"about {duration(pace * left)} left" if pace * left else "all steps taken"
+        times = f"{duration(pace)} a step, {rest}"
     return _rule(Text(title, TITLE), times, width)
 
 
-def _left(seconds: float) -> str:
-    return f"about {duration(seconds)} left" if seconds else "all steps taken"
-
-
 def _pace_s(seen: Seen) -> float | None:
-    """Return how long a step takes, all that lies between two steps included."""
+    """Return the seconds from one step to the next."""
     ends = list(seen.step_ends)
     if len(ends) > 1:
         return (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -99,7 +120,7 @@ def _rule(title: Text, right: str, width: int) -> Text:
 
 def _curves(seen: Seen, width: int) -> list[Text]:
     """Return the chart of the rewards, with the figures beside it."""
-    stride = 1 + len(seen.steps) // MOST_READ  # however long the run, a picture takes no longer
+    stride = 1 + len(seen.steps) // MOST_CHARTED
     rewards = [step.reward_mean for step in seen.steps[::stride]]
     first = seen.steps[0].step if seen.steps else 1
     held_out = {(each.step - first) // stride: each.reward_mean for each in seen.evaluations}
@@ -107,52 +128,29 @@ def _curves(seen: Seen, width: int) -> list[Text]:
     lines = chart.bars(rewards, held_out, width=room, height=CHART_HEIGHT)
     low, high = chart.bounds([*rewards, *held_out.values()])
     labels = {0: f"{high:6.3f}", CHART_HEIGHT - 1: f"{low:6.3f}"} if rewards or held_out else {}
+    ends = [f"{each.reward_mean:.3f}" for each in (*seen.evaluations[:1], *seen.evaluations[1:][-1:])]
+    evaluated = Text.assemble((f"held-out {chart.DOT}  ", "yellow"), " -> ".join(ends) or "-")
+    figures = [_figure(seen, REWARD), evaluated, *(_figure(seen, figure) for figure in FIGURES)]
     return [
-        Text.assemble((f"{labels.get(row, ''):>6} │", LABEL), line, " " * (room - line.cell_len + 2), figures)
-        for row, (line, figures) in enumerate(zip(lines, _figures(seen), strict=True))
+        Text.assemble((f"{labels.get(row, ''):>6} │", LABEL), line, " " * (room - line.cell_len + 2), figure)
+        for row, (line, figure) in enumerate(zip(lines, figures, strict=True))
     ]
 
 
-def _figures(seen: Seen) -> list[Text]:
-    return [
-        _figure(seen, "reward", lambda step: f"{step.reward_mean:.3f} ± {step.reward_std:.3f}"),
-        Text.assemble((f"held-out {chart.DOT}  ", "yellow"), _held_out(seen.evaluations)),
-        _figure(seen, "|dlogprob|", _differences, lambda step: step.logprob_diff_mean),
-        _figure(seen, "fence", lambda step: duration(step.fence_s), lambda step: step.fence_s),
-        _figure(seen, "rollouts", lambda step: f"{tokens_per_s(step):,.0f} tok/s", tokens_per_s),
-        _figure(seen, "training", lambda step: duration(step.train_s), lambda step: step.train_s),
-        _figure(seen, "memory", lambda step: f"{step.peak_memory_gib:.2f} GiB", lambda step: step.peak_memory_gib),
-    ]
-
-
-def _figure(
-    seen: Seen, name: str, shown: Callable[[StepMetrics], str], value: Callable[[StepMetrics], float] | None = None
-) -> Text:
-    """Return a name, what it was in the last step and, of a `value`, a small curve of the last steps."""
-    line = Text.assemble((f"{name:12}", LABEL), f"{_of_last(seen, shown):{FIGURES_WIDTH - CURVE_WIDTH - 12}}")
+def _figure(seen: Seen, figure: Figure) -> Text:
+    """Return a name, the figure of the last step and a small curve of the last steps."""
+    name, shown, value = figure
+    last = shown(seen.steps[-1]) if seen.steps else "-"
+    line = Text.assemble((f"{name:12}", LABEL), f"{last:{FIGURES_WIDTH - CURVE_WIDTH - 12}}")
     if value is not None:
         line.append(chart.curve([value(step) for step in seen.steps[-2 * CURVE_WIDTH :]]), "cyan")
     return line
 
 
-def _differences(step: StepMetrics) -> str:
-    return f"{or_dash(step.logprob_diff_mean, 4)} max {or_dash(step.logprob_diff_max, 3)}"
-
-
-def _of_last(seen: Seen, shown: Callable[[StepMetrics], str]) -> str:
-    return shown(seen.steps[-1]) if seen.steps else "-"
-
-
-def _held_out(evaluations: Sequence[Evaluation]) -> str:
-    ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
-    return " -> ".join(f"{each.reward_mean:.3f}" for each in ends) or "-"
-
-
 def _status(seen: Seen, now: float, width: int) -> Text:
-    """Return what is going on now."""
     line = Text.assemble((" now   ", LABEL))
     if seen.waiting:
-        return line.append(next(visible.wrapped(visible.cleaned(f" {seen.waiting}"), width - 8)), "yellow")
+        return line.append(next(wrapped(cleaned(f" {seen.waiting}"), width - 8)), "yellow")
     if seen.phase is None:
         return line.append("-")
     line.append(f" {PHASES[seen.phase]}", TITLE)
@@ -167,13 +165,39 @@ def _status(seen: Seen, now: float, width: int) -> Text:
 
 def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
     """Return a rule and at most `room` lines: the end of the prompt, and the completion."""
-    reason = ", cut off" if sample.completion.finish_reason == "length" else ""
-    num_tokens = len(sample.completion.token_ids)
+    reason = ", truncated" if sample.completion.finish_reason == "length" else ""
     title = Text.assemble((f"a sample of step {step}", TITLE), f"  reward {sample.reward:.3f}")
-    prompt = visible.last_lines(reporting.prompt_text(sample.group), width - 4, max(1, room // 4))
-    answer = visible.first_lines(sample.completion.text, width - 4, room - len(prompt))
+    prompt = last_lines(reporting.prompt_text(sample.group), width - 4, max(1, room // 4))
+    answer = first_lines(sample.completion.text, width - 4, room - len(prompt))
     return [
-        _rule(title, f"{num_tokens:,} tokens{reason}", width),
-        *(Text(f"  {line}", SAMPLE_PROMPT) for line in prompt),
+        _rule(title, f"{len(sample.completion.token_ids):,} tokens{reason}", width),
+        *(Text(f"  {line}", LABEL) for line in prompt),
         *(Text(f"  {line}") for line in answer),
     ]
+
+
+def first_lines(text: str, width: int, num_lines: int) -> list[str]:
+    """Return the first lines of `text` and, if there are more, its last one."""
+    kept = list(islice(wrapped(cleaned(text[:READ_CHARACTERS]), width), num_lines + 1))
+    if len(kept) <= num_lines and len(text) <= READ_CHARACTERS:
+        return kept
+    return [*kept[: num_lines - 2], "…", *_ending(text, width)[-1:]]
+
+
+def last_lines(text: str, width: int, num_lines: int) -> list[str]:
+    """Return the last lines of `text`."""
+    kept = _ending(text, width - 2)
+    return kept if len(kept) <= num_lines else [f"… {kept[-num_lines].lstrip()}", *kept[len(kept) - num_lines + 1 :]]
+
+
+def _ending(text: str, width: int) -> list[str]:
+    return list(wrapped(cleaned(text.rstrip()[-READ_CHARACTERS:]), width))
+
+
+def wrapped(text: str, width: int) -> Iterator[str]:
+    """Yield the lines of cleaned `text`, at most `width` cells each in any terminal, broken between words."""
+    for line in text.split("\n"):
+        filled = WIDE.sub(rf"{FILLER}\g<0>", line)  # counts as two
+        limit = width if filled == line else width - 1  # a filler may be parted from its character
+        for part in textwrap.wrap(filled, limit, break_on_hyphens=False, replace_whitespace=False) or [""]:
+            yield part.replace(FILLER, "")

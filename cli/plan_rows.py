@@ -1,10 +1,7 @@
-"""Every way to train that `bridge plan` weighs, in the order in which it prefers them, and how each fits.
-
-Not covered: the arithmetic (`bridge/planning/memory.py`), showing it (`plan_table.py`).
-"""
+"""The setups that `bridge plan` weighs, the most precise first, and how each fits."""
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +9,6 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.planning import memory
-from bridge.planning.activations import sequence_tokens
 from bridge.planning.memory import GIB, SERVERS_GPU, Need
 from bridge.planning.model_size import ModelSize
 
@@ -35,8 +31,8 @@ OPTIMIZERS = (
     _optimizer("adamw-4bit"),
     _optimizer("adamw-4bit", released=True),
 )
-"""What keeps the exact float32 master before what rounds, and there, what clips by the norm of all gradients before
-what steps each as it comes; between two that are as exact, the one whose state need not cross to the host."""
+"""Exact float32 masters come before rounded ones, then clipping by the norm of all gradients before stepping each as it
+comes, then a state on the GPU before one on the host."""
 ELSEWHERE = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, OPTIMIZERS),
@@ -44,34 +40,48 @@ PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "none", "trainer_device": "auto"}, OPTIMIZERS),
     ({"mode": "none", "trainer_device": ELSEWHERE}, OPTIMIZERS),
 )
-"""Where the weights and the trainer are -> what can be chosen there."""
+"""Where the weights and the trainer are -> the options there."""
 VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is available, and what is wanted."""
+
+    gpu_bytes: float
+    """Memory of the GPU."""
+    host_bytes: float
+    """Memory of the host; infinite if unknown."""
+    kv_tokens: int
+    """Least tokens of the KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to train, and how it fits; sizes in GiB."""
+    """One setup, and how it fits; sizes in GiB."""
 
     mode: str
     """How new weights reach vLLM."""
     trainer_device: str
-    """Where the trainer is; anything but vLLM's GPU is a device of its own."""
+    """Where the trainer is."""
     name: str
-    """Its optimizer, or how its adapter is handed over, and what else is chosen."""
+    """Its optimizer, or how its adapter is handed over, and other options."""
     flags: tuple[str, ...]
-    """What chooses all of it."""
+    """The flags that choose it."""
     verdict: str
     """`fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`."""
     lacking_gib: float
-    """What is lacking, on the GPU or in the host's memory; 0: it fits."""
+    """What is missing on the GPU or in host memory; 0: it fits."""
     weights_gib: float
     """vLLM's weights and the trainer's own, on one device or two."""
     gradients_gib: float
-    """As many gradients as exist at once."""
+    """As many gradients as exist at once, in bf16."""
+    sums_gib: float
+    """What summing gradients in float32 would add; 0: an update takes too few micro-batches for that."""
     state_gib: float
     """The optimizer's state."""
     host_gib: float
-    """The optimizer's state in the host's memory."""
+    """The optimizer's state in host memory."""
     activations_gib: float
     """Activations of the smallest micro-batch worth training with, recomputed layer by layer."""
     rest_gib: float
@@ -79,48 +89,20 @@ class Row:
     kv_awake_gib: float
     """Left for a KV cache that is always awake."""
     kv_asleep_gib: float | None
-    """Left for one that sleeps while training; None: it cannot in this mode."""
+    """Left for one that sleeps while training, if this mode allows it."""
     kv_tokens: int
     """Tokens of the KV cache of the verdict."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recommended:
-    """The most exact way that fits."""
-
-    row: Row
-    """What it takes."""
-    command: str
-    """What trains by it."""
-    without_host: str | None
-    """Command of the most exact way that keeps nothing in the host's memory; None: this one does not, or none fits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What there is, and what is wanted."""
-
-    gpu_bytes: float
-    """Of the GPU."""
-    host_bytes: float
-    """Of the host's memory; infinite where it is not known."""
-    kv_tokens: int
-    """Least tokens of the KV cache."""
-
-
 def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str]) -> list[Row]:
-    """Return every way to train by one of `modes` that agrees with what `config` was given.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return every setup in one of `modes` that agrees with what `config` was given."""
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
     rows = [_row(size, config.changed(**choices), choices, limits) for choices in agreeing]
     if not rows:
-        flags = " ".join(part for field, value in given.items() for part in _flag(field, value))
-        raise UsageError(f"there is no way to train with {flags}", remedy="leave one of these choices open")
+        flags = " ".join(part for item in given.items() for part in _flag(*item))
+        raise UsageError(f"no setup has {flags}", remedy="leave one of these flags out")
     return rows
 
 
@@ -134,18 +116,21 @@ def _agree(choices: Choices, field: str, value: Any) -> bool:
 def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits) -> Row:
     need = Need.of(size, config, gpu_bytes=limits.gpu_bytes)
     least_kv = limits.kv_tokens * need.kv_per_token
-    found = memory.fit(need, least_kv=least_kv, kv_sleep=config.kv_sleep)
+    found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
     lacking = max(found.lacking, need.host - limits.host_bytes, 0)
+    kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
+    offloaded = ", offloaded" if config.optimizer.offload else ""
     return Row(
         mode=config.mode,
         trainer_device=config.trainer_device,
-        name=_name(config),
-        flags=tuple(part for field, value in choices.items() for part in _flag(field, value)),
+        name=kind + offloaded + (", released" if config.optimizer.gradient_release else ""),
+        flags=tuple(part for item in choices.items() for part in _flag(*item)),
         verdict="does not fit" if lacking else "fits asleep" if found.asleep else "fits",
         lacking_gib=lacking / GIB,
         weights_gib=(need.served + need.own) / GIB,
         gradients_gib=need.gradients / GIB,
+        sums_gib=need.sums / GIB,
         state_gib=need.state / GIB,
         host_gib=need.host / GIB,
         activations_gib=need.least_activations / GIB,
@@ -156,44 +141,21 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits)
     )
 
 
-def recommend(rows: Sequence[Row], size: ModelSize, serve: ServeConfig, config: TrainConfig) -> Recommended | None:
-    """Return the first of `rows` that fits; None: nothing does."""
-    fitting = [row for row in rows if not row.lacking_gib]
-    if not fitting:
-        return None
-    best, apart = fitting[0], next((row for row in fitting if not row.host_gib), None)
-    return Recommended(
-        row=best,
-        command=command(best, size, serve, config),
-        without_host=command(apart, size, serve, config) if apart and best.host_gib else None,
-    )
-
-
 def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
-    """Return the command that trains by `row`, with whatever else `config` was given."""
+    """Return the command that trains by `row`, with everything else that `config` was given."""
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
-    parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.kv_sleep)
+    parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)
     for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
         parts += _flag(key, config.get(key)) if config.was_given(key) else ()
     longest = serve.max_model_len or size.max_tokens or 0
-    if longest > row.kv_tokens:  # vLLM does not start where its KV cache is too small for one sequence
-        longest = max(2 ** (row.kv_tokens.bit_length() - 1), sequence_tokens(config))
+    if longest > row.kv_tokens:  # vLLM does not start if its KV cache cannot hold one sequence
+        longest = max(2 ** (row.kv_tokens.bit_length() - 1), memory.sequence_tokens(config))
     parts += ["--max-model-len", str(longest)] if longest != size.max_tokens else []
     return shlex.join(parts)
 
 
-def _name(config: TrainConfig) -> str:
-    first = config.lora_handover if config.mode == "lora_only" else config.optimizer.name
-    offloaded = ", offloaded" if config.offload_optimizer else ""
-    return first + offloaded + (", released" if config.gradient_release else "")
-
-
-def _flag(field: str, value: Any) -> tuple[str, ...]:
-    """Return the flag for a choice; nothing for a default."""
-    if value == _default(field):
+def _flag(key: str, value: Any) -> tuple[str, ...]:
+    """Return the flag of a choice; nothing for its default."""
+    if value == TrainConfig.default(key):
         return ()
-    return (flag(field) if value else flag(f"no_{field}"),) if isinstance(value, bool) else (flag(field), str(value))
-
-
-def _default(field: str) -> Any:
-    return TrainConfig.default(field)
+    return (flag(key) if value else flag(f"no_{key}"),) if isinstance(value, bool) else (flag(key), str(value))

@@ -43,7 +43,7 @@ def run(
     as_json: Json = False,
     vllm_flags: VllmFlags = None,
 ) -> None:
-    """Serve a model, train it by any mode, and stop the server; one that dies or hangs is started again."""
+    """Serve a model, train it and stop the server; restart it if it dies or hangs."""
     from bridge.rollouts import limits
 
     if train.publishing.start_command is not None:

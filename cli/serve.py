@@ -1,6 +1,6 @@
-"""`bridge serve-vllm`: check what can be checked first, then become the stock vLLM server with the patches.
+"""`bridge serve-vllm`: check everything that can be checked first, then become the stock vLLM with our patches.
 
-Not covered: the flags and variables it gets (`server_command.py`).
+Not covered: the flags and variables that vLLM gets (`server_command.py`).
 """
 
 import errno
@@ -15,7 +15,6 @@ import typer
 
 from bridge.checks import model as model_checks
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import hub
 from bridge.core.process import boot_id
 from bridge.errors import ManifestError, UnsupportedModelError, UsageError
 from bridge.server import manifest
@@ -26,13 +25,13 @@ from patches import compatibility
 
 VllmFlags = Annotated[
     list[str] | None,
-    typer.Argument(metavar="-- VLLM_FLAGS", help="vLLM's own flags, passed on as they are.", show_default=False),
+    typer.Argument(metavar="-- VLLM_FLAGS", help="vLLM's own flags, passed on unchanged.", show_default=False),
 ]
 
 
 @from_config(ServeConfig)
 def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
-    """Start the stock vLLM so that a trainer can share its weights.
+    """Start vLLM so that a trainer can share its weights.
 
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
@@ -48,10 +47,10 @@ def prepare(
     shares_weights: bool = True,
     trainer: TrainConfig = memory_share.FULL,
 ) -> ServerCommand:
-    """Return the server's command, after everything that can be known before vLLM starts has been checked and told.
+    """Check everything that can be known before vLLM starts, and return the command that starts it.
 
     Raises:
-        IncompatibleVersionError: the installed vLLM is not among those that the patches fit.
+        IncompatibleVersionError: the patches do not fit the installed vLLM.
         UsageError: the port is taken, or the manifest's place belongs to another live server.
         BridgeError: whatever `ServerCommand.of` refuses.
     """
@@ -70,47 +69,42 @@ def prepare(
 
 
 def check_model(model: str, *, shares_weights: bool = True) -> None:
-    """Check that `model` is there, a folder or on the hub, and that its configuration stands against no server of ours.
+    """Check that `model` exists, as a folder or on the hub, and that its configuration allows a server of ours.
 
-    vLLM would take a folder that is not there for a hub name.
+    vLLM would take a missing folder for a hub name.
 
     Raises:
-        UsageError: there is no such folder or name, no model in it, or the hub is needed and cannot be reached.
+        UsageError: there is no such folder or name, no model in it, or the hub is needed and out of reach.
         UnsupportedModelError: it is quantised, no causal language model, or cannot be shared.
     """
+    from bridge.core import hub
+
     folder = Path(model).expanduser()
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
         found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-        raise UsageError(
-            f"--model {model}: {found}", remedy="give a Hugging Face model's folder, or its name on the hub"
-        )
+        remedy = "give the folder of a Hugging Face model, or its name on the hub"
+        raise UsageError(f"--model {model}: {found}", remedy=remedy)
     config = model_checks.read(model)
     if config is None and not folder.is_dir():
         hub.fetch_config(model)
         config = model_checks.read(model)
     if config is None and folder.is_dir():
-        raise UsageError(
-            f"--model {model}: its config.json is no JSON object of a model", remedy="download or copy the model again"
-        )
+        raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
+    if config is None:
+        return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
-    against = [obstacle for obstacle in model_checks.obstacles(config or {}) if mode in obstacle.modes]
-    if config is not None and not against:
-        against = [*model_checks.unbuildable(model, config)]
-    if against:
-        raise UnsupportedModelError(f"--model {model}: {against[0].reason}", remedy=against[0].remedy)
+    against = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
+    for obstacle in against or model_checks.unbuildable(model, config):
+        raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 
 def check_length(config: ServeConfig) -> None:
-    """Check that vLLM can compute the positions of the longest sequence that is asked for.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Check that vLLM can compute the positions of the longest sequence."""
     limit = model_checks.dynamic_limit(model_checks.read(config.model))
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
         found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
         raise UsageError(
-            f"--model {config.model} has dynamic RoPE, of which vLLM has frequencies for {limit} tokens alone: {found}"
+            f"--model {config.model} has dynamic RoPE, for which vLLM has the frequencies of {limit} tokens: {found}"
             " is longer",
             remedy=f"--max-model-len {limit}",
         )
@@ -120,7 +114,7 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
     """Check that a server can listen on `host` and `port`, which `flag` names.
 
     Raises:
-        UsageError: it is taken (by which process, where that can be seen), forbidden, or no address of this machine.
+        UsageError: it is taken (by which process, if that is visible), forbidden, or no address of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -128,7 +122,7 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except PermissionError as error:
-        raise UsageError(f"port {port} is reserved for root", remedy=f"choose one from 1024 on with {flag}") from error
+        raise UsageError(f"port {port} is reserved for root", remedy=f"choose 1024 or higher with {flag}") from error
     except socket.gaierror as error:
         raise UsageError(f"--host {host} is no address: {error.strerror}", remedy="--host 127.0.0.1") from error
     except OSError as error:
@@ -140,17 +134,17 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that nobody listens on at this moment."""
+    """Return a port of `host` that is free at this moment."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def clear_manifest(path: Path) -> None:
-    """Make room for a new manifest: its existence has to mean that the new server can be attached to.
+    """Make room for a new manifest: once it exists, the new server can be attached to.
 
     Raises:
-        UsageError: a live server owns the one that is there, or it cannot be told whether it lives.
+        UsageError: the one that is there belongs to a live server, or to one that may be alive.
         ManifestError: what is there is no manifest.
     """
     if not os.path.lexists(path):
@@ -161,7 +155,7 @@ def clear_manifest(path: Path) -> None:
         manifest.check_server(found, path)
     except ManifestError as error:
         _check_is_here(path)
-        console.note(f"replacing a manifest that nobody serves any more: {error.message}", style="yellow")
+        console.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
         path.unlink()
         return
     raise UsageError(
@@ -186,7 +180,7 @@ def _check_is_here(path: Path) -> None:
 
 
 def _holder(port: int) -> str:
-    """Return who listens on `port`, in words; empty where the system does not tell us."""
+    """Return in words who listens on `port`; empty if that is not visible."""
     try:
         listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
         pid = next((listener.pid for listener in listening if listener.laddr and listener.laddr.port == port), None)

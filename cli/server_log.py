@@ -1,7 +1,4 @@
-"""Read out of vLLM's log why it ended: the first error, not the forty lines of traceback around it.
-
-Not covered: the log's whole text, which stays where it is.
-"""
+"""Find in vLLM's log why it ended: the first error, without the forty lines of traceback around it."""
 
 import os
 import re
@@ -20,29 +17,31 @@ PREFIX = re.compile(
 ERROR = re.compile(
     r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
 )
+"""The end of a traceback, or argparse's complaint."""
 START = "=== bridge: vLLM is "
-"""Opens the line before the output of each server: one log holds those of a whole run, and only the last one counts."""
+"""Begins the line before the output of each server: a run has one log, in which only the last server counts."""
 LAST_BYTES = 1 << 18
-"""What is read from the end of a log: the traceback of its end fits, an old one of a long run does not."""
+"""Read from the end of a log: enough for the last traceback, too little for an old one of a long run."""
 
 
 def begin(log: Path, what: str) -> None:
-    """Write the line from which on the log is that of a new server; its owner alone can read it.
+    """Write the line that begins the output of a new server; only the owner can read the log.
 
-    A server prints what it was started with, keys of the API among it.
+    A server prints the flags that it was started with, API keys among them.
     """
     with open(log, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        os.fchmod(file.fileno(), 0o600)  # of an earlier server, by another umask
+        os.fchmod(file.fileno(), 0o600)  # made by an earlier server with another umask
         file.write(f"{START}{what}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n")
 
 
 def root_error(log: Path) -> str:
-    """Return the line that says why the process ended: its first error; where there is none, its last line."""
+    """Return the line that says why the process ended: its first error, else its last line."""
     lines = list(_lines(log))
-    place = next((place for place, line in enumerate(lines) if _is_root(line)), None)
+    ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
+    place = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
     if place is None:
         return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
-    further = lines[place + 1 : place + 3] if "validation error" in lines[place] else []  # pydantic says what below
+    further = lines[place + 1 : place + 3] if "validation error" in lines[place] else []  # pydantic explains it below
     return " ".join([lines[place], *(line.strip() for line in further)]).partition(" [type=")[0]
 
 
@@ -52,7 +51,7 @@ def last_line(log: Path) -> str:
 
 
 def own_error(log: Path) -> BridgeError | None:
-    """Return the error of ours that ended the process, such as a refused model; None if it was none of ours."""
+    """Return the error of ours that ended the process, such as a refused model, if it was one of ours."""
     lines = list(_lines(log))
     for place, line in enumerate(lines):
         match = ERROR.match(line)
@@ -64,20 +63,14 @@ def own_error(log: Path) -> BridgeError | None:
     return None
 
 
-def _is_root(line: str) -> bool:
-    """Tell whether `line` ends a traceback, or is argparse's complaint."""
-    match = ERROR.match(line)
-    return bool(match) and not line.startswith(("KeyboardInterrupt", "SystemExit", "asyncio."))
-
-
 def _lines(log: Path) -> Iterator[str]:
-    """Yield the last lines of the last server that say anything, without vLLM's prefix."""
+    """Yield the last lines of the last server, without empty ones and without vLLM's prefix."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = file.read().decode(errors="replace")
     if START in text:
         text = text.rpartition(START)[2].partition("\n")[2]
     for line in text.replace("\r", "\n").splitlines():
-        said = PREFIX.sub("", line, count=1).rstrip()
-        if said.strip():
-            yield said
+        text = PREFIX.sub("", line, count=1).rstrip()
+        if text.strip():
+            yield text

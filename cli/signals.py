@@ -1,4 +1,4 @@
-"""End a command cleanly by whatever signal ends it, and let it outlive its terminal.
+"""Let a command end cleanly on any signal, and outlive its terminal.
 
 Not covered: when signals act (`bridge/core/interrupt.py`).
 """
@@ -13,14 +13,14 @@ from typing import Any, TextIO, cast
 from bridge.core.interrupt import SIGNALS
 
 NOBODY_READS = (errno.EIO, errno.EPIPE)
-"""Errors of writing to a terminal that is gone, and to a pipe that nobody reads."""
+"""Errors of writing to a terminal that is gone, or to a pipe without a reader."""
 
 
 class Ending:
-    """Lets signals raise KeyboardInterrupt: Ctrl-C each time, any other only if nothing has ended the command yet.
+    """Raises KeyboardInterrupt: on every Ctrl-C, and on another signal only if it is the first.
 
-    A terminal that closes sends SIGHUP twice, by the shell and by the kernel: the second one would break off the
-    checkpoint that the first one led to.
+    A closing terminal sends SIGHUP twice, by the shell and by the kernel: the second would interrupt the checkpoint
+    that the first one triggered.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class Ending:
 
 
 class Surviving:
-    """A standard stream that is silent once nobody reads it, where others raise."""
+    """A standard stream that falls silent instead of raising once nobody reads it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, if anybody reads it."""
+        """Write `text`, if there is a reader."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -48,18 +48,17 @@ class Surviving:
             return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, if anybody reads it."""
+        """Flush, if there is a reader."""
         try:
             self._stream.flush()
         except OSError as error:
             self._silence(error)
 
     def __getattr__(self, name: str) -> Any:
-        """Be the stream itself in all else."""
         return getattr(self._stream, name)
 
     def _silence(self, error: OSError) -> None:
-        """Send what is written from now on nowhere, by whichever way."""
+        """Discard everything that is written from now on, by any path."""
         if error.errno not in NOBODY_READS:
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -68,9 +67,9 @@ class Surviving:
 
 
 def prepare() -> None:
-    """Let this process end cleanly by every signal but SIGQUIT, which ends it at once, and outlive its terminal.
+    """Let this process end cleanly on every signal except SIGQUIT, which ends it at once, and outlive its terminal.
 
-    A signal that is ignored stays ignored: a run under `nohup` goes on.
+    Ignored signals stay ignored: a run under `nohup` continues.
     """
     ending = Ending()
     for number in set(SIGNALS) - {signal.SIGQUIT}:

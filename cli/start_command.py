@@ -1,4 +1,4 @@
-"""`--start-command`: a server of any kind that we start, start again and stop for `--mode none`.
+"""`--start-command`: a server of any kind that we start, restart and stop for `--mode none`.
 
 Not covered: servers that somebody else started; none of them is ever touched.
 """
@@ -18,6 +18,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from cli.engine import StartedServer
 from cli.serve import check_port
+from cli.server_command import Startable
 
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
@@ -25,51 +26,45 @@ VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartCommand:
-    """How to start one server with any weights."""
+class StartCommand(Startable):
+    """A command with `{model}` in the place of the model's folder; variables may come before its program."""
 
-    argv: tuple[str, ...]
-    """The program's full path and its arguments, with `{model}` where the model's folder goes."""
-    environment: dict[str, str]
-    """The whole environment of the process: ours, and what stands in front of the program."""
-    model: str
-    """The model that it begins with."""
-    host: str
-    """Where it listens."""
-    port: int
-    """Where it listens."""
     routes: tuple[str, ...] = ("/health", "/v1/models")
-    """What to ask it for; one that answers 200 means that it serves."""
-    awaited_manifest: None = None
-    """It writes none, or none that we need."""
+    """The first one is vLLM's; any server has the second."""
 
     @classmethod
     def of(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
         """Take the command of `config` apart, without a shell.
 
         Raises:
-            UsageError: it cannot be taken apart, has no place for the model or no such program, or the port is taken.
+            UsageError: it cannot be parsed, has no place for the model or no such program, or the port is taken.
         """
-        assert config.start_command is not None
+        given = config.publishing.start_command
+        assert given is not None
         address = urlsplit(config.server.url())
         host, port = address.hostname or "", address.port or 0
-        variables, parts = _split(config.start_command)
+        variables, parts = _split(given)
         if not any(MODEL in part for part in parts):
-            raise UsageError(f"--start-command {config.start_command!r} has no {MODEL} in it", remedy=EXAMPLE)
-        _check_agrees(parts, port)
+            raise UsageError(f"--start-command {given!r} has no {MODEL} in it", remedy=EXAMPLE)
+        named = re.search(r"--port[ =](\d+)", " ".join(parts))
+        if named and int(named[1]) != port:
+            raise UsageError(
+                f"--start-command listens on port {named[1]}, but the trainer would use port {port}",
+                remedy=f"--vllm-port {named[1]}",
+            )
         environment = {**outer, **variables}
         program = _program(parts[0], environment)
         check_port(host, port, flag="--vllm-port")
         return cls(argv=(program, *parts[1:]), environment=environment, model=config.model_name, host=host, port=port)
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with `model` in its place."""
+        """Return the arguments with `model`, or else the first model, in its place."""
         return tuple(part.replace(MODEL, str(model or self.model)) for part in self.argv)
 
 
 @contextmanager
 def started(command: StartCommand | None, log: Path) -> Iterator[StartedServer | None]:
-    """Run the server of `command` for as long as the context lasts; without a command there is none."""
+    """Run the server of `command`, if there is one, for as long as the context lasts."""
     if command is None:
         yield None
         return
@@ -77,7 +72,7 @@ def started(command: StartCommand | None, log: Path) -> Iterator[StartedServer |
         yield server
 
 
-def _split(command: str) -> tuple[dict[str, str], list[str]]:
+def _split(command: str) -> tuple[dict[str, str], Sequence[str]]:
     """Return the variables in front of the program, and the rest."""
     try:
         parts = shlex.split(command)
@@ -87,20 +82,10 @@ def _split(command: str) -> tuple[dict[str, str], list[str]]:
     return dict(part.split("=", 1) for part in parts[:count]), parts[count:]
 
 
-def _check_agrees(parts: Sequence[str], port: int) -> None:
-    """Refuse a command that names another port than the one that will be asked."""
-    named = re.search(r"--port[ =](\d+)", " ".join(parts))
-    if named and int(named[1]) != port:
-        raise UsageError(
-            f"--start-command listens on port {named[1]}, and the trainer would ask port {port}",
-            remedy=f"--vllm-port {named[1]}",
-        )
-
-
 def _program(name: str, environment: Mapping[str, str]) -> str:
     """Return the full path of the program `name`, which may lie beside this Python."""
     places = os.pathsep.join((environment.get("PATH", os.defpath), str(Path(sys.executable).parent)))
     found = shutil.which(name, path=places)
     if found is None:
-        raise UsageError(f"--start-command: there is no program {name}", remedy="give its full path, or mend PATH")
+        raise UsageError(f"--start-command: there is no program {name}", remedy="give its full path, or fix PATH")
     return str(Path(found).absolute())

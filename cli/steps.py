@@ -1,7 +1,4 @@
-"""What training says of itself in plain lines: one a step, one an evaluation, one at the end.
-
-Not covered: the view below the lines on a terminal (`live.py`).
-"""
+"""A training run in plain lines: one per step, one per evaluation, one at the end."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +18,7 @@ GAP = "  "
 
 
 class Lines:
-    """Reports every step and every evaluation in a line, and nothing in between."""
+    """Reports each step and each evaluation in a line, and nothing in between."""
 
     def __init__(
         self,
@@ -31,28 +28,30 @@ class Lines:
         data: Callable[[str], None] | None = None,
         width: Callable[[], int] | None = None,
     ) -> None:
-        """Report a run of `num_steps`; `opening` is said before the first line: a run may end before that.
+        """Report a run of `num_steps`; `opening` comes before the first line, if there is one.
 
-        `data` gets each step, and each evaluation, as a line of JSON. No line of a step is longer than `width`, if
-        given.
+        `data` gets each step and each evaluation as a line of JSON. A step's line is cut to `width`.
         """
         self._num_steps, self._opening, self._data, self._width = num_steps, opening, data, width
 
     def phase(self, name: Phase) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def progress(self, done: int, total: int) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the protocol's
-        """Say what the step did."""
+        """Print the step."""
         self._say(step_line(metrics, self._num_steps, width=self._width() if self._width else None))
         if self._data is not None:
             self._data(to_json(metrics))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Say how the held-out problems were answered."""
-        self._say(evaluation_line(evaluation))
+        """Print the evaluation."""
+        self._say(
+            f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}"
+            f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"
+        )
         if self._data is not None:
             self._data(labelled_json("evaluation", evaluation))
 
@@ -64,7 +63,7 @@ class Lines:
 
 
 def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
-    """Return what a person wants to know of one step, in a line of a steady width: as much as `width` holds."""
+    """Return the figures of a step in columns: as many as fit into `width`."""
     figures = [
         f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
         f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}",
@@ -79,13 +78,24 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
     return GAP.join(figures)
 
 
+def summary_line(summary: "Summary") -> str:
+    """Return the result of a run."""
+    rewards = ""
+    if summary.reward_before is not None and summary.reward_after is not None:
+        rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
+    return (
+        f"done: {summary.steps} steps{rewards}  |dlogprob| max {or_dash(summary.logprob_diff_max, 3)}"
+        f"  fence p50 {duration(summary.fence_p50_ms / 1e3)}"
+    )
+
+
 def tokens_per_s(metrics: StepMetrics) -> float:
-    """Return how many tokens a second were sampled while rollouts were made."""
+    """Return the sampled tokens per second of rollouts."""
     return metrics.tokens_generated / metrics.rollout_s if metrics.rollout_s else 0.0
 
 
 def duration(seconds: float) -> str:
-    """Return a time as a person says it; a dash where it is not known."""
+    """Return a time in the unit that suits it, or a dash if it is unknown."""
     if not math.isfinite(seconds):
         return "-"
     if seconds < 1:
@@ -97,24 +107,5 @@ def duration(seconds: float) -> str:
 
 
 def or_dash(value: float, digits: int) -> str:
-    """Return `value`, or a dash of the same width where no token was trained on: all rewards of each group equal."""
+    """Return `value`, or a dash of the same width if no token was trained: all rewards of each group were equal."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)
-
-
-def evaluation_line(evaluation: Evaluation) -> str:
-    """Return how the held-out problems were answered, in one line."""
-    return (
-        f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}"
-        f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"
-    )
-
-
-def summary_line(summary: "Summary") -> str:
-    """Return what came out of a run, in one line."""
-    rewards = ""
-    if summary.reward_before is not None and summary.reward_after is not None:
-        rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
-    return (
-        f"done: {summary.steps} steps{rewards}  |dlogprob| max {or_dash(summary.logprob_diff_max, 3)}"
-        f"  fence p50 {duration(summary.fence_p50_ms / 1e3)}"
-    )

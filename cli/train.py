@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @from_config(TrainConfig)
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
-    """Train a model that is being served: in place on the server's own weights, or by another --mode."""
+    """Train a model on a server that is already running."""
     from cli.start_command import StartCommand, started
 
     environment = load_environment(config)

@@ -23,16 +23,16 @@ ManifestPath = Annotated[
     typer.Option(
         "--vllm-config-path",
         metavar="PATH",
-        help="The manifest; absent: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge.",
+        help="The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge).",
         show_default=False,
     ),
 ]
 
 
 def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:
-    """Prove on a live server that server and trainer share one copy of the weights.
+    """Prove that a running server and a trainer share one copy of the weights.
 
-    If there is no manifest in these places, it takes the only server that runs. Exit code 3 when a check fails.
+    If no manifest is found, it takes the only server that runs. Exits with 3 if a check fails.
     """
     path = discovery.find(vllm_config_path)
     if vllm_config_path is None and path not in manifest.search_path():
@@ -42,11 +42,7 @@ def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> N
 
 
 def proof(path: Path, *, as_json: bool) -> list[Check]:
-    """Run every check on the server of the manifest at `path`, print each as it comes, and return them.
-
-    Raises:
-        BridgeError: there is nothing to attach to.
-    """
+    """Run every check on the server of the manifest at `path`, print each as it comes, and return them."""
     from bridge.checks import verify as checks
 
     return shown(checks.verify(path), as_json=as_json)

@@ -12,27 +12,24 @@ from bridge.config import ServeConfig
 from bridge.errors import UsageError
 
 SHORT_NAMES: Mapping[str, str] = {
-    "-q": "--quantization",
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpl": "--data-parallel-size-local",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-asc": "--api-server-count",
-    "-n": "--nnodes",
-    "-sc": "--speculative-config",
-    "-ep": "--enable-expert-parallel",
-    "-cc": "--compilation-config",
+    "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local", "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank", "-dph": "--data-parallel-hybrid-lb", "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb", "-asc": "--api-server-count", "-n": "--nnodes",
+    "-sc": "--speculative-config", "-ep": "--enable-expert-parallel", "-cc": "--compilation-config",
     "-O": "--optimization-level",
-}
-
-
+}  # fmt: skip
 SHARED_NAMES = {"--device", "--max-lora-rank"}
-"""Flags of ours that mean what vLLM's of the same name means, so that they may stand after -- as well."""
+"""Flags of ours that mean the same as vLLM's: they may come after -- as well."""
+PLAIN_FORMATS = {
+    "auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"
+}  # fmt: skip
+REFUSED_VARIABLES: Mapping[str, str] = {
+    "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so nothing would write the manifest",
+    "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
+}
+"""Environment variable -> why vLLM cannot run with it switched on."""
+OFF = ("", "0")
 
 
 @dataclass(frozen=True)
@@ -42,106 +39,66 @@ class Refusal:
     reason: str
     """What it would break."""
     allowed: Callable[[str], bool] = lambda _: False
-    """Tells which of its values do no harm."""
+    """Whether a value does no harm."""
     any_server: bool = False
-    """Whether a server that shares nothing cannot be used with it either."""
+    """Whether it also rules out a server that shares nothing."""
 
 
 def _at_most(limit: float) -> Callable[[str], bool]:
     return lambda value: re.fullmatch(r"[0-9.]+", value) is not None and float(value) <= limit
 
 
-def _plain_format(value: str) -> bool:
-    return value in {
-        "auto",
-        "hf",
-        "pt",
-        "safetensors",
-        "npcache",
-        "dummy",
-        "mistral",
-        "fastsafetensors",
-        "runai_streamer",
-    }
-
-
-_REPLICAS = Refusal(
-    "every data-parallel replica has weights of its own, a trainer would train one of them", _at_most(1)
-)
-_RANK = Refusal("one server has to own every weight; data-parallel replicas have their own")
-_DRAFT = Refusal("the draft model is a second set of weights, which would not be trained")
-_OFFLOAD = Refusal("offloaded weights live in host memory and are copied to the GPU for each use", _at_most(0))
-_MOVING = Refusal("experts are moved and repacked while serving, so that their addresses change")
-_NO_HTTP = Refusal("the trainer reaches the server over plain HTTP on its port", any_server=True)
-_HIDDEN = Refusal("the API server's process has to be the one that answers", any_server=True)
-
-REFUSED: Mapping[str, Refusal] = {
-    "--quantization": Refusal(
-        "quantised weights are not the bytes that a trainer updates", {"none", "None"}.__contains__
+_QUANTISED = "quantised weights are not the bytes that a trainer updates"
+_OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
+_REFUSED: Mapping[tuple[str, ...], Refusal] = {
+    ("--quantization",): Refusal(_QUANTISED, {"none", "None"}.__contains__),
+    ("--quantization-config",): Refusal(_QUANTISED),
+    ("--load-format",): Refusal("this loader maps or repacks the weights in its own way", PLAIN_FORMATS.__contains__),
+    ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
+    ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),
+    ("--weight-transfer-config",): Refusal("a second way of writing weights would race with the fence"),
+    ("--pipeline-parallel-size",): Refusal("a pipeline stage holds only some layers; a trainer needs all", _at_most(1)),
+    ("--data-parallel-size", "--data-parallel-size-local"): Refusal(
+        "every data-parallel replica has its own weights, and a trainer would train one", _at_most(1)
     ),
-    "--quantization-config": Refusal("quantised weights are not the bytes that a trainer updates"),
-    "--load-format": Refusal("this loader maps or repacks the weights in a way of its own", _plain_format),
-    "--worker-extension-cls": Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
-    "--worker-cls": Refusal("Bridge's patches fit vLLM's own workers alone"),
-    "--weight-transfer-config": Refusal("a second way of writing weights would race with the fence"),
-    "--pipeline-parallel-size": Refusal(
-        "a pipeline stage holds some layers alone; a trainer needs them all", _at_most(1)
+    (
+        "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-hybrid-lb",
+        "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb",
+    ): Refusal("one server must own every weight; data-parallel replicas have their own"),
+    ("--nnodes",): Refusal("memory is shared within one host", _at_most(1)),
+    ("--enable-expert-parallel", "--enable-eplb", "--enable-elastic-ep"): Refusal(
+        "experts are moved and repacked while serving, so their addresses change"
     ),
-    "--data-parallel-size": _REPLICAS,
-    "--data-parallel-size-local": _REPLICAS,
-    "--data-parallel-rank": _RANK,
-    "--data-parallel-start-rank": _RANK,
-    "--data-parallel-hybrid-lb": _RANK,
-    "--data-parallel-external-lb": _RANK,
-    "--data-parallel-multi-port-external-lb": _RANK,
-    "--nnodes": Refusal("memory is shared within one host", _at_most(1)),
-    "--enable-expert-parallel": _MOVING,
-    "--enable-eplb": _MOVING,
-    "--enable-elastic-ep": _MOVING,
-    "--moe-backend": Refusal("its kernels read experts that were packed anew", {"auto", "triton"}.__contains__),
-    "--speculative-config": _DRAFT,
-    "--speculative-model": _DRAFT,
-    "--spec-model": _DRAFT,
-    "--spec-method": _DRAFT,
-    "--cpu-offload-gb": _OFFLOAD,
-    "--offload-group-size": _OFFLOAD,
-    "--offload-backend": Refusal("offloaded weights live in host memory and are copied to the GPU for each use"),
-    "--api-server-count": Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
-    "--headless": _HIDDEN,
-    "--grpc": _NO_HTTP,
-    "--uds": _NO_HTTP,
-    "--ssl-keyfile": _NO_HTTP,
-    "--ssl-certfile": _NO_HTTP,
-    "--config": Refusal("the flags in that file could not be checked; write them after --", any_server=True),
-}
+    ("--moe-backend",): Refusal("its kernels read repacked experts", {"auto", "triton"}.__contains__),
+    ("--speculative-config", "--speculative-model", "--spec-model", "--spec-method"): Refusal(
+        "the draft model is a second set of weights, which would not be trained"
+    ),
+    ("--cpu-offload-gb", "--offload-group-size"): Refusal(_OFFLOADED, _at_most(0)),
+    ("--offload-backend",): Refusal(_OFFLOADED),
+    ("--api-server-count",): Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
+    ("--headless",): Refusal("the API server's process must be the one that answers", any_server=True),
+    ("--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile"): Refusal(
+        "the trainer reaches the server over plain HTTP on its port", any_server=True
+    ),
+    ("--config",): Refusal("the flags in that file could not be checked; give them after --", any_server=True),
+}  # fmt: skip
+REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
 """vLLM's flag -> why it cannot be combined with one copy."""
-
-REFUSED_VARIABLES: Mapping[str, str] = {
-    "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so that nothing would write the manifest",
-    "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
-}
-"""Environment variable -> why vLLM cannot run with it switched on."""
-
-OFF = ("", "0")
 
 
 def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
-    """Refuse what would break one copy, or a server that nobody can reach, all of it at once.
-
-    Raises:
-        UsageError: names each flag and the reason.
-    """
+    """Refuse what would break one copy, or a server that no trainer can reach, all at once."""
     if flags and not flags[0].startswith("-"):
         raise UsageError(
-            f"unexpected argument {flags[0]!r}", remedy="the model goes to --model, vLLM's own flags go after --"
+            f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
         )
     faults = [*_faults(flags, shares_weights)]
     if shares_weights:
         values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
         faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
     if faults:
-        whom = "one copy of the weights does" if shares_weights else "a trainer does"
-        raise UsageError("; ".join(faults), remedy=f"leave it out: {whom} not go together with it")
+        what = "one copy of the weights" if shares_weights else "a trainer"
+        raise UsageError("; ".join(faults), remedy=f"leave it out: it does not work with {what}")
 
 
 def names(flags: Sequence[str]) -> set[str]:
@@ -150,7 +107,7 @@ def names(flags: Sequence[str]) -> set[str]:
 
 
 def value(flags: Sequence[str], name: str) -> str:
-    """Return the value of flag `name`, the first one where it takes several; empty where it is not given."""
+    """Return the value of flag `name`, the first of several; empty if it is not given."""
     return next((value for found, value in _pairs(flags) if found == name), "")
 
 
@@ -159,15 +116,15 @@ def _faults(flags: Sequence[str], shares_weights: bool) -> Iterator[str]:
     for name, value in _pairs(flags):
         if name in ours:
             yield f"{name} after --: it is a flag of bridge serve-vllm, give it before --"
-        for refused in _meant(name):
+        refused = name if name in REFUSED else next((flag for flag in REFUSED if _abbreviates(name, flag)), None)
+        if refused is not None:
             why = REFUSED[refused]
             if (shares_weights or why.any_server) and not why.allowed(value):
                 yield f"{f'{refused} {value}'.strip()}: {why.reason}"
 
 
-def _meant(name: str) -> list[str]:
-    """Return the refused flag that `name` is or abbreviates (argparse takes abbreviations)."""
-    return [name] if name in REFUSED else [flag for flag in REFUSED if len(name) > 5 and flag.startswith(name)][:1]
+def _abbreviates(name: str, flag: str) -> bool:
+    return len(name) > 5 and flag.startswith(name)  # argparse takes abbreviations
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -15,9 +15,8 @@ import bridge
 _ROOT = str(Path(bridge.__file__).parents[1])
 _START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 
-
 ERROR = "error: "
-"""What a program of ours begins its last word with, on stderr."""
+"""How a program of ours begins the line on stderr that says why it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +26,12 @@ class Ended:
     returncode: int | None
     """Its exit status, negative for a signal; None: it was stopped at the time limit."""
     stdout: str
-    """All that it printed."""
+    """Everything that it printed."""
     last_error_line: str
-    """What the program said of its end: its line `error: ...`, else the last one on stderr; empty if there is none."""
+    """Its line `error: ...`, else the last line on stderr; empty if there is none."""
 
     def trouble(self) -> str | None:
-        """Say in a few words how it went wrong; None if it went well."""
+        """Return in a few words what went wrong, if anything."""
         if self.returncode == 0:
             return None
         if self.returncode is None:
@@ -61,7 +60,15 @@ def run_module(module: str, *arguments: str, timeout_s: float, stdin: str = "", 
         _stop(process, own_group=own_group)
         process.wait()
         raise
-    return Ended(returncode=returncode, stdout=stdout, last_error_line=_last_error(stderr))
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]  # libraries may warn after it
+    return Ended(returncode=returncode, stdout=stdout, last_error_line=(own or lines or [""])[-1])
+
+
+def refuse(message: str, exit_code: int = 1) -> int:
+    """Print why this program failed, as `run_module` reads it, and return its exit code."""
+    sys.stderr.write(f"{ERROR}{message}\n")
+    return exit_code
 
 
 def _stop(process: subprocess.Popen[str], *, own_group: bool) -> None:
@@ -72,10 +79,3 @@ def _stop(process: subprocess.Popen[str], *, own_group: bool) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group: nobody else is in it
     except ProcessLookupError:
         return
-
-
-def _last_error(stderr: str) -> str:
-    """Pick the program's own last word: libraries warn after it, and Python names an exception in its last line."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-    return (own or lines or [""])[-1]

@@ -1,9 +1,13 @@
-"""What torch, transformers and the driver say about themselves, gathered in one child process: importing is slow.
+"""What torch, transformers and the driver say about themselves, found out by a child process.
 
-Not covered: what those facts mean (`software.py`, `gpu.py`) and how they are found out (`probe.py`).
+The child prints each fact at once: importing is slow, and what crashes there must not crash `bridge doctor`.
 """
 
+import ctypes
+import importlib
+import importlib.util
 import json
+import sys
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -11,10 +15,14 @@ from pydantic import BaseModel, ConfigDict
 from bridge.checks.child import Ended, run_module
 
 PROBE_TIMEOUT_S = 120.0
+COMPANIONS = ("torchvision",)
+"""Imported by transformers when installed: a broken one breaks text models too."""
+MODEL_CLASSES = ("AutoModelForCausalLM", "AutoTokenizer")
+IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, NameError, TypeError, ValueError)
 
 
 class Fact(BaseModel):
-    """A frozen record of the probe."""
+    """A frozen record of the child."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -25,7 +33,7 @@ class TorchBuild(Fact):
     version: str
     """Version with its build, such as `2.13.0+cpu`."""
     cuda: str | None
-    """The CUDA version it was built for; None: a CPU build."""
+    """CUDA version it was built for; None: a CPU build."""
 
 
 class Gpu(Fact):
@@ -38,13 +46,13 @@ class Gpu(Fact):
     total_bytes: int
     """All of its memory."""
     free_bytes: int | None
-    """What is left of it; None when the driver would not tell."""
+    """What is left of it; None: the driver does not report it."""
     error: str | None = None
-    """Why the driver would not tell."""
+    """Why the driver does not report it."""
 
 
 class CudaState(Fact):
-    """What torch says of the driver."""
+    """What torch reports of the driver."""
 
     driver_cuda: str | None
     """Newest CUDA version that the driver runs; None: no driver."""
@@ -55,16 +63,16 @@ class CudaState(Fact):
 
 
 class Facts(Fact):
-    """All that the probe could find out before it ended."""
+    """Everything that the child found out before it ended."""
 
     torch: TorchBuild | None = None
     """None: torch could not be imported."""
     cuda: CudaState | None = None
-    """None: the probe did not get that far."""
+    """None: the child did not get that far."""
     imports: dict[str, str | None] = {}
-    """Module -> why it cannot be imported; None: it can. A module the probe never reached is missing."""
+    """Module -> why it cannot be imported; None: it can. Modules that were not reached are missing."""
     trouble: str | None = None
-    """How the probe went wrong, and at what; None: it came to its end."""
+    """How the child failed, and at what; None: it did not."""
 
     def import_error(self, module: str) -> str | None:
         """Return why `module` cannot be imported, or None."""
@@ -76,12 +84,12 @@ class Facts(Fact):
 
 
 def gather() -> Facts:
-    """Run the probe; never raises, whatever state torch and the driver are in."""
-    return parse(run_module("bridge.checks.probe", timeout_s=PROBE_TIMEOUT_S))
+    """Run the child; never raises, whatever state torch and the driver are in."""
+    return parse(run_module("bridge.checks.facts", timeout_s=PROBE_TIMEOUT_S))
 
 
 def parse(ended: Ended) -> Facts:
-    """Put the probe's lines together: one JSON object each, `doing` naming what it began."""
+    """Put the child's lines together: one JSON object each; `doing` is what it began."""
     known: dict[str, Any] = {"imports": {}}
     doing = "start"
     for line in ended.stdout.splitlines():
@@ -93,3 +101,85 @@ def parse(ended: Ended) -> Facts:
         known |= found
     trouble = ended.trouble()
     return Facts.model_validate(known | {"trouble": f"{trouble} ({doing})" if trouble else None})
+
+
+def probe() -> None:
+    """Find out everything as the child, what is most likely to hang or crash last."""
+    _say(doing="import torch")
+    if not try_import("torch"):
+        return
+    import torch
+
+    _say(torch={"version": torch.__version__, "cuda": torch.version.cuda})
+    for companion in COMPANIONS:
+        if importlib.util.find_spec(companion):
+            _say(doing=f"import {companion}")
+            try_import(companion)
+    _say(doing="import transformers")
+    try_import("transformers", MODEL_CLASSES)
+    _say(doing="start CUDA")
+    _say(cuda=_cuda_state())
+
+
+def try_import(name: str, members: tuple[str, ...] = ()) -> bool:
+    """Import `name`, look up its lazily loaded `members`, and print whether that worked."""
+    try:
+        module = importlib.import_module(name)
+        for member in members:
+            getattr(module, member)
+    except IMPORT_ERRORS as error:
+        _say(imports={name: f"{type(error).__name__}: {_first_line(error)}"})
+        return False
+    _say(imports={name: None})
+    return True
+
+
+def _say(**found: Any) -> None:
+    sys.stdout.write(json.dumps({"probe": found}) + "\n")
+    sys.stdout.flush()
+
+
+def _cuda_state() -> dict[str, Any]:
+    import torch
+
+    if torch.version.cuda is None:
+        return {"driver_cuda": None, "gpus": [], "error": "torch is a CPU build"}
+    starter: Any = torch.cuda
+    try:
+        starter.init()
+    except (RuntimeError, AssertionError) as error:
+        return {"driver_cuda": _driver_cuda(), "gpus": [], "error": _first_line(error)}
+    gpus = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+    return {"driver_cuda": _driver_cuda(), "gpus": gpus, "error": None}
+
+
+def _driver_cuda() -> str | None:
+    """Return the newest CUDA version that the driver runs, by `cuDriverGetVersion` of the driver's own library."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except OSError:
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _describe_gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    from bridge.weights.cuda_ipc import gpu_uuid
+
+    properties = torch.cuda.get_device_properties(index)
+    uuid = gpu_uuid(torch.device("cuda", index))
+    gpu = {"uuid": uuid, "name": properties.name, "total_bytes": properties.total_memory}
+    try:
+        return gpu | {"free_bytes": torch.cuda.mem_get_info(index)[0]}
+    except RuntimeError as error:
+        return gpu | {"free_bytes": None, "error": _first_line(error)}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    probe()

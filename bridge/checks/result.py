@@ -1,7 +1,4 @@
-"""The record of one check, which `bridge doctor` and `bridge verify` print alike.
-
-Not covered: how it is printed (`cli/doctor.py`).
-"""
+"""The record of one check, which `bridge doctor` and `bridge verify` print alike."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,21 +9,20 @@ Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one check found, what it expected, and the command that mends the difference."""
+    """What one check found, what it expected, and how to fix the difference."""
 
     name: str
-    """A few words that say what was looked at."""
+    """What was checked, in a few words."""
     status: Status
-    """PASS; WARN: it may hurt later; FAIL: attaching cannot work; SKIP: it could not be looked at, `found` says why."""
+    """PASS; WARN: it may hurt later; FAIL: attaching cannot work; SKIP: not checked, `found` says why."""
     found: str
-    """What is there, with its values."""
+    """What there is, with its values."""
     expected: str
-    """What should be there."""
+    """What there should be."""
     remedy: str | None = None
-    """One line with the command that mends it; None for PASS, and for a SKIP that nothing has to mend."""
+    """One line with the command that fixes it; None for PASS, and for a SKIP that needs no fix."""
 
     def __post_init__(self) -> None:
-        """Refuse a finding that leaves the reader alone with it."""
         assert self.remedy or self.status in ("PASS", "SKIP"), f"{self.name}: {self.status} without a remedy"
 
 
@@ -46,7 +42,7 @@ def failed(name: str, found: str, expected: str, remedy: str) -> Check:
 
 
 def skipped(name: str, reason: str, expected: str, remedy: str | None = None) -> Check:
-    """Report that `name` could not be looked at, and why."""
+    """Report that `name` was not checked, and why."""
     return Check(name=name, status="SKIP", found=reason, expected=expected, remedy=remedy)
 
 

@@ -23,7 +23,7 @@ from bridge.passes.expected import Note
 from bridge.passes.packing import num_tokens
 from bridge.passes.preparation import recompute_activations
 from bridge.passes.samples import Sample
-from bridge.planning.activations import MOST_TOKENS
+from bridge.planning.memory import FEW, MOST_TOKENS
 
 GIB = 2**30
 MASKED_TOKENS = 8_192
@@ -37,9 +37,6 @@ HOST_SHARE = 0.5
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 512 of it"
 """What adding gradients up in bf16 costs: each addition is off by up to 1/512 of its result. Roundings add up like
 noise where gradients are noisy; where each is the same as the one before, all are to one side."""
-FEW = 16
-"""Micro-batches of an update up to which gradients are added up in bf16: the passes themselves, in bf16, are off by
-about as much as so many sums. Float32 sums take memory, and time in every pass."""
 WORTH_IT = 0.9
 """Share of a budget's tokens that is enough beside float32 gradients, few as the tokens may be: the gradients of an
 adapter take next to nothing."""

@@ -1,5 +1,5 @@
-"""Whether it fits, before anything is loaded: sizes of models from their files, and bytes of what training holds.
+"""Whether a run fits, before anything is loaded: model sizes from their files, and bytes that training holds.
 
-Words: *need* (what one way to train takes), *share* (vLLM's part of a GPU), *asleep* (the KV cache, while training).
-May import: `bridge.config`, `bridge.errors`, `bridge.optimizers.state_bytes`; no torch: an answer takes no second.
+Words: *need* (what a run takes), *share* (vLLM's part of a GPU), *asleep* (the KV cache, while training).
+May import: `bridge.config`, `bridge.errors`, `bridge.optimizers.state_bytes`; no torch, which takes seconds.
 """

@@ -15,7 +15,10 @@ With G the GPU's memory, and bytes on it:
 vLLM's share of the GPU holds its W, its E and K. A trainer on a device of its own has its W, S, D and A there: two
 inequalities again, one for each device.
 
-Not covered: measuring (`bridge plan --run` compares), how large a model is (`model_size.py`).
+Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and liger-kernel's,
+whose activations take about a quarter less.
+Source of A: transformers' decoder layers in bf16, tensor by tensor as autograd saves them, with attention that keeps no
+matrix of scores.
 """
 
 import math
@@ -24,41 +27,48 @@ from typing import Self
 
 from bridge.config import TrainConfig
 from bridge.optimizers.state_bytes import BytesPerParameter
-from bridge.planning.activations import activation_bytes, micro_batch_tokens, sequence_tokens
-from bridge.planning.dimensions import Dimensions
-from bridge.planning.model_size import ModelSize
+from bridge.planning.model_size import Dimensions, ModelSize
 
 GIB = 2**30
 BF16_BYTES = 2
 CONTEXT_BYTES = GIB / 2
-"""CUDA's context of one process, and its libraries' workspaces."""
+"""CUDA context of one process, and its libraries' workspaces."""
 CUDA_GRAPHS_BYTES = GIB
 ENGINE_TOKENS, ENGINE_SEQUENCES, ENGINE_GPU_BYTES = 8192, 1024, 80 * GIB
-"""Tokens of one forward pass and sequences sampled at once, as vLLM chooses them on a GPU from this size on; on smaller
-ones it takes less: 2048 and 256 up to 70 GiB, and in proportion here, which is more."""
+"""Tokens of one forward pass and sequences sampled at once, as vLLM chooses them on a GPU of at least this size. On a
+smaller one it takes 2048 and 256; counted here in proportion to the size, which is more."""
 SAMPLER_BYTES = 16
-"""Of vLLM's sampler per logit: float32 logits and probabilities, sorted, and their places."""
+"""Per logit in vLLM's sampler: float32 logits and probabilities, sorted, and their indices."""
 LOGITS_BYTES = 3 * 4 * 2**26
-"""Float32 logits of one block of the vocabulary, and what is made of them (`bridge/passes/logits.py`)."""
+"""Float32 logits of one block of the vocabulary, and what is computed from them (`bridge/passes/logits.py`)."""
 LARGEST_SHARE = 0.9
-"""Of a GPU that vLLM gets at most."""
+"""Of a GPU, for vLLM."""
 ENGINE_MARGIN_BYTES = 2 * GIB
-"""For what vLLM takes beyond its estimate: its KV cache would be smaller by it."""
+"""For what vLLM takes beyond its estimate, which its KV cache would lose."""
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
-"""Of a step in the middle of a backward pass, per element of the piece that is stepped at once
-(`bridge/optimizers/slabs.py`): master, gradient and moments in float32, and two temporaries."""
+"""A step inside a backward pass: bytes per element, and the elements stepped at once (`bridge/optimizers/slabs.py`);
+master, gradient and moments in float32, and two temporaries."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
-"""Values of `--trainer-device` that are taken for the GPU of the server."""
+"""Values of `--trainer-device` that are taken for the server's GPU."""
+SLACK = 1.15
+"""For what the allocator cannot fill: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
+PROMPT_TOKENS = 256
+"""Assumed length of a prompt, unknown before a run."""
+LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
+"""Of a micro-batch whose size is not given: fewer leave a GPU idle, more gain nothing."""
+FEW = 16
+"""Micro-batches per update up to which gradients are summed in bf16: the passes themselves, in bf16, are off by about
+as much as so many sums. Float32 sums take memory, and time in every pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that a run holds beside each other, by how long it holds them, and bytes that there are."""
+    """Bytes that a run holds, by how long it holds them, and bytes available."""
 
     gpu: float
     """Of vLLM's GPU."""
     trainer: float
-    """Of the trainer's device, the same one or another; infinite where that is the CPU."""
+    """Of the trainer's device, the same one or another; infinite if that is the CPU."""
     apart: bool
     """Whether it is another one."""
     can_sleep: bool
@@ -72,15 +82,17 @@ class Need:
     state: float
     """The optimizer's state."""
     gradients: float
-    """As many gradients as exist at once."""
+    """As many gradients as exist at once, in bf16."""
+    sums: float
+    """What float32 sums would add to the gradients of an update of more than FEW micro-batches; 0: it has fewer."""
     temporaries: float
     """Logits of one block of the vocabulary, the head's gradient before it is added to the others, a released step."""
     least_activations: float
-    """Of the smallest micro-batch worth training with, recomputed if need be."""
+    """Of the smallest micro-batch worth training with, recomputed if allowed."""
     most_activations: float
-    """Of the largest one, kept if that is allowed."""
+    """Of the largest one, kept if allowed."""
     offloaded: float
-    """The optimizer's state and master in the host's memory."""
+    """The optimizer's state and master in host memory."""
     kv_per_token: float
     """Keys and values of one token."""
 
@@ -88,12 +100,15 @@ class Need:
     def of(cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, num_ranks: int = 1) -> Self:
         """Derive it for a run of `config` whose server splits its weights over `num_ranks` GPUs of `gpu_bytes`."""
         widths, shard = size.dimensions, size.num_params / num_ranks
+        optimizer, recompute = config.optimizer, config.compute.gradient_checkpointing
         adapter = config.lora.r * widths.adaptable if config.mode == "lora_only" else 0
         copy = size.num_params if config.mode == "none" else 0
+        reference = size.num_params if config.loss.reference_model else 0
+        beside = reference + (adapter if config.lora.handover == "disk" else 0)
         trained = adapter or copy or shard
-        chosen = config.optimizer
-        each = BytesPerParameter.of(chosen.name, offload=chosen.offload, release=chosen.gradient_release)
+        each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
         least, most = micro_batch_tokens(config)
+        has_many = update_tokens(config) > FEW * least
         return cls(
             gpu=gpu_bytes,
             trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
@@ -101,31 +116,30 @@ class Need:
             can_sleep=not copy,
             served=BF16_BYTES * (shard + adapter),
             engine=_engine_bytes(widths, gpu_bytes),
-            own=BF16_BYTES * (copy + _beside(size, config, adapter)),
+            own=BF16_BYTES * (copy + beside),
             state=trained * each.device,
             gradients=trained * each.gradient or BF16_BYTES * min(widths.largest, trained),
+            sums=trained * each.gradient if has_many else 0,
             temporaries=_temporary_bytes(widths, config),
-            least_activations=activation_bytes(
-                widths, least, recomputed=config.compute.gradient_checkpointing is not False
-            ),
-            most_activations=activation_bytes(widths, most, recomputed=config.compute.gradient_checkpointing is True),
+            least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
+            most_activations=activation_bytes(widths, most, recomputed=recompute is True),
             offloaded=trained * each.host,
             kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
         )
 
     @property
     def allocated(self) -> float:
-        """Return the most that the trainer allocates with its smallest micro-batch; vLLM's memory is not its own."""
+        """Return the most that the trainer itself allocates with its smallest micro-batch."""
         return self.own + self.state + self.gradients + self.temporaries + self.least_activations
 
     @property
     def host(self) -> float:
-        """Return what the trainer holds in the host's memory."""
+        """Return what the trainer holds in host memory."""
         return self.offloaded + (self.allocated if math.isinf(self.trainer) else 0)
 
     @property
     def room_generating(self) -> float:
-        """Return G - W - S - E on vLLM's GPU: what is left for the KV cache while nothing is trained."""
+        """Return G - W - S - E on vLLM's GPU: left for the KV cache while generating."""
         beside = 0 if self.apart else CONTEXT_BYTES + self.own + self.state
         return min(self.gpu - beside, LARGEST_SHARE * self.gpu) - self.served - self.engine
 
@@ -145,24 +159,24 @@ class Fit:
     kv: float
     """Bytes left for the KV cache beside the smallest micro-batch."""
     lacking: float
-    """Bytes that are lacking; 0: it fits."""
+    """Missing bytes; 0: it fits."""
 
 
 def fit(need: Need, *, least_kv: float, kv_sleep: str = "auto") -> Fit:
-    """Tell how a run fits with a KV cache of at least `least_kv` bytes: awake where it can, else asleep."""
+    """Fit a run with a KV cache of at least `least_kv` bytes: awake if possible, else asleep."""
     ways = {"auto": (False, True), "always": (True,), "never": (False,)}[kv_sleep if need.can_sleep else "never"]
     return min((fit_by(need, least_kv, asleep=way) for way in ways), key=lambda found: found.lacking)
 
 
 def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
-    """Tell how a run fits with a KV cache that sleeps while training, or one that does not."""
+    """Fit a run with a KV cache that sleeps while training, or one that does not."""
     left = need.room_training - need.least_activations
     kv = need.room_generating if asleep or need.apart else min(need.room_generating, left)
     return Fit(asleep=asleep, kv=max(kv, 0), lacking=max(0, least_kv - kv, -left))
 
 
 def share(need: Need, found: Fit, *, least_kv: float) -> float:
-    """Return vLLM's share: with a KV cache of twice `least_kv` before larger micro-batches, and all that they leave."""
+    """Return vLLM's share: a KV cache of twice `least_kv` comes before larger micro-batches, the rest after them."""
     kv = found.kv
     if not (found.asleep or need.apart):
         spared = min(need.most_activations - need.least_activations, kv - least_kv - max(least_kv, ENGINE_MARGIN_BYTES))
@@ -176,10 +190,39 @@ def least_kv_tokens(config: TrainConfig, max_model_len: int | None = None) -> in
     return max(config.rollouts.batch_size * longest, max_model_len or 0)
 
 
-def _beside(size: ModelSize, config: TrainConfig, adapter: int) -> int:
-    """Return the parameters that the trainer holds and does not train as they lie in vLLM."""
-    reference = size.num_params if config.loss.reference_model else 0
-    return reference + (adapter if config.lora.handover == "disk" else 0)
+def sequence_tokens(config: TrainConfig) -> int:
+    """Return the assumed length of a prompt and its completion."""
+    return PROMPT_TOKENS + config.sampling.longest
+
+
+def update_tokens(config: TrainConfig) -> int:
+    """Return the tokens of one update."""
+    return sequence_tokens(config) * config.rollouts.batch_size // config.optimizer.updates_per_batch
+
+
+def micro_batch_tokens(config: TrainConfig) -> tuple[int, int]:
+    """Return the tokens of the smallest and the largest micro-batch that `config` allows."""
+    longest, whole = sequence_tokens(config), update_tokens(config)
+    if _steps_in_backward(config):
+        return whole, whole
+    if config.compute.micro_batch_tokens is not None:
+        return config.compute.micro_batch_tokens, config.compute.micro_batch_tokens
+    return max(longest, min(LEAST_TOKENS, whole)), max(longest, min(MOST_TOKENS, whole))
+
+
+def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -> float:
+    """Return the bytes that `num_tokens` take, with the layers' activations kept or recomputed one layer at a time.
+
+    Per token and layer autograd keeps: per norm a float32 copy, the normalised and the scaled bf16 one (8 bytes);
+    queries, keys, values and attention's output; of the feed-forward part gate, activated gate, up and their product
+    (8 bytes); a copy per expert.
+    """
+    norms = 2 * 8 * widths.hidden
+    attention = 4 * widths.query + 4 * widths.key_value
+    layer = norms + attention + 8 * widths.active + 4 * widths.num_routes * widths.hidden
+    ends = 16 * widths.hidden  # the embedding's output, the last norm, and the head's rows with a float32 gradient
+    kept = 2 * widths.hidden * widths.num_layers + 1.5 * layer if recomputed else layer * widths.num_layers
+    return SLACK * num_tokens * (kept + ends)
 
 
 def _engine_bytes(widths: Dimensions, gpu_bytes: float) -> float:
@@ -190,5 +233,10 @@ def _engine_bytes(widths: Dimensions, gpu_bytes: float) -> float:
 
 def _temporary_bytes(widths: Dimensions, config: TrainConfig) -> float:
     head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
-    steps_early = config.optimizer.gradient_release and not config.optimizer.offload
-    return LOGITS_BYTES + head + (STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if steps_early else 0)
+    step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if _steps_in_backward(config) else 0
+    return LOGITS_BYTES + head + step
+
+
+def _steps_in_backward(config: TrainConfig) -> bool:
+    """Tell whether each parameter is stepped as its gradient comes: then an update is one backward pass."""
+    return config.optimizer.gradient_release and not config.optimizer.offload

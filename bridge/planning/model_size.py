@@ -1,6 +1,6 @@
-"""How large a model is, read off its folder without loading anything.
+"""How large a model is, read from its folder without loading any weight.
 
-Not covered: what a run keeps of each parameter and token (`memory.py`); layers that keep no keys and values.
+Not covered: parts other than attention and gated feed-forward; layers that keep no keys and values.
 """
 
 import json
@@ -15,51 +15,150 @@ from typing import Any, Self
 from bridge.core import hub
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UsageError
-from bridge.planning.dimensions import Dimensions
 
 COUNTABLE = frozenset({
     "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral",
     "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3",
 })  # fmt: skip
-"""Values of `model_type` whose layers are attention and gated feed-forward parts alone, dense or of experts."""
+"""Values of `model_type` whose layers consist of attention and gated feed-forward parts, dense or of experts."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What model families call the experts of a layer."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
-NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization says what vLLM may take"
+NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """Widths of a decoder, dense or with mixtures of experts, as its configuration gives them."""
+
+    num_layers: int
+    """Decoder layers."""
+    hidden: int
+    """Width of the residual stream."""
+    query: int
+    """Width of all query heads together."""
+    key_value: int
+    """Width of all key heads together, and of all value heads."""
+    vocabulary: int
+    """Rows of the head."""
+    tied: bool
+    """Whether the head is the embedding."""
+    biased: bool
+    """Whether queries, keys and values have biases."""
+    num_dense_layers: int
+    """Layers without experts."""
+    dense: int
+    """Width of their feed-forward part."""
+    num_experts: int
+    """Experts of each other layer, or 0."""
+    num_routes: int
+    """Experts per token."""
+    expert: int
+    """Width of one expert."""
+    shared_expert: int
+    """Width of the expert of every token, or 0."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Read them from a configuration; a KeyError names what it lacks."""
+        hidden, heads, layers = (config[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        head, kind = config.get("head_dim") or hidden // heads, str(config.get("model_type"))
+        experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
+        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+        return cls(
+            num_layers=layers,
+            hidden=hidden,
+            query=head * heads,
+            key_value=head * (config.get("num_key_value_heads") or heads),
+            vocabulary=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))),
+            biased=config.get("attention_bias", kind.startswith("qwen2")),
+            num_dense_layers=_num_dense_layers(config, layers) if experts else layers,
+            dense=config.get("intermediate_size") or width,
+            num_experts=experts,
+            num_routes=config["num_experts_per_tok"] if experts else 0,
+            expert=width if experts else 0,
+            shared_expert=shared if experts else 0,
+        )
+
+    @property
+    def num_params(self) -> int:
+        """Return the parameters, tied ones once: exact except for small vectors of some families."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        norms = self.hidden * (2 * self.num_layers + 1)
+        attention = 2 * self.hidden * (self.query + self.key_value)
+        attention += self.query + 2 * self.key_value if self.biased else 0
+        dense = 3 * self.hidden * self.dense
+        mixture = self.hidden * (3 * (self.num_experts * self.expert + self.shared_expert) + self.num_experts)
+        return embeddings + norms + self.num_layers * attention + self._feed_forward(dense, mixture)
+
+    @property
+    def active(self) -> int:
+        """Return the feed-forward width per token, in the widest kind of layer."""
+        return max(self.dense if self.num_dense_layers else 0, self.num_routes * self.expert + self.shared_expert)
+
+    @property
+    def adaptable(self) -> int:
+        """Return inputs and outputs of all linear layers: an adapter has its rank times as many parameters.
+
+        transformers and PEFT take no experts for linear layers: they get no adapter.
+        """
+        attention = 4 * self.hidden + 2 * (self.query + self.key_value)
+        shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0
+        return self.num_layers * attention + self._feed_forward(3 * (self.hidden + self.dense), shared)
+
+    @property
+    def largest(self) -> int:
+        """Return the elements of the largest parameter: the embedding, or the fused first half of all experts."""
+        return max(self.vocabulary * self.hidden, 2 * self.num_experts * self.expert * self.hidden)
+
+    def _feed_forward(self, dense: int, mixture: int) -> int:
+        """Sum over all layers what a dense layer and a layer of experts have."""
+        return self.num_dense_layers * dense + (self.num_layers - self.num_dense_layers) * mixture
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """One model's size."""
+    """Parameters and widths of one model."""
 
     num_params: int
     """Parameters, tied ones once."""
     exact: bool
-    """Whether they were counted in the headers of its weights; else they follow from its dimensions."""
+    """Whether they were counted in the headers of its weights, not estimated from its dimensions."""
     dimensions: Dimensions
-    """Its widths."""
+    """Widths of its layers."""
     max_tokens: int | None = None
-    """Longest sequence; None: its configuration names none."""
+    """Longest sequence, if its configuration names one."""
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
-        """Read the size of `model`, a folder or the name of a model that the hub's cache keeps.
+        """Read the size of `model`, a folder or a name in the hub's cache.
 
         Raises:
-            UsageError: it is not here, or its size cannot be told without loading it, and why.
+            UsageError: the model is not here, or its size is unknown before it is loaded.
         """
         folder = folder_of(str(model))
         document = _read(folder / CONFIG_NAME)
         config = document.get("text_config") or document
-        _refuse_other_layers(config)
+        others = sorted(set(config.get("layer_types") or ()) - KEEP_KEYS_AND_VALUES)
+        others += ["compressed keys and values (kv_lora_rank)"] if config.get("kv_lora_rank") else []
+        if others:
+            found = f"the model has layers of {' and '.join(others)}: what they keep per token is unknown"
+            raise UsageError(found, remedy=NO_PLAN)
         try:
             dimensions = Dimensions.of(config)
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
-            raise UsageError(f"{folder / CONFIG_NAME} does not tell the model's size: {why}", remedy=NO_PLAN) from error
-        counted = _count_in_headers(folder)
-        if counted is None:
-            _refuse_uncountable(folder, document)
+            raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", remedy=NO_PLAN) from error
+        counted, kind = _count_in_headers(folder), document.get("model_type")
+        if counted is None and kind not in COUNTABLE:
+            raise UsageError(
+                f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be counted by its dimensions",
+                remedy="give a folder with all .safetensors files: their headers are counted",
+            )
         return cls(
             num_params=counted or dimensions.num_params,
             exact=counted is not None,
@@ -93,41 +192,20 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
     )
 
 
-def _refuse_other_layers(config: Mapping[str, Any]) -> None:
-    others = sorted(set(config.get("layer_types") or ()) - KEEP_KEYS_AND_VALUES)
-    others += ["compressed keys and values (kv_lora_rank)"] if config.get("kv_lora_rank") else []
-    if others:
-        raise UsageError(
-            f"the model has layers of {' and '.join(others)}: what they keep of a token cannot be told", remedy=NO_PLAN
-        )
-
-
-def _refuse_uncountable(folder: Path, document: Mapping[str, Any]) -> None:
-    kind = document.get("model_type")
-    if kind not in COUNTABLE:
-        raise UsageError(
-            f"{folder} holds no whole set of weights, and the parameters of a {kind!r} model cannot be counted by its "
-            "dimensions",
-            remedy="give a folder with all of its .safetensors: their headers are counted",
-        )
-
-
 def _count_in_headers(folder: Path) -> int | None:
-    """Return the number of parameters in the weights of `folder`; None where not all are there."""
+    """Return the parameters in the weights of `folder`; None if a file is missing."""
     index = folder / "model.safetensors.index.json"
     names = set(_read(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
     files = [folder / name for name in names]
     if not files or not all(file.is_file() for file in files):
         return None
-    return sum(_count_in_header(file) for file in files)
-
-
-def _count_in_header(weights: Path) -> int:
-    with weights.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(min(length, weights.stat().st_size))
-    header = _object(weights, text)
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    count = 0
+    for path in files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = _object(path, file.read(min(length, path.stat().st_size)))
+        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return count
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -141,7 +219,13 @@ def _object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{path} is not whole: {error}", remedy="download or copy the model again") from error
+        raise UsageError(f"{path} is damaged: {error}", remedy="download or copy the model again") from error
     if not isinstance(document, dict):
         raise UsageError(f"{path} holds no JSON object", remedy="download or copy the model again")
     return document
+
+
+def _num_dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    step, named = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+    first = config.get("first_k_dense_replace") or 0
+    return sum(layer < first or layer in named or (layer + 1) % step > 0 for layer in range(layers))

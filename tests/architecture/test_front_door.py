@@ -1,16 +1,29 @@
 """What `bridge --help` loads, and that the packages with common names are ours."""
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("", "serve-vllm", "train", "run", "plan", "verify", "doctor", "demo", "env", "report")
-HEAVY = ("torch", "vllm", "transformers", "matplotlib", "numpy")
+OURS = {
+    "bridge", "bridge.core", "bridge.core.interrupt", "bridge.core.private", "bridge.errors",
+    "cli", "cli.console", "cli.ending", "cli.main", "cli.signals",
+}  # fmt: skip
+"""What `bridge --help` may import of ours; a command is imported when it runs."""
+LIBRARIES = {"typer", "rich"}
+"""What it may import of our dependencies."""
+HEAVY = {"torch", "vllm", "transformers", "matplotlib", "numpy", "httpx", "accelerate"}
+"""What no command may import for its help."""
 
 HELP = """
 import json, sys
@@ -33,13 +46,32 @@ def _python(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command or "bridge")
-def test_help_answers_without_loading_anything_heavy(command: str) -> None:
-    *shown, report = _python(HELP, *filter(None, [command])).splitlines()
+def _loaded(*command: str) -> set[str]:
+    """Return the modules that the help of `command` imports."""
+    *shown, report = _python(HELP, *command).splitlines()
     found = json.loads(report)
     assert found["code"] == 0
     assert any("--help" in line for line in shown), "help was not shown"
-    assert not set(HEAVY) & set(found["modules"])
+    return set(found["modules"])
+
+
+def test_help_loads_the_console_and_no_command() -> None:
+    loaded = _loaded()
+    assert {name for name in loaded if name.split(".")[0] in {"bridge", "cli", "environments", "patches"}} == OURS
+    dependencies = {Requirement(line).name.replace("-", "_") for line in metadata.requires("bridge-rl") or ()}
+    assert dependencies > LIBRARIES
+    assert loaded & dependencies == LIBRARIES
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_loads_nothing_heavy(command: str) -> None:
+    assert not HEAVY & _loaded(command)
+
+
+@pytest.mark.parametrize(("place", "line"), COMMANDS.values(), ids=COMMANDS)
+def test_the_line_of_a_command_is_the_first_one_of_its_docstring(place: str, line: str) -> None:
+    module, _, function = place.partition(":")
+    assert inspect.getdoc(getattr(importlib.import_module(module), function)).partition("\n\n")[0] == line  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("package", ["bridge", "cli", "environments", "patches"])

@@ -57,7 +57,7 @@ def test_what_acts_on_a_terminal_is_shown_instead(way: str, is_terminal: bool, m
 @pytest.mark.parametrize("way", ["note", "waiting"])
 def test_nor_above_a_live_view(way: str) -> None:
     view = View()
-    with console.shared_with(view):  # type: ignore[arg-type]
+    with console.shared_with(view.say, view.wait_for):
         WAYS[way]()
     assert SHOWN in view.said[0]
     assert "\x1b" not in "".join(view.said)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from bridge.checks import facts
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.server import manifest as manifests
-from cli import console, doctor, examination
+from cli import console, doctor
 from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
 
 app = typer.Typer()
@@ -77,14 +77,14 @@ def test_the_report_is_for_people_and_counts() -> None:
 
 
 def test_a_failure_ends_in_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "examine", lambda *_: SECTIONS)
+    monkeypatch.setattr(doctor, "examine", lambda *_: SECTIONS)
     assert run().exit_code == 3
     assert run("--json").exit_code == 3
 
 
 def test_warnings_alone_end_in_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = [("Server", [warned("Memory", "1 GiB", "4 GiB", "stop others")])]
-    monkeypatch.setattr(examination, "examine", lambda *_: warnings)
+    monkeypatch.setattr(doctor, "examine", lambda *_: warnings)
     assert run().exit_code == 0
 
 
@@ -124,21 +124,21 @@ def test_asking_for_a_gpu_where_there_is_none_fails() -> None:
 
 
 def test_the_trial_runs_on_the_servers_gpu_if_it_is_visible() -> None:
-    assert examination.trial_gpu(gpu_facts(), None) == UUID
-    assert examination.trial_gpu(gpu_facts(), manifest(gpu_uuid=UUID)) == UUID
-    assert examination.trial_gpu(gpu_facts(), manifest(gpu_uuid="GPU-else")) == UUID
-    assert examination.trial_gpu(CPU_FACTS, manifest(gpu_uuid=UUID)) is None
+    assert doctor.trial_gpu(gpu_facts(), None) == UUID
+    assert doctor.trial_gpu(gpu_facts(), manifest(gpu_uuid=UUID)) == UUID
+    assert doctor.trial_gpu(gpu_facts(), manifest(gpu_uuid="GPU-else")) == UUID
+    assert doctor.trial_gpu(CPU_FACTS, manifest(gpu_uuid=UUID)) is None
 
 
 def test_outside_linux_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    sections = list(examination.examine(None, None, "auto"))
+    sections = list(doctor.examine(None, None, "auto"))
     assert [check.status for _, checks in sections for check in checks] == ["FAIL"]
 
 
 def test_a_patch_that_does_not_fit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patches.compatibility.installed_version", lambda: "0.99.0")
-    check = examination.patches_fit()
+    check = doctor.patches_fit()
     assert check.status == "FAIL"
     assert "0.99.0" in check.found
 
@@ -152,7 +152,7 @@ def test_lines_fit_80_columns_and_end_without_blanks(monkeypatch: pytest.MonkeyP
 def test_what_needs_mending_shows_what_was_expected_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     page = printed(monkeypatch)
     assert "expected  4 GiB" in page
-    assert "mend      stop others" in page
+    assert "fix       stop others" in page
     assert "3.11 or 3.12" not in page
     assert page.splitlines()[-1] == "1 PASS, 1 WARN, 1 FAIL, 1 SKIP"
 

@@ -1,4 +1,4 @@
-"""A server that is started, watched, started again and stopped, over a small one that stands in for vLLM."""
+"""A server that is started, watched, restarted and stopped, over a small one that stands in for vLLM."""
 
 import os
 import re
@@ -20,9 +20,9 @@ from bridge.errors import ServerUnreachableError, UnsupportedModelError, UsageEr
 from bridge.modes.mode import ServerProcess
 from cli import children, watchdog
 from cli.engine import StartedServer
-from cli.health import Address
 from cli.serve import free_port
 from cli.server_command import ServerCommand
+from cli.watchdog import Address
 from tests.cli.test_serve_command import written
 
 HOST = "127.0.0.1"
@@ -144,8 +144,8 @@ def test_a_restart_serves_other_weights_under_the_old_name_and_keeps_the_log(tmp
     said = [line.split(", ")[0] for line in log.read_text().splitlines() if not line.startswith("ready")]
     assert said == [
         "=== bridge: vLLM is started",
-        f"=== bridge: vLLM is started again with {tmp_path / 'step_1'}",
-        f"=== bridge: vLLM is started again with {tmp_path / 'step_2'}",
+        f"=== bridge: vLLM is restarted with {tmp_path / 'step_1'}",
+        f"=== bridge: vLLM is restarted with {tmp_path / 'step_2'}",
     ]
     assert log.read_text().count("ready") == 3
     assert not command.manifest.exists()
@@ -194,7 +194,7 @@ def test_the_error_of_an_earlier_server_is_not_told_as_that_of_the_last(tmp_path
 def test_a_server_that_died_too_often_is_told_with_the_number_of_its_restarts(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         restart_twice_and_ask_after_a_kill(server)
-    assert ", started again 2 times, ended with SIGKILL" in refused.value.message
+    assert ", restarted 2 times, ended with SIGKILL" in refused.value.message
     assert refused.value.remedy == f"read {log}"
 
 
@@ -208,7 +208,7 @@ def test_the_fault_of_a_request_to_a_live_server_keeps_its_words_and_names_the_l
 def test_a_server_that_is_never_well_is_given_up_and_stopped(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, "--status", "503")
     with (
-        pytest.raises(ServerUnreachableError, match="not ready within 4 s; its log says: ready first"),
+        pytest.raises(ServerUnreachableError, match="not ready within 4 s; last line of its log: ready first"),
         served(command, log, limit_s=4).running(),
     ):
         raise AssertionError("it was never ready")
@@ -275,7 +275,7 @@ def test_an_interrupt_ends_a_restart_at_once_even_where_it_is_held_back(
     before = signal.getsignal(number)
     command = fake(tmp_path, "--slow-start-s", "600")
     with pytest.raises(KeyboardInterrupt), deferred_interrupt(), served(command, log).running() as server:
-        interrupted(lambda: server.restart("second"), lambda: "again with second" in log.read_text(), number)
+        interrupted(lambda: server.restart("second"), lambda: "restarted with second" in log.read_text(), number)
     assert signal.getsignal(number) == before
     assert server.pid is None
     assert not [process for process in psutil.Process().children(recursive=True) if not is_dead(process.pid)]
@@ -308,7 +308,7 @@ def test_the_watchdog_ends_a_server_whose_engine_is_gone(
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         ask_after_its_end(server)
     assert "lost its engine" in refused.value.message
-    assert f"lost its engine: it was ended; its log is {log}" in capsys.readouterr().err
+    assert f"lost its engine: it was stopped; its log is {log}" in capsys.readouterr().err
 
 
 def test_the_watchdog_ends_a_server_that_hangs_and_the_next_one_is_left_alone(
@@ -320,7 +320,7 @@ def test_the_watchdog_ends_a_server_that_hangs_and_the_next_one_is_left_alone(
         kill(hanging, signal.SIGSTOP)
         until(lambda: is_dead(hanging))
         said = capsys.readouterr().err
-        assert f"vLLM (pid {hanging}) gave no answer for 1 s: it was ended; its log is {log}" in said
+        assert f"vLLM (pid {hanging}) gave no answer for 1 s: it was stopped; its log is {log}" in said
         server.restart("second")
         assert answer(command) == "second as first"
         time.sleep(3 * HANG_LIMIT_S)
@@ -336,14 +336,12 @@ def test_a_busy_server_is_not_taken_for_a_hanging_one(tmp_path: Path, log: Path)
         assert not is_dead(server.pid)
 
 
-def test_the_watchdog_is_quiet_while_a_restart_is_under_way(
-    tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_watchdog_is_quiet_during_a_restart(tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = fake(tmp_path, "--slow-start-s", str(3 * HANG_LIMIT_S))
     with served(command, log).running() as server:
         server.restart("second")
         assert answer(command) == "second as first"
-    assert "it was ended" not in capsys.readouterr().err
+    assert "it was stopped" not in capsys.readouterr().err
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 

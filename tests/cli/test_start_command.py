@@ -62,8 +62,8 @@ def test_a_program_beside_this_python_is_found() -> None:
         ("A={model}", "has no {model} in it"),
         ("sh '{model}", "No closing quotation"),
         ("no-such-program {model}", "there is no program no-such-program"),
-        ("sh {model} --port 8123", "listens on port 8123, and the trainer would ask port"),
-        ("sh {model} --port=8123", "listens on port 8123, and the trainer would ask port"),
+        ("sh {model} --port 8123", "listens on port 8123, but the trainer would use port"),
+        ("sh {model} --port=8123", "listens on port 8123, but the trainer would use port"),
     ],
 )
 def test_what_cannot_be_started_is_refused(command: str, told: str) -> None:

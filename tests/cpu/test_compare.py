@@ -1,14 +1,14 @@
-"""The demo's task by every mode, through `bridge compare` and the real vLLM.
+"""The demo's task in every mode, through `benchmarks.compare` and the real vLLM.
 
 Not covered: what one mode does alone (`test_one_copy.py`, `test_lora_only.py`, `test_none.py`).
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.scenarios import bridge
 
 STEPS, RESTARTS = 40, 2
 
@@ -16,12 +16,10 @@ STEPS, RESTARTS = 40, 2
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_modes_go_the_same_way_and_every_one_learns(tmp_path: Path) -> None:
-    done = bridge(
-        *("compare", "--steps", str(STEPS), "--restarts", str(RESTARTS), "--out", tmp_path / "out", "--json"),
-        folder=tmp_path,
-        limit_s=1700,
-    )
-    document = json.loads(done.stdout)
+    flags = ["--steps", str(STEPS), "--restarts", str(RESTARTS), "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks.compare", *flags], check=True, timeout=1700)
+    (result,) = tmp_path.glob("*.json")
+    document = json.loads(result.read_text())["results"]
     rows = {row["mode"]: row for row in document["rows"]}
     assert document["faults"] == []
     shared_and_none, memory_and_disk = document["agreements"]

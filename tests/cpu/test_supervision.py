@@ -87,7 +87,7 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Return every process that lives of it or of its servers, each of which leads a session."""
-        sessions = {int(pid) for pid in re.findall(r"vLLM (?:again )?\(pid (\d+), log", self.said())}
+        sessions = {int(pid) for pid in re.findall(r"vLLM \(pid (\d+), log", self.said())}
         found = [process for process in psutil.process_iter() if _session(process) in sessions]
         return [process for process in found if _is_alive(process)]
 
@@ -190,7 +190,7 @@ def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path:
         time.sleep(INTO_THE_NEXT_BATCH_S)
         server.kill()
         run.finishes()
-    assert "vLLM again" in run.said()
+    assert "restarting vLLM" in run.said()
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
         server.kill()
         assert run.process.wait(timeout=RUN_LIMIT_S) == 0, run.said()
         assert run.left_after(LEFT_LIMIT_S) == []
-    assert "vLLM again" in run.said()
+    assert "restarting vLLM" in run.said()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
@@ -212,7 +212,7 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
         run.finishes()
-    assert "vLLM again" in run.said()
+    assert "restarting vLLM" in run.said()
 
 
 @pytest.mark.slow
@@ -220,8 +220,8 @@ def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
     accident = f"end({SERVER!r}, signal.SIGSTOP)"
     with running(model, tmp_path, accident=accident, program=LOW_LIMIT) as run:
         run.finishes()
-    assert f"gave no answer for {HANG_LIMIT_S:g} s: it was ended" in run.said()
-    assert "vLLM again" in run.said()
+    assert f"gave no answer for {HANG_LIMIT_S:g} s: it was stopped" in run.said()
+    assert "restarting vLLM" in run.said()
 
 
 def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Pa
 @pytest.mark.slow
 def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
-        run.until(lambda: "vLLM again" in run.said())
+        run.until(lambda: "restarting vLLM" in run.said())
         run.process.send_signal(signal.SIGINT)
         interrupted = time.monotonic()
         assert run.process.wait(timeout=RUN_LIMIT_S) == 130, run.said()

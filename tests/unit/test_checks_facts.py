@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import child, facts, probe
+from bridge.checks import child, facts
 from bridge.checks.child import Ended, run_module
 from bridge.core.process import ProcessIdentity
 
@@ -58,7 +58,7 @@ def test_a_child_that_hangs_is_stopped_with_its_own_children(tmp_path: Path, mon
 def test_the_current_folder_is_not_imported_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)
-    assert run_module("bridge.checks.memfd_trial", "/nowhere", timeout_s=20).trouble() == (
+    assert run_module("bridge.checks.sharing", "memfd", "/nowhere", timeout_s=20).trouble() == (
         "[Errno 2] No such file or directory: '/nowhere'"
     )
 
@@ -90,9 +90,9 @@ def test_the_probe_tells_a_broken_import_from_a_working_one(
 ) -> None:
     (tmp_path / "broken_library.py").write_text("raise RuntimeError('operator does not exist\\nand more')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert probe.try_import("json", ("dumps",))
-    assert not probe.try_import("json", ("no_such_member",))
-    assert not probe.try_import("broken_library")
+    assert facts.try_import("json", ("dumps",))
+    assert not facts.try_import("json", ("no_such_member",))
+    assert not facts.try_import("broken_library")
     known = facts.parse(Ended(returncode=0, stdout=capsys.readouterr().out, last_error_line=""))
     assert known.imports["broken_library"] == "RuntimeError: operator does not exist"
     assert "no_such_member" in str(known.imports["json"])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from bridge.checks import cuda_ipc, cuda_ipc_trial, gpu
+from bridge.checks import hardware, sharing
 from bridge.checks.child import Ended
-from bridge.checks.cuda_ipc import MARK
 from bridge.checks.facts import CudaState, Facts, TorchBuild
+from bridge.checks.sharing import MARK
 from bridge.server.manifest import Dtype
 from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts
 
@@ -22,14 +22,14 @@ def ended(error: str = "", stdout: str = "") -> Ended:
 
 
 def test_a_visible_gpu_passes_with_its_uuid() -> None:
-    check = gpu.gpu_visible(gpu_facts(), "cuda", {}, driver_loaded=True)
+    check = hardware.gpu_visible(gpu_facts(), "cuda", {}, driver_loaded=True)
     assert check.status == "PASS"
     assert UUID in check.found
 
 
 def test_a_machine_without_a_gpu_is_no_fault_on_the_cpu() -> None:
-    assert gpu.gpu_visible(CPU_FACTS, "cpu", {}, driver_loaded=False).status == "SKIP"
-    assert gpu.gpu_visible(CPU_FACTS, "cuda", {}, driver_loaded=False).status == "FAIL"
+    assert hardware.gpu_visible(CPU_FACTS, "cpu", {}, driver_loaded=False).status == "SKIP"
+    assert hardware.gpu_visible(CPU_FACTS, "cuda", {}, driver_loaded=False).status == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_a_machine_without_a_gpu_is_no_fault_on_the_cpu() -> None:
     ],
 )
 def test_a_gpu_that_cannot_be_seen_is_explained(facts: Facts, environment: dict[str, str], cause: str) -> None:
-    assert gpu.gpu_visible(facts, "cpu", environment, driver_loaded=True).status == "WARN"
-    check = gpu.gpu_visible(facts, "cuda", environment, driver_loaded=True)
+    assert hardware.gpu_visible(facts, "cpu", environment, driver_loaded=True).status == "WARN"
+    check = hardware.gpu_visible(facts, "cuda", environment, driver_loaded=True)
     assert check.status == "FAIL"
     assert cause in check.found
 
@@ -52,11 +52,11 @@ def test_a_gpu_that_cannot_be_seen_is_explained(facts: Facts, environment: dict[
     ("driver", "status"), [("13.0", "PASS"), ("13.2", "PASS"), ("14.0", "PASS"), ("12.9", "FAIL"), (None, "FAIL")]
 )
 def test_the_driver_runs_torchs_cuda_of_any_minor_version(driver: str | None, status: str) -> None:
-    assert gpu.driver_runs_torch(gpu_facts(driver_cuda=driver)).status == status
+    assert hardware.driver_runs_torch(gpu_facts(driver_cuda=driver)).status == status
 
 
 def test_a_cpu_build_needs_no_driver() -> None:
-    assert gpu.driver_runs_torch(CPU_FACTS).status == "SKIP"
+    assert hardware.driver_runs_torch(CPU_FACTS).status == "SKIP"
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def test_a_cpu_build_needs_no_driver() -> None:
     [(130, False, "PASS"), (20, False, "WARN"), (20, True, "PASS"), (1, True, "WARN")],
 )
 def test_memory_is_left_for_who_still_comes(free_gib: float, server_lives: bool, status: str) -> None:
-    assert gpu.gpu_memory(gpu_facts(free_gib=free_gib).gpus()[0], server_lives=server_lives).status == status
+    assert hardware.gpu_memory(gpu_facts(free_gib=free_gib).gpus()[0], server_lives=server_lives).status == status
 
 
 def test_a_gpu_that_does_not_tell_its_memory_fails() -> None:
     silent = gpu_facts().gpus()[0].model_copy(update={"free_bytes": None, "error": "CUDA error: out of memory"})
-    check = gpu.gpu_memory(silent, server_lives=False)
+    check = hardware.gpu_memory(silent, server_lives=False)
     assert check.status == "FAIL"
     assert "out of memory" in check.found
 
 
 def test_the_mark_read_by_the_first_process_proves_one_memory() -> None:
-    assert cuda_ipc.judge(ended(stdout=f"noise\n{cuda_ipc.READ}{cuda_ipc.MARK}\n"), {}).status == "PASS"
+    assert sharing.judge(ended(stdout=f"noise\n{sharing.READ}{sharing.MARK}\n"), {}).status == "PASS"
 
 
-@pytest.mark.parametrize("stdout", ["", f"{cuda_ipc.READ}0\n"])
+@pytest.mark.parametrize("stdout", ["", f"{sharing.READ}0\n"])
 def test_another_value_than_the_mark_fails(stdout: str) -> None:
-    assert cuda_ipc.judge(ended(stdout=stdout), {}).status == "FAIL"
+    assert sharing.judge(ended(stdout=stdout), {}).status == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_another_value_than_the_mark_fails(stdout: str) -> None:
         ("CUDA error: out of memory", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "nvidia-smi"),
         ("CUDA error: all CUDA-capable devices are busy or unavailable", {}, "nvidia-smi -c DEFAULT"),
         ("unable to open shared memory object </torch_1>", {}, "--shm-size"),
-        ("something never seen", {}, "python -m bridge.checks.cuda_ipc_trial"),
+        ("something never seen", {}, "python -m bridge.checks.sharing export"),
     ],
 )
 def test_a_refusal_is_classified(error: str, environment: dict[str, str], remedy: str) -> None:
-    check = cuda_ipc.judge(ended(error), environment)
+    check = sharing.judge(ended(error), environment)
     assert check.status == "FAIL"
     assert error in check.found
     assert check.remedy is not None
@@ -113,16 +113,15 @@ def test_a_refusal_is_classified(error: str, environment: dict[str, str], remedy
 
 
 def test_a_hanging_driver_is_a_failure_not_a_hang() -> None:
-    check = cuda_ipc.judge(Ended(returncode=None, stdout="", last_error_line=""), {})
+    check = sharing.judge(Ended(returncode=None, stdout="", last_error_line=""), {})
     assert check.status == "FAIL"
     assert "time limit" in check.found
 
 
 def test_without_a_gpu_the_trial_is_skipped() -> None:
-    assert cuda_ipc.two_processes_share(None, {}).status == "SKIP"
+    assert sharing.over_cuda_ipc(None, {}).status == "SKIP"
 
 
 def test_the_trial_shares_what_a_manifest_may_name_and_its_type_holds_the_mark() -> None:
-    dtype = cuda_ipc_trial.DTYPE
-    assert TypeAdapter(Dtype).validate_python(str(dtype).removeprefix("torch.")) == str(dtype).removeprefix("torch.")
-    assert torch.tensor(MARK, dtype=dtype).item() == MARK
+    assert TypeAdapter(Dtype).validate_python(sharing.DTYPE) == sharing.DTYPE
+    assert torch.tensor(MARK, dtype=getattr(torch, sharing.DTYPE)).item() == MARK

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from bridge.checks.leftovers import Running, engines_have_servers, running
+from bridge.checks.processes import Running, engines_have_servers, running
 
 INIT = Running(pid=1, parent=0, command="/sbin/init")
 SERVER = Running(pid=10, parent=1, command="python -m vllm.entrypoints.cli.main serve tiny")

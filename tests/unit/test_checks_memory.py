@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import memfd, memory
-from bridge.checks.child import Ended
+from bridge.checks import hardware, sharing
+from bridge.checks.child import Ended, run_module
 from bridge.core import memory as host
 
 GIB = 2**30
@@ -21,17 +21,17 @@ def fake_root(folder: Path, files: dict[str, str]) -> Path:
 
 
 def test_two_real_processes_share_a_memfd() -> None:
-    assert memfd.two_processes_share().status == "PASS"
+    assert sharing.over_memfd().status == "PASS"
 
 
 def test_a_writer_that_is_refused_fails_with_its_error() -> None:
-    check = memfd.two_processes_share(writer=lambda _: memfd.run_writer("/proc/self/fd/9999"))
+    check = sharing.over_memfd(writer=lambda _: run_module(sharing.MODULE, "memfd", "/proc/self/fd/9999", timeout_s=20))
     assert check.status == "FAIL"
     assert "No such file" in check.found
 
 
 def test_a_writer_that_wrote_elsewhere_fails() -> None:
-    check = memfd.two_processes_share(writer=lambda _: Ended(returncode=0, stdout="", last_error_line=""))
+    check = sharing.over_memfd(writer=lambda _: Ended(returncode=0, stdout="", last_error_line=""))
     assert check.status == "FAIL"
     assert "the first one reads" in check.found
 
@@ -40,7 +40,7 @@ def test_a_kernel_that_refuses_memfds_fails() -> None:
     def refuse(name: str, flags: int) -> int:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), name, flags)
 
-    check = memfd.two_processes_share(create=refuse)
+    check = sharing.over_memfd(create=refuse)
     assert check.status == "FAIL"
     assert "memfd_create: Permission denied" in check.found
 
@@ -52,7 +52,7 @@ def test_memory_that_cannot_be_had_fails_and_the_memfd_is_closed() -> None:
         opened.append(os.open("/dev/null", os.O_RDONLY))
         return opened[0]
 
-    assert memfd.two_processes_share(create=read_only).status == "FAIL"
+    assert sharing.over_memfd(create=read_only).status == "FAIL"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])
 
@@ -108,7 +108,7 @@ def test_no_limit_is_no_figure(tmp_path: Path) -> None:
 def test_the_tighter_of_machine_and_container_decides(
     available: int, limit: int | None, status: str, words: str
 ) -> None:
-    check = memory.main_memory(available, limit)
+    check = hardware.main_memory(available, limit)
     assert check.status == status
     assert words in check.found
 
@@ -117,7 +117,7 @@ def test_the_tighter_of_machine_and_container_decides(
     ("free", "status"), [(None, "WARN"), (60 * 2**20, "WARN"), (64 * 2**20, "PASS"), (GIB, "PASS")]
 )
 def test_shm_holds_the_message_queues(free: int | None, status: str) -> None:
-    assert memory.shm_space(free).status == status
+    assert hardware.shm_space(free).status == status
 
 
 def test_a_missing_shm_has_no_size(tmp_path: Path) -> None:

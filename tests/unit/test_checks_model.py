@@ -39,7 +39,7 @@ def test_every_family_of_the_table_can_be_trained_by_every_mode(family: str) -> 
             {"model_type": "gemma3", "text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]},
             "not a causal",
         ),
-        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "a llava, in which"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "a llava, whose language model"),
     ],
 )
 def test_what_no_mode_can_train_fails_with_the_reason(config: dict[str, Any], words: str) -> None:

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from bridge.checks import port
-from bridge.checks.port import Listener, port_free_or_ours
+from bridge.checks import processes
+from bridge.checks.processes import Listener, port_free_or_ours
 
 
 def listener(pid: int | None = 7, ancestors: tuple[int, ...] = ()) -> Listener:
@@ -39,17 +39,17 @@ def test_a_taken_port_names_who_takes_it_and_a_free_one() -> None:
 def test_a_real_listener_is_found_by_its_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as open_socket:
         number = open_socket.getsockname()[1]
-        foreign = port.check(number, None)
+        foreign = processes.port(number, None)
         assert foreign.status == "FAIL"
         assert f"pid {os.getpid()}" in foreign.found
-        assert port.check(number, os.getpid()).status == "PASS"
-    assert port.check(number, None).status == "PASS"
+        assert processes.port(number, os.getpid()).status == "PASS"
+    assert processes.port(number, None).status == "PASS"
 
 
 def test_a_process_that_ended_meanwhile_is_described_by_its_pid() -> None:
-    gone = port.describe(2**22 + 1)
+    gone = processes.describe(2**22 + 1)
     assert gone == Listener(pid=2**22 + 1, command="", ancestors=())
 
 
 def test_a_long_command_line_is_cut() -> None:
-    assert len(port.describe(os.getpid()).command) <= port.SHOWN_COMMAND
+    assert len(processes.describe(os.getpid()).command) <= processes.SHOWN_COMMAND

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import installation, software
+from bridge.checks import software
 from bridge.checks.facts import Facts
 from bridge.checks.result import Check
 from tests.unit.checks_sample import CPU_FACTS, gpu_facts
 
 
-def test_a_finding_that_needs_mending_names_its_remedy() -> None:
+def test_a_finding_that_needs_a_fix_names_it() -> None:
     with pytest.raises(AssertionError, match="without a remedy"):
         Check(name="x", status="FAIL", found="a", expected="b")
 
@@ -122,29 +122,29 @@ def test_torchvision_is_absent_or_of_the_same_build() -> None:
 
 def test_foreign_packages_of_our_names_fail(tmp_path: Path) -> None:
     ours = {name: tmp_path / name for name in ("cli", "patches")}
-    assert installation.packages_are_ours(ours, tmp_path).status == "PASS"
-    check = installation.packages_are_ours(ours | {"cli": Path("/elsewhere/cli")}, tmp_path)
+    assert software.packages_are_ours(ours, tmp_path).status == "PASS"
+    check = software.packages_are_ours(ours | {"cli": Path("/elsewhere/cli")}, tmp_path)
     assert check.status == "FAIL"
     assert "/elsewhere/cli" in check.found
-    assert installation.packages_are_ours(ours | {"patches": None}, tmp_path).status == "FAIL"
+    assert software.packages_are_ours(ours | {"patches": None}, tmp_path).status == "FAIL"
 
 
 def test_this_checkouts_packages_are_found() -> None:
-    assert installation.packages_are_ours(installation.imported_folders()).status == "PASS"
+    assert software.packages_are_ours(software.imported_folders()).status == "PASS"
 
 
 def test_a_folder_with_a_package_of_our_names_is_warned_of(tmp_path: Path) -> None:
-    assert installation.nothing_shadows(tmp_path).status == "PASS"
+    assert software.nothing_shadows(tmp_path).status == "PASS"
     (tmp_path / "patches.py").touch()
-    check = installation.nothing_shadows(tmp_path)
+    check = software.nothing_shadows(tmp_path)
     assert check.status == "WARN"
     assert "patches.py" in check.found
-    assert installation.nothing_shadows(tmp_path, root=tmp_path).status == "PASS"
+    assert software.nothing_shadows(tmp_path, root=tmp_path).status == "PASS"
 
 
 def test_a_missing_plugin_fails() -> None:
     both = {"vllm.general_plugins": ["bridge"], "vllm.endpoint_plugins": ["bridge_routes"]}
-    assert installation.plugins_registered(both).status == "PASS"
-    check = installation.plugins_registered(both | {"vllm.endpoint_plugins": []})
+    assert software.plugins_registered(both).status == "PASS"
+    check = software.plugins_registered(both | {"vllm.endpoint_plugins": []})
     assert check.status == "FAIL"
     assert "vllm.endpoint_plugins" in check.found

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import UsageError
 from cli import demo_model
-from cli.warm_up import Phase, Recipe
+from cli.demo_model import Phase, Recipe
 from environments.arithmetic import Arithmetic
 
 SHORT = Recipe(

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.checks import port
+from bridge.checks import processes
 from bridge.checks import server as checks
 from bridge.checks.result import Check
 from bridge.core.process import ProcessIdentity
@@ -121,8 +121,8 @@ def test_verify_uses_it_and_says_which(
 @pytest.mark.parametrize("ancestors", [(), (11,)])
 def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(tmp_path: Path, ancestors: tuple[int, ...]) -> None:
     name = discovery.choice(tmp_path / "m.json", manifest())
-    listener = port.Listener(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
-    check = port.port_free_or_ours(9001, listener, None, (), {11: name})
+    listener = processes.Listener(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
+    check = processes.port_free_or_ours(9001, listener, None, (), {11: name})
     assert check.status == "WARN"
     assert f"--vllm-config-path {tmp_path / 'm.json'}" in str(check.remedy)
     assert "kill " not in f"{check.found} {check.remedy}"

@@ -9,10 +9,8 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.optimizers.state_bytes import MOMENT_BYTES
 from bridge.planning import memory
-from bridge.planning.activations import activation_bytes, micro_batch_tokens
-from bridge.planning.dimensions import Dimensions
-from bridge.planning.memory import GIB, Need
-from bridge.planning.model_size import ModelSize
+from bridge.planning.memory import GIB, Need, activation_bytes, micro_batch_tokens
+from bridge.planning.model_size import Dimensions, ModelSize
 from tests.models.sizes import PARAMETERS, qwen2
 
 H200 = 139.8 * GIB

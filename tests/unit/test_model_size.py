@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import UsageError
-from bridge.planning.dimensions import Dimensions
-from bridge.planning.model_size import ModelSize
+from bridge.planning.model_size import Dimensions, ModelSize
 from tests.models.sizes import PARAMETERS, folder_of, qwen2
 
 QWEN3_30B_A3B = {

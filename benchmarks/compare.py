@@ -1,0 +1,180 @@
+"""The demo's task, model and seed in every mode, and one table of what each mode costs and reaches.
+
+Each mode is one `bridge run` in its own process, so that its memory is its own. Exits with 1 if a mode does not learn
+or, on a CPU, if two that compute the same numbers disagree: a GPU sums in an order that changes with its load.
+
+    python -m benchmarks.compare --steps 60 --restarts 6
+
+Not covered: absolute times on a CPU, which mean little.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import _results
+from benchmarks._sides import BRIDGE
+from bridge.run.run_directory import RunDirectory
+from cli import accelerator
+from cli.demo import HOST, LEARNING_RATE, demo_model_folder
+from cli.serve import free_port
+
+LORA = ("--mode", "lora_only", "--lora-r", "8", "--lora-alpha", "16", "--lr", "2e-3")
+"""The demo's model is so small that its adapter needs a larger learning rate than its weights."""
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "shared_vllm": ("--mode", "shared_vllm", "--lr", str(LEARNING_RATE)),
+    "none": ("--mode", "none", "--lr", str(LEARNING_RATE)),
+    "lora_only, memory": (*LORA, "--lora-handover", "memory"),
+    "lora_only, disk": (*LORA, "--lora-handover", "disk"),
+}
+"""Row of the table -> the flags of its run."""
+SAME_WAY = (("shared_vllm", "none"), ("lora_only, memory", "lora_only, disk"))
+"""Pairs that train the same numbers, and differ in how these reach the server."""
+TASK = ("--environment", "arithmetic", "--batch-size", "128", "--max-new-tokens", "4", "--eval-samples", "16")
+LEAST_GAIN = 0.1
+"""Held-out reward that a run of full length has to gain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one mode cost and reached."""
+
+    mode: str
+    """Which, and how it hands over."""
+    steps: int
+    """Optimizer steps."""
+    sync_ms: float
+    """Time between an update and its first token, without the write, median over the steps, in ms."""
+    weight_bytes: int
+    """Weights that the trainer holds beside the server's."""
+    trainer_peak_gib: float
+    """Most memory that the trainer held, in GiB: of the GPU, or of the process on the CPU."""
+    reward_before: float
+    """Held-out reward before the first step."""
+    reward_after: float
+    """Held-out reward after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How far two runs of the same seed went the same way."""
+
+    runs: tuple[str, str]
+    """Which two."""
+    steps: int
+    """Steps that both took."""
+    same_rollouts: int
+    """Steps whose sampled tokens were all the same."""
+    same_rewards: int
+    """Steps whose mean reward was the same."""
+    reward_diff_max: float
+    """Largest difference of a step's mean reward."""
+
+    def in_words(self) -> str:
+        """Return it in one line."""
+        return (
+            f"{' | '.join(self.runs)}: the same rollouts in {self.same_rollouts} of {self.steps} steps,"
+            f" the same reward in {self.same_rewards}, largest difference {self.reward_diff_max:.3f}"
+        )
+
+
+def row(mode: str, steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Row:
+    """Return the row of one run from its metrics and its summary."""
+    return Row(
+        mode=mode,
+        steps=len(steps),
+        sync_ms=1e3 * statistics.median(step["fence_pause_s"] + step["fence_publish_s"] for step in steps),
+        weight_bytes=summary["weight_bytes"],
+        trainer_peak_gib=steps[-1]["peak_memory_gib"],
+        reward_before=summary["reward_before"],
+        reward_after=summary["reward_after"],
+    )
+
+
+def agree(runs: tuple[str, str], one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Agreement:
+    """Compare two runs step by step, as far as the shorter one goes."""
+    pairs = list(zip(one, other, strict=False))
+    return Agreement(
+        runs=runs,
+        steps=len(pairs),
+        same_rollouts=sum(left["rollouts"] == right["rollouts"] for left, right in pairs),
+        same_rewards=sum(left["reward_mean"] == right["reward_mean"] for left, right in pairs),
+        reward_diff_max=max(abs(left["reward_mean"] - right["reward_mean"]) for left, right in pairs),
+    )
+
+
+def judge(rows: Sequence[Row], agreements: Sequence[Agreement], steps: int) -> Iterator[str]:
+    """Yield what is wrong with a comparison whose `agreements` must be complete."""
+    yield from (each.in_words() for each in agreements if each.same_rollouts < each.steps)
+    for each in rows:
+        if each.steps == steps and each.reward_after - each.reward_before < LEAST_GAIN:
+            yield f"{each.mode} gained {each.reward_after - each.reward_before:.3f}, expected at least {LEAST_GAIN}"
+
+
+def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Train in a process of its own, and return its metrics and its summary."""
+    made = RunDirectory(folder)
+    places = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
+    share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
+    command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *places, *flags, *share]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    steps = [json.loads(line) for line in made.metrics.read_text().splitlines()]
+    return steps, json.loads(made.summary.read_text())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows for a person."""
+    titles = ["mode", "steps", "sync, median", "weights beside vLLM's", "trainer's peak", "held-out reward"]
+    cells = [
+        [
+            each.mode,
+            str(each.steps),
+            f"{each.sync_ms:,.1f} ms",
+            f"{each.weight_bytes / 2**20:.2f} MiB",
+            f"{each.trainer_peak_gib:.2f} GiB",
+            f"{each.reward_before:.3f} -> {each.reward_after:.3f}",
+        ]
+        for each in rows
+    ]
+    return _results.table([titles, *cells])
+
+
+def main() -> None:
+    """Train in every mode, write the results and print the table."""
+    parser = _results.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each mode")
+    parser.add_argument("--restarts", type=int, default=6, help="steps of mode none, which restarts vLLM at each")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all runs")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where vLLM runs")
+    options = parser.parse_args()
+    model = demo_model_folder()
+    documents = {}
+    with TemporaryDirectory() as folder:
+        for variant, flags in VARIANTS.items():
+            count = options.restarts if variant == "none" else options.steps
+            _results.say(f"{variant}: {count} steps")
+            more = ["--training-steps", str(count), "--seed", str(options.seed), "--device", options.device]
+            documents[variant] = run(Path(folder) / variant.replace(", ", "-"), model, [*flags, *more])
+    rows = [row(variant, *results) for variant, results in documents.items()]
+    agreements = [agree(pair, *(documents[variant][0] for variant in pair)) for pair in SAME_WAY]
+    exactly = accelerator.choose(options.device)[0] == "cpu"
+    faults = [*judge(rows, agreements if exactly else [], options.steps)]
+    results = {"rows": [asdict(each) for each in rows], "agreements": [asdict(each) for each in agreements]}
+    path = _results.write("compare", {**results, "faults": faults}, options.out)
+    print(table(rows))
+    for agreement in agreements:
+        print(agreement.in_words())
+    for fault in faults:
+        print(f"FAIL  {fault}")
+    _results.say(f"wrote {path}")
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
