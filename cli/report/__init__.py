@@ -1,9 +1,5 @@
-"""`bridge report`: one HTML page out of what training runs leave behind.
+"""`bridge report`: one HTML page per run, or one that compares several.
 
-`record`, `lines` and `events` read a run directory, whatever state it is in; `samples` picks completions, `cards` are
-what is shown of them; `curves` smooths, thins and scales numbers; `catalogue` says what is drawn, `charts` makes it of
-runs, `drawing` makes SVG of that; `results` is what a run came to, `choices` what it was given; `page` puts all of it
-into the files of `template/`, and `command` writes it.
-
-May import: the standard library, `bridge`'s plain modules and jinja2; no torch, so that a report takes seconds.
+`record` reads a run directory and `samples` its completions, `charts` draws the curves, `page` puts everything into
+`template/`, `command` writes the file. Nothing here loads torch; Bokeh and jinja2 are imported only to write a page.
 """

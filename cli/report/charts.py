@@ -1,136 +1,240 @@
-"""Charts out of runs: of one run with all their lines, of several with one line for each run.
+"""Declare the charts of a page, and draw them with Bokeh, whose script goes into the page."""
 
-Not covered: what they show (`catalogue.py`), and how they are drawn (`drawing.py`).
-"""
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import numpy as np
+from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models.annotations import BoxAnnotation, Span
+from bokeh.plotting import figure
 
-from cli.report import curves
-from cli.report.catalogue import Figure, one
-from cli.report.curves import Line
-from cli.report.drawing import Chart
-from cli.report.events import Column
-from cli.report.lines import number
-from cli.report.record import Run
-
-NUM_COLOURS = 8
-HELD_OUT_COLOUR = 1
-MOST_MARKS = 40
-"""Events that are marked in the charts; more would hide the curves."""
+from bridge.types import HEALTHY_NATS
+from cli.report.record import Column, Run, visible
 
 
-def reward_of(run: Run, steps: tuple[int, int], marks: Sequence[int]) -> Chart:
-    """Return the chart of a run's reward, each step and smoothed, and of its evaluations."""
-    over = curves.span(len(run.steps))
-    column = run.column("reward_mean")
-    lines = [
-        Line(name="each step", points=curves.thinned(run.steps, column), kind="faint"),
-        Line(name=f"over {over} steps", points=curves.thinned(run.steps, curves.smoothed(column, over))),
-        *_held_out(run, "held out", HELD_OUT_COLOUR),
-    ]
-    return _reward(lines, steps, marks)
+class Chart(NamedTuple):
+    """What one chart shows."""
+
+    title: str
+    unit: str
+    about: str
+    columns: Mapping[str, str]
+    """Column of a run -> its name in the legend. Where runs are compared, only the first is shown."""
+    kind: Literal["plain", "smooth", "log", "stacked"] = "smooth"
+    """The first column of a `stacked` chart is the sum of the others."""
 
 
-def rewards_of(runs: Mapping[str, Run], steps: tuple[int, int]) -> Chart:
-    """Return the chart of several runs' rewards, smoothed, and of their evaluations."""
-    lines = [_smooth(name, one("reward_mean")(run), run, colour) for colour, (name, run) in enumerate(runs.items())]
-    for colour, (name, run) in enumerate(runs.items()):
-        lines += _held_out(run, f"{name}, held out", colour)
-    return _reward(lines, steps, ())
+REWARD = Chart(
+    "Mean reward", "", "Of each step's completions, and of the held-out problems.", {"reward_mean": "reward"}
+)
+PARTS = Chart("Parts of the reward", "", "Mean of each part, before its weight.", {})
+"""Its columns are those of the run."""
+BINS = ("< 0.001", "to 0.003", "to 0.01", "to 0.03", "to 0.1", "to 0.3", "to 1 nat", "more")
+DIFFERENCE = Chart(
+    "|Δ log-probability|", "nats", "vLLM against the trainer, on the trained tokens, before the update.",
+    {"logprob_diff_mean": "mean", "logprob_diff_max": "max"}, "log",
+)  # fmt: skip
+HISTOGRAM = Chart(
+    "Tokens by |Δ log-probability|", "%", "Share of the tokens in each range.",
+    {"logprob_diff_large_share": "0.1 nats and more"}
+    | {f"logprob_diff_histogram/{index}": name for index, name in enumerate(BINS)}, "stacked",
+)  # fmt: skip
+CHARTS: Mapping[str, Sequence[Chart]] = {
+    "": (REWARD,),
+    "Learning": (
+        PARTS,
+        Chart("Spread of the reward", "", "Standard deviation over the completions.", {"reward_std": "spread"}),
+        Chart("Groups without a signal", "%", "All rewards of the group are equal.", {"no_signal_share": "groups"}),
+        Chart("Completion length", "tokens", "Mean over the completions.", {"completion_tokens_mean": "tokens"}),
+        Chart("Truncated completions", "%", "Stopped by --max-new-tokens.", {"truncated_share": "truncated"}),
+        Chart("Entropy", "nats", "Mean over the sampled tokens, before the update.", {"entropy": "entropy"}),
+        Chart("KL from the reference", "nats", "Mean over the tokens.", {"kl": "KL"}),
+        Chart("Clipped tokens", "%", "No gradient: the policy has moved far enough.",
+              {"clipped_share": "all", "clipped_low_share": "bad tokens", "clipped_high_share": "good tokens"}),
+        Chart("Gradient norm", "", "Before clipping, mean over the updates.", {"grad_norm": "norm"}),
+        Chart("Policy loss", "", "Says little by itself: it need not fall.", {"loss": "loss"}),
+        Chart("Changed weights", "%", "Weights whose bytes the step changed.", {"changed_weight_share": "changed"}),
+        Chart("Updates", "", "Per batch; skipped if the gradient was not finite.",
+              {"updates": "updates", "skipped_updates": "skipped"}, "plain"),
+        Chart("Unscored, retried", "", "Completions without a reward, requests sent again.",
+              {"unscored": "unscored", "retries": "retried"}, "plain"),
+    ),
+    "Two engines, one policy": (
+        DIFFERENCE,
+        HISTOGRAM,
+        Chart("Importance weights", "", "Mean, and effective sample size: both are 1 if the engines agree.",
+              {"importance_weight": "mean", "effective_share": "effective share"}),
+        Chart("Corrected tokens", "%", "Importance weight truncated, or token masked.", {"corrected_share": "tokens"}),
+        Chart("Staleness", "versions", "Age of the oldest completion's weights.", {"staleness": "staleness"}, "plain"),
+    ),
+    "Time and memory": (
+        Chart("Where a step's time goes", "s", "Rollouts, forward and backward passes, fence.",
+              {"step_s": "in all", "rollout_s": "rollouts", "train_s": "training", "fence_after_training_s": "fence"},
+              "stacked"),
+        Chart("The fence", "ms", "The server generates nothing meanwhile.",
+              {"fence_s": "in all", "fence_pause_s": "pause", "fence_prepare_s": "passes", "fence_write_s": "write",
+               "fence_publish_s": "publish"}, "stacked"),
+        Chart("Tokens per second", "", "Generated during rollouts, trained during the passes.",
+              {"generated_per_s": "generated", "trained_per_s": "trained"}),
+        Chart("Tokens per step", "", "Those without an advantage, or masked, are not trained on.",
+              {"tokens_generated": "generated", "tokens_trained": "trained"}),
+        Chart("Peak memory of the trainer", "GiB", "Of the GPU; on a CPU, of the process.",
+              {"peak_memory_gib": "peak"}, "plain"),
+    ),
+}  # fmt: skip
+FACTORS = {"%": 100.0, "ms": 1e3}
+COLOURS = ("#4a80dd", "#d9772b", "#239a72", "#a26be0", "#b58f1c", "#d8558c", "#1d9ab2", "#7c8797")
+RAMP = ("#a9c8f0", "#86b0e8", "#6397dd", "#4479c4", "#e5bd62", "#e08e3c", "#d2603a", "#a3312b")
+TEXT, EVENT, ALARM, HEALTHY = "#757f8c", "#b87a1e", "#d0443a", "#239a72"
+"""All colours are readable on a light page, on a dark one and on paper."""
+MOST_EVENTS = 40
+"""Events marked in the charts; more would hide the curves."""
 
 
-def _reward(lines: Sequence[Line], steps: tuple[int, int], marks: Sequence[int]) -> Chart:
-    return Chart(
-        key="reward", title="Mean reward", lines=[line for line in lines if _has_values(line)], steps=steps,
-        about="Of each step's completions, sampled before its update; of the held-out problems, after that many steps.",
-        scale="share", is_wide=True, marks=marks[:MOST_MARKS],
-    )  # fmt: skip
+class Line(NamedTuple):
+    """A curve as it is drawn."""
+
+    name: str
+    colour: str
+    values: Column
+    """One per step of the page; NaN is a gap."""
+    is_faint: bool = False
+
+    @property
+    def known(self) -> Column:
+        """Return the values that are not missing."""
+        known: Column = self.values[np.isfinite(self.values)]
+        return known
 
 
-def _held_out(run: Run, name: str, colour: int) -> list[Line]:
-    """Return the evaluations as dots, joined by a thin line that is in no legend."""
-    points = [(float(row["step"]), float(row["reward_mean"])) for row in run.evaluations]
-    joined = Line(name="", points=list(points), colour=colour, kind="faint")
-    return [joined, Line(name=name, points=list(points), colour=colour, kind="dots")] if points else []
+class Drawing(NamedTuple):
+    """A chart as it is drawn."""
+
+    title: str
+    about: str
+    lines: list[Line]
+    plot: figure | None = None
+    """None if nothing changes during the run: the last values say it all."""
+    references: Mapping[str, str] = {}
+    """What is drawn beside the lines -> its colour."""
 
 
-def of_one(run: Run, figures: Sequence[Figure], steps: tuple[int, int], marks: Sequence[int]) -> Iterator[Chart]:
-    """Yield each figure's chart, where the run has something to draw in it."""
-    for figure in figures:
-        lines = [line for line in _lines(figure, run) if _has_values(line)]
-        if lines:
-            alarm = number(run.config.get("mismatch_alarm")) if figure.band else None
-            yield replace(_chart(figure, lines, steps), marks=marks[:MOST_MARKS], alarm=alarm)
+class Artist:
+    """Draws all curves of a single run, or one curve for each of several."""
+
+    def __init__(self, runs: Mapping[str, Run]) -> None:
+        """Draw the runs, by their names."""
+        self._runs = {visible(name): run for name, run in runs.items()}
+        self._single = next(iter(runs.values())) if len(runs) == 1 else None
+        self._steps = np.unique(np.concatenate([np.array(run.steps, float) for run in runs.values()]))
+        ends = [*self._steps[[0, -1]], *(float(row["step"]) for run in runs.values() for row in run.evaluations)]
+        room = 0.01 * (max(ends) - min(ends)) or 1.0
+        self._x_range = Range1d(min(ends) - room, max(ends) + room)
+        self._pointer = Span(dimension="height", line_color=TEXT)
+
+    def drawings(self, chart: Chart) -> Iterator[Drawing]:
+        """Yield what is drawn of `chart`: nothing if the runs have no values for it."""
+        is_stacked = chart.kind == "stacked" and self._single is not None
+        palette = RAMP if chart is HISTOGRAM and is_stacked else COLOURS
+        for title, curves in self._curves(chart, is_stacked=is_stacked):
+            lines = [
+                line for line in map(Line, curves, palette, curves.values())
+                if line.known.size and (line.known.any() or not is_stacked)
+            ]  # fmt: skip
+            if lines and chart is not REWARD and all(np.ptp(line.known) == 0 for line in lines):
+                yield Drawing(title, chart.about, lines)
+            elif lines:
+                if chart.kind == "smooth":
+                    raw = [lines[0]._replace(name="each step", is_faint=True)] if len(curves) == 1 else []
+                    lines = raw + [
+                        line._replace(name="smoothed" if raw else line.name, values=smoothed(line.values))
+                        for line in lines
+                    ]
+                plot = self._plot(chart, lines, is_stacked=is_stacked)
+                yield Drawing(title, chart.about, lines, plot, dict(self._references(chart, plot)))
+
+    def _curves(self, chart: Chart, *, is_stacked: bool) -> Iterator[tuple[str, dict[str, Column]]]:
+        """Yield the title and the curves of each chart: several runs have one chart for each part of the reward."""
+        every = sorted({name for run in self._runs.values() for name in run.columns})
+        parts = {name: visible(name.partition("/")[2]) for name in every if name.startswith("reward_parts/")}
+        columns, unit = chart.columns or parts, f", {chart.unit}" if chart.unit else ""
+        if self._single:
+            names = [*columns][is_stacked:]
+            yield chart.title + unit, {columns[name]: self._values(self._single, name, chart) for name in names}
+            return
+        for name in [*columns][: 1 if chart.columns else None]:
+            title = chart.title if len(chart.columns) == 1 else f"{chart.title}: {columns[name]}"
+            yield title + unit, {label: self._values(run, name, chart) for label, run in self._runs.items()}
+
+    def _values(self, run: Run, name: str, chart: Chart) -> Column:
+        values = np.full(len(self._steps), np.nan)
+        values[np.searchsorted(self._steps, run.steps)] = run.column(name) * FACTORS.get(chart.unit, 1.0)
+        return values
+
+    def _plot(self, chart: Chart, lines: Sequence[Line], *, is_stacked: bool) -> figure:
+        rows = np.array([line.values for line in lines])
+        used = np.isfinite(rows).any(axis=0) | (not is_stacked)  # a stack has no gaps
+        rows, steps = (np.nan_to_num(rows) if is_stacked else rows)[:, used], self._steps[used]
+        plot = figure(
+            height=300 if chart is REWARD else 190, sizing_mode="stretch_width", x_range=self._x_range, window_axis="x",
+            y_axis_type="log" if chart.kind == "log" else "linear", tools="xbox_zoom,reset", toolbar_location=None,
+            background_fill_color=None, border_fill_color=None, outline_line_color=None,
+        )  # fmt: skip
+        plot.xgrid.visible, plot.ygrid.grid_line_alpha = False, 0.2
+        plot.axis.major_label_text_color = plot.ygrid.grid_line_color = TEXT
+        plot.axis.axis_line_color = plot.axis.major_tick_line_color = plot.axis.minor_tick_line_color = None
+        plot.xaxis.ticker, plot.xaxis.formatter = BasicTicker(min_interval=1), NumeralTickFormatter(format="0,0")
+        top = rows.sum(axis=0) if is_stacked else np.fmax.reduce(rows)
+        source = ColumnDataSource({"step": steps, "top": top.astype(np.float32)})
+        names = [source.add(row.astype(np.float32), f"line{index}") for index, row in enumerate(rows)]
+        if is_stacked:
+            plot.varea_stack(names, x="step", source=source, color=[line.colour for line in lines])
+        for name, line, row in zip(names, lines, rows, strict=True) if not is_stacked else ():
+            plot.line("step", name, source=source, color=line.colour, alpha=0.4 if line.is_faint else 1, line_width=2)
+            padded = np.isfinite([np.nan, *row, np.nan])
+            alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]  # between two gaps there is no line
+            plot.scatter(steps[alone], row[alone], color=line.colour, size=5)
+        values = [(line.name, f"@{name}{{%.4g}}") for line, name in zip(lines, names, strict=True)]
+        hover = HoverTool(
+            renderers=[plot.line("step", "top", source=source, alpha=0)], mode="vline",
+            tooltips=[("step", "@step{0,0}"), *values], formatters={f"@{name}": "printf" for name in names},
+        )  # fmt: skip
+        plot.add_tools(hover, CrosshairTool(overlay=self._pointer))
+        return plot
+
+    def _references(self, chart: Chart, plot: figure) -> Iterator[tuple[str, str]]:
+        """Add evaluations, limits and events to a plot, and yield the name and the colour of each."""
+        for (name, run), each in zip(self._runs.items(), COLOURS, strict=False):
+            if chart is REWARD and run.evaluations:
+                label, colour = ("held out", COLOURS[1]) if self._single else (f"{name}, held out", each)
+                steps, rewards = zip(*((row["step"], row["reward_mean"]) for row in run.evaluations), strict=True)
+                plot.line(steps, rewards, color=colour, alpha=0.5)
+                dots = plot.scatter(steps, rewards, color=colour, size=9)
+                plot.add_tools(HoverTool(renderers=[dots], tooltips=[("step", "@x"), (label, "@y{0.[0000]}")]))
+                yield label, colour
+        if chart is DIFFERENCE:
+            low, high = HEALTHY_NATS
+            plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))
+            yield f"rounding alone, in bf16: {low} to {high}", HEALTHY
+            if self._single and (alarm := self._single.config.get("mismatch_alarm")):
+                plot.add_layout(Span(location=alarm, dimension="width", line_color=ALARM, line_dash="dashed"))
+                yield f"--mismatch-alarm {alarm:g}", ALARM
+        events = [each for each in self._single.events if each.step is not None] if self._single else []
+        if events:
+            texts = [visible(each.text[:300]) for each in events[:MOST_EVENTS]]
+            source = ColumnDataSource({"x": [each.step for each in events[:MOST_EVENTS]], "text": texts})
+            marks = plot.vspan("x", source=source, line_color=EVENT, line_dash="dotted", line_width=1.5)
+            plot.add_tools(HoverTool(renderers=[marks], tooltips=[("event at step", "@x"), ("", "@text")]))
+            if chart is REWARD:
+                yield "events", EVENT
 
 
-def of_several(runs: Mapping[str, Run], figures: Sequence[Figure], steps: tuple[int, int]) -> Iterator[Chart]:
-    """Yield each figure's chart with one line a run, where a run has something to draw in it."""
-    for figure in _single(figures, runs.values()):
-        lines = [_compared(figure, name, run, colour) for colour, (name, run) in enumerate(runs.items())]
-        if any(map(_has_values, lines)):
-            title = figure.compared_title or figure.title
-            chart = _chart(figure, [line for line in lines if _has_values(line)], steps)
-            yield replace(chart, title=title, is_ramp=False)
-
-
-def _single(figures: Sequence[Figure], runs: Iterable[Run]) -> Iterator[Figure]:
-    """Yield the figures, that of the reward's parts as one for each part."""
-    names = dict.fromkeys(name for run in runs for name in run.items("reward_parts"))
-    for figure in figures:
-        if figure.key != "parts":
-            yield figure
-            continue
-        for index, name in enumerate(names):
-            title = f"Reward, part {name}"
-            read = one(f"reward_parts/{name}")
-            yield replace(figure, key=f"part-{index}", title=title, compared=read)
-
-
-def _chart(figure: Figure, lines: Sequence[Line], steps: tuple[int, int]) -> Chart:
-    return Chart(
-        key=figure.key, title=figure.title, about=figure.about, lines=lines, steps=steps, scale=figure.scale,
-        band=figure.band, is_ramp=figure.ramp,
-    )  # fmt: skip
-
-
-def _lines(figure: Figure, run: Run) -> list[Line]:
-    columns = {name: column for name, column in figure.curves(run).items() if any(y is not None for y in column)}
-    if figure.stacked:
-        return _stacked(columns, run, figure.first_colour)
-    if not figure.smooth or len(run.steps) <= curves.span(0):
-        return [_plain(name, column, run, colour) for colour, (name, column) in enumerate(columns.items())]
-    lines = [_smooth(name, column, run, colour) for colour, (name, column) in enumerate(columns.items())]
-    if len(lines) > 1:  # several noisy lines hide each other
-        return lines
-    faint = [replace(_plain("each step", column, run, 0), kind="faint") for column in columns.values()]
-    return faint + [replace(line, name="smoothed") for line in lines]
-
-
-def _stacked(columns: Mapping[str, Column], run: Run, first_colour: int) -> list[Line]:
-    known = [index for index, ys in enumerate(zip(*columns.values(), strict=True)) if any(y is not None for y in ys)]
-    known_rows = [[column[index] for index in known] for column in columns.values()]
-    xs, rows = curves.averaged([run.steps[index] for index in known], known_rows)
-    return [
-        Line(name=name, points=list(zip(xs, row, strict=True)), colour=colour, kind="area")
-        for colour, (name, row) in enumerate(zip(columns, rows, strict=True), first_colour)
-        if any(row)
-    ]
-
-
-def _compared(figure: Figure, name: str, run: Run, colour: int) -> Line:
-    column = figure.compared(run) if figure.compared else next(iter(figure.curves(run).values()), run.column(""))
-    return (_smooth if figure.smooth or figure.stacked else _plain)(name, column, run, colour)
-
-
-def _smooth(name: str, column: Column, run: Run, colour: int) -> Line:
-    ys = curves.smoothed(column, curves.span(len(run.steps)))
-    return Line(name=name, points=curves.thinned(run.steps, ys), colour=colour % NUM_COLOURS)
-
-
-def _plain(name: str, column: Column, run: Run, colour: int) -> Line:
-    return Line(name=name, points=curves.thinned(run.steps, column), colour=colour % NUM_COLOURS)
-
-
-def _has_values(line: Line) -> bool:
-    return any(y is not None for _, y in line.points)
+def smoothed(values: Column) -> Column:
+    """Return the exponential moving average, corrected for its start as in Adam (arXiv 1412.6980)."""
+    keep = 1 - 1 / max(5, len(values) // 40)
+    average, weight, result = 0.0, 0.0, np.full(len(values), np.nan)
+    for index in np.flatnonzero(np.isfinite(values)):
+        average = keep * average + (1 - keep) * values[index]
+        weight = keep * weight + (1 - keep)
+        result[index] = average / weight
+    return result

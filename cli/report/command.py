@@ -1,9 +1,7 @@
-"""`bridge report`: one HTML page of one run, or of several side by side.
-
-Not covered: what is on it (`page.py`).
-"""
+"""`bridge report`: write one HTML page about a run, or about several side by side."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,94 +18,74 @@ if TYPE_CHECKING:
     from cli.report.page import View
 
 NAME = REPORT
+GENERATOR = "bridge report"
+"""Pages name it in their first `HEAD_BYTES`; no other file is overwritten."""
 HEAD_BYTES = 2048
-"""Where a page of ours says so."""
+MOST_RUNS = 8
+"""As many as there are colours."""
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False)]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="The page; absent: report.html in the run, here for several."),
+    typer.Option("--out", metavar="FILE", help="The page (default: report.html in the run, or here for several)."),
 ]
 
 
 def report(runs: Runs, *, out: Out = None, as_json: Json = False) -> None:
-    """Write one HTML page with plots and sample completions of a run, or compare several.
+    """Write an HTML page with the curves and sample completions of a run, or compare several.
 
-    It needs no network and nothing beside itself. A run that is under way can be looked at, too.
+    The page is one file and needs no network. The run may still be in progress.
     """
-    from cli.report import results
-
     folders = list({folder.resolve(): folder for folder in reversed(runs)}.values())[::-1]
     target = out or (folders[0] if len(folders) == 1 else Path()) / NAME
     views = write(folders, target)
-    for each in views:
-        for line in each.notes:
-            console.note(f"{each.name}: {line}", style="dim")
-    console.note(f"wrote {target} ({target.stat().st_size / 1000:,.0f} kB): open it in a browser")
-    told = [
-        {"run": str(each.run.path), "status": each.status[0], **results.as_json(each.results), "notes": each.notes}
-        for each in views
+    for view in views:
+        for line in view.notes:
+            console.note(f"{view.name}: {line}", style="dim")
+    console.note(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    documents = [
+        {"run": str(view.run.path), "status": view.status[0], **view.values, "notes": view.notes} for view in views
     ]
-    console.data(json.dumps({"report": str(target), "runs": told}) if as_json else str(target))
+    console.data(json.dumps({"report": str(target), "runs": documents}) if as_json else str(target))
 
 
 def write(folders: Sequence[Path], target: Path) -> list["View"]:
-    """Write the page of the runs in `folders` to `target`, and return what it shows.
+    """Write the page about the runs in `folders` to `target`, and return what it shows.
 
     Raises:
-        UsageError: one is no run, there are too many, or `target` cannot be written or is no page of ours.
+        UsageError: a folder is not a run, there are too many, or `target` cannot be written or is not a report.
     """
+    if len(folders) > MOST_RUNS:
+        raise UsageError(f"{len(folders)} runs do not fit on one page", remedy=f"name at most {MOST_RUNS}")
+    if target.is_dir():
+        raise UsageError(f"{target} is a directory", remedy=f"--out {target / NAME}")
     from cli.report import page, record
 
-    if len(folders) > page.MOST_RUNS:
-        raise UsageError(
-            f"{len(folders)} runs on one page are too many to tell apart", remedy=f"at most {page.MOST_RUNS}"
-        )
     try:
-        _check(target)
-        read = [record.read(folder) for folder in folders]
-        views = [page.view(name, run, share=1 / len(read)) for name, run in zip(names(folders), read, strict=True)]
+        if target.exists() and not _is_report(target):
+            raise UsageError(f"{target} exists and is not a report", remedy="name another file with --out")
+        runs = dict(zip(names(folders), map(record.read, folders), strict=True))
+        views = [page.view(name, run, num_runs=len(runs)) for name, run in runs.items()]
     except OSError as error:
         what = error.filename or " or ".join(map(str, folders))
-        raise UsageError(f"cannot read {what}: {error.strerror}", remedy="see who may read it") from error
-    _write(target, page.html(views))
+        raise UsageError(f"cannot read {what}: {error.strerror}", remedy="check its permissions") from error
+    content = page.html(views).encode()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        atomic_file.replace(target, content)
+    except (OSError, UsageError) as error:
+        reason = error.message if isinstance(error, UsageError) else f"cannot write {target}: {error.strerror}"
+        raise UsageError(reason, remedy="name another file with --out") from error
     return views
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        short = ["/".join(each[-length:]) for each in parts]
-        if len(set(short)) == len(short):
-            break
-    return short
+    """Return the paths without what they have in common."""
+    resolved = [folder.resolve() for folder in folders]
+    common = os.path.commonpath([folder.parent for folder in resolved])
+    return [str(folder.relative_to(common)) for folder in resolved]
 
 
-def _check(target: Path) -> None:
-    """Refuse to write over anything but a page of ours.
-
-    Raises:
-        UsageError: something else is there.
-    """
-    from cli.report.page import GENERATOR
-
-    if target.is_dir():
-        raise UsageError(f"{target} is a folder", remedy=f"--out {target / NAME}")
-    if not target.exists():
-        return
-    with target.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    if f'content="{GENERATOR}'.encode() not in head:
-        raise UsageError(f"{target} is no report of ours, and is left as it is", remedy="name another file with --out")
-
-
-def _write(target: Path, text: str) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        atomic_file.replace(target, text.encode())
-    except (OSError, UsageError) as error:
-        reason = error.message if isinstance(error, UsageError) else f"cannot write {target}: {error.strerror}"
-        raise UsageError(
-            reason, remedy="name another file with --out, where there is room and you may write"
-        ) from error
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return f'content="{GENERATOR}'.encode() in file.read(HEAD_BYTES)

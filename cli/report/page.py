@@ -1,162 +1,191 @@
-"""The page: everything that is shown, put into the template and escaped.
-
-It needs nothing beside itself: style and script are inside, and its own policy forbids everything else.
-
-Not covered: where it goes (`command.py`).
-"""
+"""Put a run, or several, on a page: one file, whose own policy lets it load nothing else."""
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from bokeh.document import Document
+from bokeh.embed import components
+from bokeh.resources import Resources
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from bridge import __version__
+from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config, flag
 from bridge.run.run_directory import RunDirectory
-from cli.report import catalogue, charts, choices, curves, results, samples, wording
-from cli.report.curves import last
-from cli.report.drawing import Chart
-from cli.report.events import Event
-from cli.report.record import Run
-from cli.report.results import Result
-from cli.report.samples import Samples
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from cli.report import charts, samples
+from cli.report.command import GENERATOR
+from cli.report.record import Column, Run, visible
+from cli.steps import duration
 
 TEMPLATE = Path(__file__).parent / "template"
-GENERATOR = "bridge report"
-"""By this the page is known as ours."""
 MOST_EVENTS = 200
-MOST_RUNS = charts.NUM_COLOURS
+PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
+"""Choices that differ between any two runs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Some charts under a heading."""
-
-    title: str
-    """The heading."""
-    charts: Sequence[Chart]
-    """What changes over the steps."""
-    constant: Sequence[Chart]
-    """What does not, and is told in a line."""
+Choice = tuple[str, str, str, str]
+"""Flag, value, default and meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One run as the page shows it."""
+    """A run as the page shows it."""
 
     name: str
-    """As short as tells the runs apart."""
     run: Run
-    """What was read."""
     status: tuple[str, str]
-    """How it stands, in a word and in a sentence."""
-    results: Mapping[str, Result]
-    """What it came to."""
-    samples: Samples
-    """Some of its completions."""
+    """In a word, and in a sentence."""
+    figures: Mapping[str, tuple[str, float | None]]
+    """Name in `--json` -> title and value."""
+    samples: samples.Samples
+    choices: tuple[list[Choice], list[Choice]]
+    """Those that differ from their defaults, and the others."""
+    server_choices: tuple[list[Choice], list[Choice]]
     notes: Sequence[str]
-    """What is missing or broken."""
-    changed: Sequence[choices.Choice]
-    """Choices that differ from their defaults."""
-    unchanged: Sequence[choices.Choice]
-    """The others."""
-    server: Sequence[choices.Choice]
-    """Choices of the server, where the run started it, that differ from their defaults."""
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Return the figures' values alone."""
+        return {key: value for key, (_, value) in self.figures.items()}
 
 
-def view(name: str, run: Run, *, share: float = 1.0) -> View:
-    """Return what is shown of a run, whose completions may have a share of the page's size."""
-    picked = samples.read(RunDirectory(run.path).rollouts, share=share)
-    changed, unchanged = choices.of_training(run.config)
+def view(name: str, run: Run, *, num_runs: int = 1) -> View:
+    """Return what is shown of one of `num_runs` runs, which share the room for completions."""
+    notes = [*run.notes]
+    picked = samples.read(RunDirectory(run.path).rollouts, notes, longest=samples.LONGEST_TEXT // num_runs)
     return View(
-        name=name, run=run, status=results.status(run), results=results.of(run), samples=picked,
-        notes=[*run.notes, *picked.notes], changed=changed, unchanged=unchanged,
-        server=choices.of_server(run.server)[0],
+        name=name, run=run, status=_status(run), figures=figures(run), samples=picked, notes=notes,
+        choices=choices(run.config, TrainConfig, run.derived),
+        server_choices=choices(run.server, ServeConfig, run.derived),
     )  # fmt: skip
 
 
 def html(views: Sequence[View]) -> str:
     """Return the page of one run, or of several side by side."""
-    steps = _domain([each.run for each in views])
-    sections = list(_sections(views, steps))
-    hero = _hero(views, steps)
-    drawn = [hero, *(chart for section in sections for chart in section.charts)]
-    style, script = ((TEMPLATE / name).read_text() for name in ("report.css", "report.js"))
-    return _environment().get_template("report.html.j2").render(
-        views=views, hero=hero, sections=sections, style=_trusted(style), script=_trusted(script),
-        policy=_policy(script), data={"steps": steps, "lines": {chart.key: chart.data for chart in drawn}},
-        events=[each.run.events[:MOST_EVENTS] for each in views], generator=GENERATOR, version=__version__,
-        now=datetime.now().astimezone(), differing=choices.differing([each.run.config for each in views]),
-        is_thinned=any(len(each.run.steps) > 2 * curves.MOST_BUCKETS for each in views),
-    )  # fmt: skip
-
-
-def _hero(views: Sequence[View], steps: tuple[int, int]) -> Chart:
-    if len(views) > 1:
-        return charts.rewards_of({each.name: each.run for each in views}, steps)
-    return charts.reward_of(views[0].run, steps, _marks(views[0].run.events))
-
-
-def _sections(views: Sequence[View], steps: tuple[int, int]) -> Iterator[Section]:
-    for title, figures in catalogue.SECTIONS.items():
-        if len(views) > 1:
-            found = list(charts.of_several({each.name: each.run for each in views}, figures, steps))
-        else:
-            found = list(charts.of_one(views[0].run, figures, steps, _marks(views[0].run.events)))
-        constant = [chart for chart in found if chart.is_constant]
-        yield Section(title=title, charts=[chart for chart in found if not chart.is_constant], constant=constant)
-
-
-def _domain(runs: Sequence[Run]) -> tuple[int, int]:
-    ends = [step for run in runs for step in (run.steps[0], run.steps[-1])]
-    ends += [each["step"] for run in runs for each in run.evaluations]
-    return min(ends), max(ends)
-
-
-def _marks(events: Sequence[Event]) -> list[int]:
-    return [event.step for event in events[:MOST_EVENTS] if event.step is not None]
-
-
-def _environment() -> "Environment":
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, finalize=_finalize,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= FILTERS
-    return environment
-
-
-FILTERS = {
-    "shown": wording.shown,
-    "duration": wording.duration,
-    "in_bytes": wording.in_bytes,
-    "stretch": wording.stretch,
-    "code": wording.code,
-    "last": last,
-    "percent": lambda share: f"{100 * share:.2f}",
-    "clamp": lambda share: min(max(share, 0.0), 1.0),
-}
-
-
-def _trusted(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)  # noqa: S704  (a file of ours)
-
-
-def _finalize(value: object) -> object:
-    """Make what is left of a text visible; what is markup already was made of such texts."""
-    return wording.visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
-
-
-def _policy(script: str) -> str:
-    """Return a policy that runs this script alone, and loads nothing: a second lock behind the escaping."""
+    results = {"status": [each.status[0] for each in views]} | {
+        title: [shown(each.values[key]) for each in views] for key, (title, _) in views[0].figures.items()
+    }
+    artist = charts.Artist({each.name: each.run for each in views})
+    sections = {
+        title: [drawing for chart in group for drawing in artist.drawings(chart)]
+        for title, group in charts.CHARTS.items()
+    }
+    plots: dict[str, Any] = {
+        drawing.title: drawing.plot for group in sections.values() for drawing in group if drawing.plot
+    }
+    document = Document()
+    with document.models.freeze():  # else Bokeh walks through all models again with each plot
+        for plot in plots.values():
+            document.add_root(plot)
+    script, divs = components(plots, wrap_script=False) if plots else ("", {})
+    script = "\n".join([*Resources(mode="inline", components=["bokeh"]).js_raw, script])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )  # fmt: skip
+    environment.filters |= {"shown": shown, "duration": duration}
+    return environment.get_template("report.html.j2").render(
+        views=views, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
+        script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:",
+        generator=GENERATOR, version=__version__, now=datetime.now().astimezone(), most_events=MOST_EVENTS,
+        differing=differing([each.run.config for each in views]), results=results,
+    )  # fmt: skip
+
+
+def figures(run: Run) -> dict[str, tuple[str, float | None]]:
+    """Return the numbers that sum up a run."""
+    rewards, published = run.column("reward_mean"), run.column("fence_publish_s")
+    few = max(1, min(20, len(rewards) // 10))
+    before, after = run.summary.get("reward_before"), run.summary.get("reward_after")
+    if run.evaluations:
+        first, last = run.evaluations[0], run.evaluations[-1]
+        before = first["reward_mean"] if first["step"] < run.steps[0] else None
+        after = last["reward_mean"] if last["step"] >= run.steps[0] else None
+    fence_ms = run.column("fence_s")[~(published <= 0)] * 1e3  # of the steps that were published
+    copied = run.summary.get("weight_bytes", run.summary.get("weight_bytes_copied"))
+    return {
+        "reward_first": ("reward, first steps", _of(np.mean, rewards[:few])),
+        "reward_last": ("reward, last steps", _of(np.mean, rewards[-few:])),
+        "held_out_before": ("held-out reward, before", before),
+        "held_out_after": ("held-out reward, last", after),
+        "steps": ("steps", float(len(run.steps))),
+        "tokens_generated": ("tokens generated", _of(np.sum, run.column("tokens_generated"))),
+        "unscored": ("unscored completions", _of(np.sum, run.column("unscored"))),
+        "retries": ("retried requests", _of(np.sum, run.column("retries"))),
+        "training_s": ("time in steps, s", _of(np.sum, run.column("step_s"))),
+        "step_s": ("time per step, median, s", _of(np.median, run.column("step_s"))),
+        "fence_ms": ("fence, median, ms", _of(np.median, fence_ms)),
+        "fence_p90_ms": ("fence, 90th percentile, ms", _of(lambda known: np.quantile(known, 0.9), fence_ms)),
+        "tokens_per_s": ("tokens generated per second, median", _of(np.median, run.column("generated_per_s"))),
+        "logprob_diff_mean": ("|Δ log-probability|, median, nats", _of(np.median, run.column("logprob_diff_mean"))),
+        "logprob_diff_max": ("|Δ log-probability|, largest, nats", _of(np.max, run.column("logprob_diff_max"))),
+        "peak_memory_gib": ("peak memory of the trainer, GiB", _of(np.max, run.column("peak_memory_gib"))),
+        "weight_bytes": ("weights beside the server's, bytes", copied),
+    }
+
+
+def choices(
+    config: Mapping[str, Any], kind: type[Config], derived: Collection[str] = ()
+) -> tuple[list[Choice], list[Choice]]:
+    """Return the choices that differ from their defaults, and the rest, with those that were `derived`."""
+    changed, unchanged = list[Choice](), list[Choice]()
+    for name, value in config.items():
+        known, default, about = kind.choices().get(name), "–", "This version of Bridge does not know it."
+        if known is not None:
+            about = known.info.description or ""
+            if not known.info.is_required():
+                default = "derived" if name in derived else _written(known.info.default)
+        written = _written(value)
+        (unchanged if name in derived or written == default else changed).append((flag(name), written, default, about))
+    return changed, unchanged
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the flag of every choice in which runs differ, and its value in each run."""
+    names = dict.fromkeys(name for config in configs for name in config if name not in PLACES)
+    rows = {flag(name): [_written(config[name]) if name in config else "–" for config in configs] for name in names}
+    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+
+
+def shown(value: float | None, digits: int = 4) -> str:
+    """Return a number with its significant digits."""
+    if value is None or not np.isfinite(value):
+        return "–"
+    if value and abs(value) < 1e-4:
+        return f"{value:.2e}".replace("e-0", "e-")
+    rounded = float(f"{value:.{digits}g}")
+    size, letter = next(((size, letter) for size, letter in ((1e9, "G"), (1e6, "M")) if abs(rounded) >= size), (1, ""))
+    return f"{rounded / size:,.10g}{letter}"
+
+
+def _status(run: Run) -> tuple[str, str]:
+    planned = run.config.get("training_steps")
+    done = f"step {run.steps[-1]:,}" + (f" of {planned:,}" if planned else "")
+    if run.summary:
+        return "finished", done
+    if run.holder:
+        return "running", f"process {run.holder} is at {done}"
+    return "unfinished", f"stopped after {done} without a summary: interrupted, killed, or running on another machine"
+
+
+def _of(function: Callable[[Column], Any], column: Column) -> float | None:
+    known = column[np.isfinite(column)]
+    return float(function(known)) if known.size else None
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)

@@ -1,185 +1,227 @@
-"""One run as its directory tells it: finished, under way, killed or broken, and by whichever version it was written.
-
-Not covered: completions (`samples.py`), and what is made of the numbers (`figures.py`, `charts.py`).
-"""
+"""Read a run directory: finished, running or killed, and written by any version of Bridge."""
 
 import dataclasses
+import json
 import re
 import shlex
+import unicodedata
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, private
 from bridge.errors import UsageError
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory
-from cli.report import events
-from cli.report.events import Column, Event
-from cli.report.lines import number, objects, parsed
 
+Column = NDArray[np.float64]
+"""One value per step; NaN where it is missing."""
+FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
+SUMS = {
+    "fence_s": (*FENCE, "fence_prepare_s"),
+    "fence_after_training_s": FENCE,  # `fence_prepare_s` is part of `train_s`
+    "step_s": ("rollout_s", "train_s", *FENCE),
+    "clipped_share": ("clipped_low_share", "clipped_high_share"),
+    "logprob_diff_large_share": tuple(f"logprob_diff_histogram/{index}" for index in (5, 6, 7)),
+}
+"""Derived column -> the columns it adds up."""
+RATES = {"generated_per_s": ("tokens_generated", "rollout_s"), "trained_per_s": ("tokens_trained", "train_s")}
+"""Derived column -> amount and seconds."""
+CLOCK_SLACK_S = 60.0
+"""Tolerance between the time of an event and the time of the metrics file."""
 ENGINE_VERSION = re.compile(rb"LLM engine \(v(\d[\w.+]*)")
-"""What vLLM 0.26 to 0.33 log when the engine starts."""
+"""vLLM 0.26 to 0.33 log this when the engine starts, within the first `LOG_START_BYTES` of `serve.log`."""
 LOG_START_BYTES = 1 << 18
-"""How much of the server's log is searched for it."""
+KEPT = "\n\t\u200c\u200d"
+"""Invisible characters that are shown unchanged: white space, and what joins letters and emoji."""
+
+
+class Event(NamedTuple):
+    """One line of `events.log`."""
+
+    time: datetime | None
+    text: str
+    step: int | None
+    """Step that the line names, else the step at that time; None if neither is known."""
+    is_estimate: bool
+    """Whether the step was derived from the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that is read of a run at once: all but its completions."""
+    """A run directory, except for its completions (`samples.py`). What is missing there is empty here."""
 
     path: Path
-    """The run directory."""
-    steps: tuple[int, ...]
-    """Numbers of the steps, rising."""
+    steps: list[int]
     columns: Mapping[str, Column]
-    """Field of `StepMetrics` -> its value in each step; the items of a field of several are `field/name`."""
-    evaluations: tuple[Mapping[str, Any], ...]
-    """The evaluations on held-out problems, by rising step, at least `step` and `reward_mean` in each."""
+    """`field`, or `field/item` for lists and mappings, and the derived columns."""
+    evaluations: list[dict[str, Any]]
     config: Mapping[str, Any]
-    """The run's resolved choices; empty where the file is missing."""
+    derived: Collection[str]
+    """Keys of the choices that nobody made."""
     server: Mapping[str, Any]
-    """The server's resolved choices; empty where the run did not start it."""
     summary: Mapping[str, Any]
-    """What the run came to; empty where it did not finish."""
-    events: tuple[Event, ...]
-    """What happened between the steps."""
+    """Empty unless the run finished."""
+    events: list[Event]
     device: str
-    """`cuda`, `cpu`, or empty where no step tells."""
     engine_version: str
-    """vLLM's version, from the server's log; empty where the run did not start it."""
     holder: str | None
-    """Process that is at work in the directory."""
+    """Pid of the process that is working in the directory."""
     written: tuple[datetime, datetime]
-    """When the first and the last of its files were written."""
-    notes: tuple[str, ...]
-    """What is missing or broken, one line each."""
+    """Times of the oldest and the newest file."""
+    notes: list[str]
+    """What is missing or damaged."""
 
     def column(self, name: str) -> Column:
-        """Return one number a step, all None where the run has none of that name."""
-        return self.columns.get(name) or [None] * len(self.steps)
-
-    def items(self, field: str) -> dict[str, Column]:
-        """Return the columns of a field of several, by the items' names."""
-        return {name.partition("/")[2]: each for name, each in self.columns.items() if name.startswith(f"{field}/")}
+        """Return a column, all NaN if the run does not have it."""
+        return self.columns.get(name, np.full(len(self.steps), np.nan))
 
 
 def read(path: Path) -> Run:
     """Read the run directory `path`.
 
     Raises:
-        UsageError: it is none, or no step of it is whole.
+        UsageError: `path` is not a run directory, or has no complete step.
     """
-    files = RunDirectory(path)
+    files, notes = RunDirectory(path), list[str]()
     if not files.metrics.is_file():
-        raise _no_run(path)
-    notes: list[str] = []
-    rows = {row["step"]: row for row in objects(files.metrics, notes) if _is_step(row.get("step"))}
-    steps = tuple(sorted(rows))
-    if not steps:
-        raise UsageError(
-            f"{path} has no whole step in {files.metrics.name}", remedy="wait until its first step is done"
-        )
+        raise _not_a_run(path)
+    rows = {row["step"]: row for _, row in json_objects(files.metrics, notes) if isinstance(row.get("step"), int)}
+    if not rows:
+        raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
+    steps = sorted(rows)
     columns = _columns([rows[step] for step in steps])
-    notes += _gaps(rows.values())
-    held_out = {row["step"]: row for row in objects(files.evaluations, notes) if _is_evaluation(row)}
-    config = private.shown(TrainConfig.written(_document(files.config, notes)))
-    summary = _document(files.summary, notes)
-    server = private.shown(ServeConfig.written(_document(files.server_config, [])))
-    notes += _absences(files, config, len(held_out))
+    document, summary = _document(files.config, notes), _document(files.summary, notes)
+    server = _document(files.server_config, notes)
+    config = private.shown(TrainConfig.written(document))
+    found = {row["step"]: row for _, row in json_objects(files.evaluations, notes) if row["reward_mean"] is not None}
+    notes += _missing(files, rows.values(), config, has_evaluations=bool(found))
+    dated = [files.server_config, files.config, files.metrics, files.evaluations, files.summary]
+    times = [datetime.fromtimestamp(each.stat().st_mtime).astimezone() for each in dated if each.is_file()]
+    version = None
+    if files.server_log.is_file():
+        with files.server_log.open("rb") as log:
+            version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
     return Run(
-        path=path, steps=steps, columns=columns, config=config, server=server,
-        summary=summary if number(summary.get("steps")) == steps[-1] else {},
-        evaluations=tuple(held_out[step] for step in sorted(held_out)),
-        events=tuple(events.read(files, steps, columns)), device=str(rows[steps[-1]].get("device") or ""),
-        engine_version=_engine_version(files.server_log), holder=claim.holder(path.stat().st_ino),
-        written=_written(files), notes=tuple(notes),
+        path=path, steps=steps, columns=columns, config=config, notes=notes, written=(min(times), max(times)),
+        evaluations=[found[step] for step in sorted(found)], holder=claim.holder(path.stat().st_ino),
+        server=private.shown(ServeConfig.written(server)),
+         derived=[*document.get("derived", ()), *server.get("derived", ())],
+         events=list(_events(files, steps, columns)),
+        summary=summary if summary.get("steps") == steps[-1] else {}, device=rows[steps[-1]].get("device", ""),
+        engine_version=version[1].decode() if version else "",
     )  # fmt: skip
 
 
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+def json_objects(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the byte offset and content of each JSON object in a file with one per line; note damaged lines."""
+    if not path.is_file():
+        return
+    offset = damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            if row := json_object(line):
+                yield offset, row
+            damaged += not row
+            offset += len(line)
+    if damaged:
+        notes.append(f"{path.name}: skipped {damaged} incomplete or damaged lines")
 
 
-def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    return _is_step(row.get("step")) and number(row.get("reward_mean")) is not None
+def json_object(text: bytes) -> dict[str, Any] | None:
+    """Parse a JSON object; None if `text` is anything else."""
+    try:
+        row = json.loads(text)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
-def _no_run(path: Path) -> UsageError:
-    if not path.is_dir():
-        return UsageError(f"no folder {path}", remedy="name a run directory: bridge train says which one it writes")
-    inside = sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    if inside:
-        return UsageError(
-            f"{path} is no run, but holds some", remedy=shlex.join(["bridge", "report", str(inside[-1].parent)])
-        )
-    return UsageError(
-        f"{path} is no run of Bridge, or one without a step: it has no metrics.jsonl",
-        remedy="name the folder that bridge train has told as its run directory",
+def visible(text: str) -> str:
+    """Return `text` with each character that could hide or reorder others replaced by its code point."""
+    return "".join(
+        each if each.isprintable() or each in KEPT or unicodedata.category(each) == "Zs" else f"⟨U+{ord(each):04X}⟩"
+        for each in text
     )
 
 
+def _not_a_run(path: Path) -> UsageError:
+    inside = sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    if inside:
+        command = shlex.join(["bridge", "report", str(inside[-1].parent)])
+        return UsageError(f"{path} is not a run directory, but contains some", remedy=command)
+    found = "is not a run directory, or has no step yet: no metrics.jsonl" if path.is_dir() else "is not a directory"
+    return UsageError(f"{path} {found}", remedy="bridge train prints the run directory when it starts")
+
+
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    columns: dict[str, list[float | None]] = {}
+    columns: dict[str, Column] = {}
     for index, row in enumerate(rows):
         for name, value in _flat(row):
-            columns.setdefault(name, [None] * len(rows))[index] = value
-    return {name: column for name, column in columns.items() if any(value is not None for value in column)}
+            if isinstance(value, int | float):
+                columns.setdefault(name, np.full(len(rows), np.nan))[index] = value
+    for name, parts in SUMS.items():
+        if found := [columns[part] for part in parts if part in columns]:
+            columns[name] = np.where(np.isnan(found).all(axis=0), np.nan, np.nansum(found, axis=0))
+    for name, (amount, seconds) in RATES.items():
+        if amount in columns and seconds in columns:
+            columns[name] = columns[amount] / np.where(columns[seconds] > 0, columns[seconds], np.nan)
+    return columns
 
 
-def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield every number of a step under its name, `field/name` for those inside a mapping or a list."""
+def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}/{key}", number(each)) for key, each in value.items())
-        elif isinstance(value, list):
-            yield from ((f"{name}/{index}", number(each)) for index, each in enumerate(value))
-        else:
-            yield name, number(value)
-
-
-def _gaps(rows: Collection[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the fields that no step has. A null is no gap: there was nothing to measure in that step."""
-    known = [field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float)]
-    absent = [name for name in known if not any(name in row for row in rows)]
-    if absent:
-        yield f"no step has {', '.join(absent)}: another version of Bridge wrote them"
+        items = dict(enumerate(value)) if isinstance(value, list) else value
+        nested = items if isinstance(items, dict) else {}
+        yield from ((f"{name}/{key}", each) for key, each in nested.items())
+        yield name, value
 
 
 def _document(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the JSON object that the file holds; empty where it is missing or broken."""
-    if not path.is_file():
-        return {}
-    found = parsed(path.read_bytes())
+    found = json_object(path.read_bytes()) if path.is_file() else {}
     if found is None:
-        notes.append(f"{path.name} is no JSON object, and is left out")
+        notes.append(f"{path.name} is not a JSON object and was skipped")
     return found or {}
 
 
-def _absences(files: RunDirectory, config: Mapping[str, Any], num_evaluations: int) -> Iterator[str]:
+def _missing(
+    files: RunDirectory, rows: Collection[Mapping[str, Any]], config: Mapping[str, Any], *, has_evaluations: bool
+) -> Iterator[str]:
+    known = [field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float)]
+    if absent := [name for name in known if not any(name in row for row in rows)]:
+        yield f"no step has {', '.join(absent)}: another version of Bridge wrote {files.metrics.name}"
     if not files.config.is_file():
-        yield "no config.json: with which choices it was trained is not known"
-    if not num_evaluations and not files.summary.is_file() and config.get("eval_samples") != 0:
-        yield "no evaluations.jsonl: the reward on held-out problems is not known"
+        yield "no config.json: the configuration of the run is unknown"
+    if not has_evaluations and not files.summary.is_file() and config.get("eval_samples") != 0:
+        yield "no evaluations.jsonl: the held-out reward is unknown"
     if not files.rollouts.is_file() and config.get("save_rollouts") is not False:
-        yield "no rollouts.jsonl: no completions to show"
-    if files.lost_metrics.is_file():
-        lost = sum(1 for _ in objects(files.lost_metrics, []))
-        yield f"the run went on from a checkpoint: {lost:,} steps were lost and taken again (metrics_lost.jsonl)"
+        yield "no rollouts.jsonl: there are no completions to show"
+    if lost := sum(1 for _ in json_objects(files.lost_metrics, [])):
+        yield f"the run resumed from a checkpoint: {lost:,} steps were lost and repeated (metrics_lost.jsonl)"
 
 
-def _engine_version(log: Path) -> str:
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        found = ENGINE_VERSION.search(file.read(LOG_START_BYTES))
-    return found[1].decode() if found else ""
-
-
-def _written(files: RunDirectory) -> tuple[datetime, datetime]:
-    known = [files.server_config, files.config, files.metrics, files.evaluations, files.summary]
-    times = [path.stat().st_mtime for path in known if path.is_file()]
-    return datetime.fromtimestamp(min(times)).astimezone(), datetime.fromtimestamp(max(times)).astimezone()
+def _events(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Column]) -> Iterator[Event]:
+    seconds = np.nan_to_num(columns.get("step_s", np.zeros(len(steps))))
+    end = files.metrics.stat().st_mtime  # of the last step; pauses between steps are unknown
+    ends = [end - after for after in accumulate(reversed(seconds[1:]), initial=0.0)][::-1]
+    text = files.events.read_text(errors="replace") if files.events.is_file() else ""
+    for line in private.shown_line(text).splitlines():  # older versions wrote secrets
+        stamp, _, rest = line.partition(" ")
+        try:
+            time = datetime.fromisoformat(stamp).astimezone()
+        except ValueError:
+            time, rest = None, line
+        named, step = re.search(r"\bstep (\d{1,15})\b", line), None
+        if named:
+            step = int(named[1])
+        elif time and ends[0] - CLOCK_SLACK_S <= time.timestamp() <= ends[-1] + CLOCK_SLACK_S:
+            step = steps[min(bisect_left(ends, time.timestamp()), len(steps) - 1)]
+        yield Event(time, rest, step, is_estimate=not named)

@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, made up: a reward that rises, two engines that differ a little, samples."""
+"""Made-up run directories: a rising reward, a small log-prob mismatch, evaluations, events and completions."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ PROBLEMS = (
 
 
 def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **changes: Any) -> StepMetrics:
-    """Return what a step of a healthy run measures, with `changes`."""
+    """Return the metrics of a step of a healthy run, with `changes`."""
     draw = random.Random(f"{seed}-{step}")
     done = 1 - math.exp(-4 * step / num_steps)
     reward = min(0.99, max(0.0, 0.28 + gain * done + draw.gauss(0, 0.05)))
@@ -52,7 +52,7 @@ def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **ch
 
 
 def completion(draw: random.Random, formula: str, quality: float) -> dict[str, Any]:
-    """Return one completion of a problem; one of little quality is wrong more often."""
+    """Return a completion of a problem; the lower the quality, the more often it is wrong."""
     answer, right = eval(formula), draw.random() < quality
     said = answer if right else answer + draw.choice((-10, -1, 1, 7))
     tidy = draw.random() < 0.5 + quality / 2
@@ -65,7 +65,7 @@ def completion(draw: random.Random, formula: str, quality: float) -> dict[str, A
 
 
 def groups(num_steps: int, *, per_step: int = 4, num_problems: int = 0, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the lines of `rollouts.jsonl`; of `num_problems` the same ones come up again and again."""
+    """Yield the lines of `rollouts.jsonl`; with `num_problems`, the same problems recur."""
     draw = random.Random(seed)
     for step in range(1, num_steps + 1):
         for _ in range(per_step):
@@ -87,7 +87,7 @@ def groups(num_steps: int, *, per_step: int = 4, num_problems: int = 0, seed: in
 def make(
     path: Path, *, num_steps: int = 60, planned: int | None = None, seed: int = 0, gain: float = 0.5, **choices: Any
 ) -> RunDirectory:
-    """Make the directory of a run that ended after `num_steps`, of `planned` if they were to be more."""
+    """Make the directory of a run that took `num_steps`; with `planned`, it stopped before that many."""
     run = RunDirectory.create(path, environment="gsm8k")
     given = {"model_name": "Qwen/Qwen2.5-7B-Instruct", "environment": "gsm8k", "lr": 2e-6, "max_new_tokens": 384,
              "eval_samples": 4, "eval_interval": 20,
@@ -109,7 +109,7 @@ def make(
 
 
 def write_events(run: RunDirectory, num_steps: int) -> None:
-    """Write what happened: one line that names a step, and two that only a clock places."""
+    """Write `events.log`: one line names a step, the others have only a time."""
     end = datetime.fromtimestamp(run.metrics.stat().st_mtime).astimezone()
     happened = {
         3.5 * num_steps: "micro-batches of up to 24,576 tokens, in 71.3 GiB of free memory",
@@ -122,7 +122,7 @@ def write_events(run: RunDirectory, num_steps: int) -> None:
 
 
 def evaluate(run: RunDirectory, num_steps: int, gain: float) -> None:
-    """Write evaluations: before training, every quarter, and afterwards."""
+    """Write `evaluations.jsonl`: before training, every quarter, and afterwards."""
     for step in (0, num_steps // 4, num_steps // 2, 3 * num_steps // 4, num_steps):
         reward = 0.26 + gain * (1 - math.exp(-4 * step / num_steps)) * 0.92
         row = {"step": step, "weight_version": step, "reward_mean": reward, "reward_std": 0.4,
@@ -139,7 +139,7 @@ def write_rollouts(run: RunDirectory, lines: Iterator[dict[str, Any]]) -> None:
 
 
 def summary(steps: list[StepMetrics], run: RunDirectory) -> Summary:
-    """Return what the steps came to."""
+    """Return the summary of the steps."""
     return Summary(
         steps=len(steps), weight_version=len(steps), checkpoint=run.path / "checkpoints", reward_before=0.26,
         reward_after=0.74, rewards=tuple(step.reward_mean for step in steps),
@@ -149,6 +149,6 @@ def summary(steps: list[StepMetrics], run: RunDirectory) -> Summary:
 
 
 def older(step: StepMetrics, *missing: str) -> str:
-    """Return a step's line as a version of Bridge wrote it that did not know the fields `missing`."""
+    """Return the line of a step as written by a version of Bridge without the fields `missing`."""
     values = {name: value for name, value in dataclasses.asdict(step).items() if name not in missing}
     return json.dumps(values)
