@@ -113,7 +113,7 @@ class VllmClient:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = CONTROL_LIMIT_S) -> None:
-        self.url, self.token = url, token
+        self.url = url
         self._http = open_http(url, token=token, timeout_s=timeout_s)
         self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)
 
@@ -206,6 +206,7 @@ class BridgeClient(VllmClient):
 
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
+        self.token = manifest.token
         self._holder = Holder.current()
         self._leased = False
         self._paused_at: int | None = None
