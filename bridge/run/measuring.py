@@ -63,7 +63,7 @@ def step(
         corrected_share=mismatch.changed_share,
         importance_weight=mismatch.weight_mean,
         effective_share=mismatch.effective_share,
-        staleness=_staleness(completions, served),
+        staleness=staleness(completions, served),
         changed_weight_share=changed_weight_share if learnt.num_updates else 0.0,
         rollout_s=rollout_s,
         train_s=train_s + times.prepare_s,
@@ -171,7 +171,7 @@ def no_signal_share(groups: Sequence[Group]) -> float:
     return share(sum(not has_signal(group) for group in groups), len(groups))
 
 
-def _staleness(completions: Sequence[Completion], served: int) -> float:
+def staleness(completions: Sequence[Completion], served: int) -> float:
     """Return how many versions older than `served` the oldest token of known version is; NaN if no version is known."""
     known = {version for completion in completions for version in completion.versions if version is not None}
     return float(served - min(known)) if known else math.nan

@@ -158,6 +158,18 @@ def test_every_group_of_a_step_is_one_object_with_what_was_asked_answered_and_th
     assert (len(full["completions"]), empty["completions"], empty["unscored"]) == (2, [], [])
 
 
+@pytest.mark.parametrize(
+    ("versions", "expected"), [((4, 4), 4), ((4, 5), "4-5"), ((5, 3), "3-5"), ((4, None), None), ((), None)]
+)
+def test_a_completion_names_its_version_or_their_range_only_if_all_are_known(
+    tmp_path: Path, versions: tuple[int | None, ...], expected: int | str | None
+) -> None:
+    run = RunDirectory(tmp_path)
+    run.append_rollouts(3, [group("4", completions=(completion("4", versions=versions),))])
+    (line,) = map(json.loads, run.rollouts.read_text().splitlines())
+    assert line["completions"][0]["weight_version"] == expected
+
+
 def test_no_text_and_no_answer_breaks_a_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     text = 'a\nb\r\x1b[31m\u2028\x85\ud83d "\\ 你好'

@@ -22,9 +22,10 @@ from bridge.learn.policy_loss import LossStatistics
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
-from bridge.run import checkpoint
+from bridge.run import checkpoint, measuring
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
+from bridge.types import Completion
 from tests.unit.http_server import Asked, as_json
 from tests.unit.loop_runs import STEPS, Letters, Run, Running, runner
 
@@ -475,6 +476,22 @@ def test_completions_of_unknown_version_have_no_staleness(running: Running, vers
     with running(version=version) as run:
         run.train()
         assert [row["staleness"] for row in run.metrics] == [None] * STEPS
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [([(5, 5), (4, 5)], 2), ([(6, 6)], 0), ([(4, None), (None, None)], 2), ([(None,), ()], math.nan), ([], math.nan)],
+)
+def test_staleness_is_that_of_the_oldest_token_whose_version_is_known(
+    versions: list[tuple[int | None, ...]], expected: float
+) -> None:
+    completions = [
+        Completion(
+            token_ids=(7,) * len(each), logprobs=(-1.0,) * len(each), text="", finish_reason="stop", versions=each
+        )
+        for each in versions
+    ]
+    assert measuring.staleness(completions, 6) == pytest.approx(expected, nan_ok=True)
 
 
 def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
