@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from cli.report.page import View
 
 NAME = REPORT
-GENERATOR = "bridge report"
-"""Pages name it in their first `HEAD_BYTES`; no other file is overwritten."""
 HEAD_BYTES = 2048
+"""Where a page names its generator; no other file is overwritten."""
 MOST_RUNS = 8
 """As many as there are colours."""
 
@@ -62,7 +61,7 @@ def write(folders: Sequence[Path], target: Path) -> list["View"]:
     from cli.report import page, record
 
     try:
-        if target.exists() and not _is_report(target):
+        if target.exists() and not _is_report(target, page.GENERATOR):
             raise UsageError(f"{target} exists and is not a report", remedy="name another file with --out")
         runs = dict(zip(names(folders), map(record.read, folders), strict=True))
         views = [page.view(name, run, num_runs=len(runs)) for name, run in runs.items()]
@@ -86,6 +85,6 @@ def names(folders: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(common)) for folder in resolved]
 
 
-def _is_report(path: Path) -> bool:
+def _is_report(path: Path, generator: str) -> bool:
     with path.open("rb") as file:
-        return f'content="{GENERATOR}'.encode() in file.read(HEAD_BYTES)
+        return f'content="{generator}'.encode() in file.read(HEAD_BYTES)

@@ -21,12 +21,12 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.run.run_directory import RunDirectory
 from cli.report import charts, samples
-from cli.report.command import GENERATOR
 from cli.report.record import Column, Run, visible
 from cli.steps import duration
 
 TEMPLATE = Path(__file__).parent / "template"
 MOST_EVENTS = 200
+GENERATOR = "bridge report"
 PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that differ between any two runs."""
 

@@ -1,0 +1,15 @@
+"""No two files import each other, whichever package they are in."""
+
+from itertools import combinations
+
+import grimp
+
+PACKAGES = ("bridge", "cli", "environments", "patches")
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert len(imported) > 100
+    pairs = [(one, other) for one, other in combinations(sorted(imported), 2) if other in imported[one]]
+    assert [(one, other) for one, other in pairs if one in imported[other]] == []
