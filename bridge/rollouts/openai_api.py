@@ -14,9 +14,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, FiniteFloat
 
 from bridge.errors import UsageError
 from bridge.rollouts.connections import RequestFailed
@@ -29,7 +29,6 @@ IdsOf = Callable[[str], Sequence[int]]
 Dialect = Literal["openai", "vllm", "bridge"]
 """What a server understands: the protocol alone, vLLM's fields as well, or Bridge's own route."""
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
-VLLM = "vllm"
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
 """Fields that only vLLM gets."""
@@ -60,23 +59,6 @@ class Completions(BaseModel):
     """The answer to a request for completions, by any of the routes."""
 
     choices: tuple[Choice, ...]
-
-
-class Model(BaseModel):
-    """One model that a server lists."""
-
-    id: str
-    owned_by: str | None = None
-
-
-class Models(BaseModel):
-    """The answer of `GET /v1/models`."""
-
-    data: Annotated[tuple[Model, ...], Field(min_length=1)]
-
-    def are_of_vllm(self) -> bool:
-        """Return whether vLLM listed them; a proxy in front of it answers for itself."""
-        return any(model.owned_by == VLLM for model in self.data)
 
 
 class Vocabulary:

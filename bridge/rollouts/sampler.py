@@ -185,7 +185,7 @@ class Sampler:
     async def _request(self, connections: Connections, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(connections)
         fields = openai_api.request(server.dialect, max_new_tokens=self._max_new_tokens, temperature=self._temperature)
-        name = server.endpoint.model or models.data[0].id
+        name = server.endpoint.model or models[0].id
         answer, version = await server.complete(connections, {**fields, **body, "model": name})
         choices = openai_api.in_order(answer, body["n"])
         url = server.endpoint.url

@@ -11,7 +11,8 @@ from typing import Any
 from bridge.rollouts import openai_api
 from bridge.rollouts.connections import Connections, RequestFailed
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
-from bridge.rollouts.openai_api import Dialect, Models
+from bridge.rollouts.openai_api import Dialect
+from bridge.server.client import ServedModel, ServedModels
 from bridge.server.endpoint import Endpoint
 
 FIRST_REST_S = 1.0
@@ -65,8 +66,8 @@ class Server:
     """Where it answers, and what to request."""
     health: Health
     """Kept across calls."""
-    models: Models | None = None
-    """What it lists; None before it was asked."""
+    models: tuple[ServedModel, ...] = ()
+    """What it lists; empty before it was asked."""
     dialect: Dialect = "openai"
     """What it understands, judged by its list of models and whether a version came with it."""
     reports_versions: bool = True
@@ -76,12 +77,14 @@ class Server:
     listing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while one request lists its models for all others."""
 
-    async def list_models(self, connections: Connections) -> Models:
+    async def list_models(self, connections: Connections) -> tuple[ServedModel, ...]:
         """Return what it lists; it is asked once."""
         async with self.listing:
-            if self.models is None:
-                models, version = await connections.send("GET", self.endpoint.url, "/v1/models", None, Models)
-                self.models, self.dialect = models, _dialect(models, version)
+            if not self.models:
+                listed, version = await connections.send("GET", self.endpoint.url, "/v1/models", None, ServedModels)
+                self.models = listed.data
+                if any(model.owned_by == "vllm" for model in self.models):
+                    self.dialect = "bridge" if version else "vllm"
             return self.models
 
     async def complete(self, connections: Connections, body: dict[str, Any]) -> tuple[openai_api.Completions, str]:
@@ -94,7 +97,7 @@ class Server:
     def lacks(self, temperature: float) -> Iterator[str]:
         """Yield what training lacks with this server, a sentence each; nothing before its first answer."""
         url = self.endpoint.url
-        if self.models is not None and not self.models.are_of_vllm():
+        if self.models and self.dialect == "openai":
             own = ", ".join(sorted(WHOLE.keys() - set(PROTOCOL)))
             yield (
                 f"{url} is not vLLM: its completions may lack their end token, which is then not trained; its own"
@@ -135,12 +138,6 @@ class Servers:
     def lacks(self, temperature: float) -> tuple[str, ...]:
         """Return what training lacks with these servers, a sentence each."""
         return tuple(line for server in self._servers for line in server.lacks(temperature))
-
-
-def _dialect(models: Models, version: str) -> Dialect:
-    if not models.are_of_vllm():
-        return "openai"
-    return "bridge" if version else "vllm"
 
 
 def _load(server: Server) -> tuple[float, ...]:

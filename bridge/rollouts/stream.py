@@ -16,7 +16,7 @@ class Stream(Protocol):
     """Requests that were sent again for the last step."""
 
     def served(self, endpoint: Endpoint, version: int) -> None:
-        """Hear that `endpoint` serves `version` of the weights from now on.
+        """Announce that `endpoint` serves `version` of the weights from now on.
 
         Called before the first `take`, after each publication, and after each restart of the server.
         """

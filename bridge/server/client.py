@@ -94,6 +94,8 @@ class ServedModel(BaseModel):
 
     id: str
     """Name of a model or an adapter."""
+    owned_by: str | None = None
+    """Who made the server: `vllm`, unless a proxy in front of it answers for itself."""
     max_model_len: int | None = None
     """Longest sequence in tokens; vLLM reports it, for models only."""
 
