@@ -52,7 +52,7 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
         return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} does not answer{_root(error)}"
     download = f"give a folder, or download it where there is a network: hf download {model}"
-    return f"it is not downloaded yet, and {reason}", download
+    return f"not downloaded yet, and {reason}", download
 
 
 def _download(model: str) -> Path:

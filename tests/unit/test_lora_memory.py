@@ -156,7 +156,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_server_stands_still(
 def test_a_torn_server_is_refused_with_the_command_that_repairs_it(world: World) -> None:
     world.export()
     world.server.state = "torn"
-    assert refused(world, AttachError, "the adapter is torn").startswith("bridge restore ADAPTER")
+    assert refused(world, AttachError, "the adapter may be half-written").startswith("bridge restore ADAPTER")
 
 
 def test_a_run_that_resumes_repairs_a_torn_adapter(world: World) -> None:
@@ -170,7 +170,7 @@ def test_a_run_that_resumes_repairs_a_torn_adapter(world: World) -> None:
 def test_a_run_that_resumes_does_not_repair_torn_weights(world: World) -> None:
     world.export()
     world.server.state, world.server.writes = "torn", "weights"
-    refused(world, AttachError, "the weights are torn", resumes=True)
+    refused(world, AttachError, "the weights may be half-written", resumes=True)
 
 
 def test_slots_of_another_rank_are_refused_before_anything_is_asked(world: World) -> None:
