@@ -31,7 +31,7 @@ def fetch_config(model: str) -> Path | None:
     if "://" in model or os.environ.get(ELSEWHERE, "").lower() in {"1", "true"}:
         return None
     try:
-        return _within(LIMIT_S, lambda: _download(model)).parent
+        return _within(LIMIT_S, _downloading(model)).parent
     except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
         why, remedy = _explained(error, model)
         raise UsageError(f"--model {model}: {why}", remedy=f"{_did_you_mean(model)}{remedy}") from error
@@ -52,22 +52,26 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
         return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} does not answer{_root(error)}"
     download = f"give a folder, or download it where there is a network: hf download {model}"
-    return f"it is not downloaded yet, and {reason}", download
+    return f"not downloaded yet, and {reason}", download
 
 
-def _download(model: str) -> Path:
+def _downloading(model: str) -> Callable[[], Path]:
+    """Return the download. The library is imported here, so that the time limit is the network's alone."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if not constants.HF_HUB_OFFLINE:  # a download would retry for half a minute
-        get_hf_file_metadata(hf_hub_url(model, CONFIG_NAME), timeout=REQUEST_LIMIT_S)
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        return Path(hf_hub_download(model, CONFIG_NAME, etag_timeout=REQUEST_LIMIT_S))
-    finally:
-        if shown:
-            enable_progress_bars()
+    def download() -> Path:
+        if not constants.HF_HUB_OFFLINE:  # a download would retry for half a minute
+            get_hf_file_metadata(hf_hub_url(model, CONFIG_NAME), timeout=REQUEST_LIMIT_S)
+        shown = not are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            return Path(hf_hub_download(model, CONFIG_NAME, etag_timeout=REQUEST_LIMIT_S))
+        finally:
+            if shown:
+                enable_progress_bars()
+
+    return download
 
 
 def _within(seconds: float, action: Callable[[], Path]) -> Path:

@@ -1,6 +1,6 @@
 """CUDA IPC: the one file that exports and opens handles to GPU memory.
 
-Not covered: shared memory on the CPU (`shared_memory.py`), which parameter lies where (`manifest.py`).
+Not covered: shared memory on the CPU (`shared_memory.py`), which parameter lies where (`bridge/server/manifest.py`).
 Source: `torch.multiprocessing.reductions.reduce_tensor` of torch 2.11: the tuple of eight items.
 """
 

@@ -4,7 +4,7 @@ The file is a memfd: it has no name to clean up after a crash, is not bounded by
 `/dev/shm` (64 MiB in a default container), and its memory lives exactly as long as somebody maps it.
 Its size is sealed, so a mapping can never be cut short.
 
-Not covered: what lies where in the file (`manifest.py`), GPU memory (`cuda_ipc.py`).
+Not covered: what lies where in the file (`bridge/server/manifest.py`), GPU memory (`cuda_ipc.py`).
 """
 
 import fcntl

@@ -270,7 +270,7 @@ def test_a_model_that_is_not_here_is_one_line(
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
     assert answer(["plan", "--model", "org/no-such-model-anywhere", "--gpu-memory", "80"]) == 2
     first, *_ = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: --model org/no-such-model-anywhere: it is not downloaded yet, and the hub at ")
+    assert first.startswith("error: --model org/no-such-model-anywhere: not downloaded yet, and the hub at ")
     assert first.endswith("does not answer (no such host and more)")
 
 

@@ -148,7 +148,8 @@ def test_a_checkpoint_comes_back_as_its_version_or_the_next(world: World) -> Non
 def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes: bool) -> None:
     world.export()
     world.server.state = "torn"
-    assert refused(world, AttachError, "the adapter may be half-written", resumes=resumes).startswith("bridge restore ADAPTER")
+    remedy = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
+    assert remedy.startswith("bridge restore ADAPTER")
     assert world.server.calls == ["POST lease", "GET status"]
     assert world.scratch_folders() == []
 
