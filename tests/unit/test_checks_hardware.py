@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bridge.checks import hardware
-from bridge.checks.facts import CudaState, Facts, TorchBuild
+from bridge.checks.facts import Facts
 from bridge.core import memory as host
 from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts
 
@@ -88,8 +88,10 @@ def test_a_missing_shm_has_no_size(tmp_path: Path) -> None:
 
 
 BLIND = Facts(
-    torch=TorchBuild(version="2.11.0+cu130", cuda="13.0"),
-    cuda=CudaState(driver_cuda="13.0", gpus=(), error="No CUDA GPUs are available"),
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    driver_cuda="13.0",
+    cuda_error="No CUDA GPUs are available",
 )
 
 
@@ -110,7 +112,13 @@ def test_a_machine_without_a_gpu_is_no_fault_on_the_cpu() -> None:
         (CPU_FACTS, {}, "a CPU build"),
         (BLIND, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES=''"),
         (BLIND, {}, "No CUDA GPUs are available"),
-        (Facts(torch=BLIND.torch, trouble="no answer within the time limit (start CUDA)"), {}, "no answer within"),
+        (
+            Facts(
+                torch=BLIND.torch, torch_cuda=BLIND.torch_cuda, trouble="no answer within the time limit (start CUDA)"
+            ),
+            {},
+            "no answer within",
+        ),
     ],
 )
 def test_a_gpu_that_cannot_be_seen_is_explained(facts: Facts, environment: dict[str, str], cause: str) -> None:
@@ -136,11 +144,11 @@ def test_a_cpu_build_needs_no_driver() -> None:
     [(130, False, "PASS"), (20, False, "WARN"), (20, True, "PASS"), (1, True, "WARN")],
 )
 def test_memory_is_left_for_who_still_comes(free_gib: float, server_lives: bool, status: str) -> None:
-    assert hardware.gpu_memory(gpu_facts(free_gib=free_gib).gpus()[0], server_lives=server_lives).status == status
+    assert hardware.gpu_memory(gpu_facts(free_gib=free_gib).gpus[0], server_lives=server_lives).status == status
 
 
 def test_a_gpu_that_does_not_tell_its_memory_fails() -> None:
-    silent = gpu_facts().gpus()[0].model_copy(update={"free_bytes": None, "error": "CUDA error: out of memory"})
+    silent = gpu_facts().gpus[0].model_copy(update={"free_bytes": None, "error": "CUDA error: out of memory"})
     check = hardware.gpu_memory(silent, server_lives=False)
     assert check.status == "FAIL"
     assert "out of memory" in check.found
