@@ -22,7 +22,7 @@ import bridge
 from bridge.checks.result import Check, any_failed, failed, passed
 from bridge.errors import IncompatibleVersionError
 from cli import console
-from cli.options import Json
+from cli.options import Json, option
 
 if TYPE_CHECKING:
     from bridge.checks.facts import Facts
@@ -52,32 +52,18 @@ Port = Annotated[
 ]
 ManifestPath = Annotated[
     Path | None,
-    typer.Option(
-        metavar="PATH",
+    option(
+        "--vllm-config-path",
+        "PATH",
+        "The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge, else that of the"
+        " only server that runs).",
         envvar="BRIDGE_VLLM_CONFIG_PATH",
-        show_envvar=False,
-        help="The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge, else that of"
-        " the only server that runs).",
     ),
 ]
-Where = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    typer.Option(
-        metavar="auto|cpu|cuda",
-        envvar="BRIDGE_DEVICE",
-        show_envvar=False,
-        help="Where vLLM will run; auto: what the installed vLLM was built for.",
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        envvar="BRIDGE_MODEL",
-        show_envvar=False,
-        help="A model's folder or name: check from its configuration alone which modes can train it.",
-    ),
-]
+DEVICE = "Where vLLM will run (default: auto, on what the installed vLLM was built for)."
+Where = Annotated[Literal["auto", "cpu", "cuda"], option("--device", "auto|cpu|cuda", DEVICE, envvar="BRIDGE_DEVICE")]
+MODEL = "A model's folder or name: check from its configuration alone which modes can train it."
+Model = Annotated[str | None, option("--model", "MODEL", MODEL, envvar="BRIDGE_MODEL")]
 
 
 def doctor(
