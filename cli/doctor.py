@@ -22,7 +22,7 @@ import bridge
 from bridge.checks.result import Check, any_failed, failed, passed
 from bridge.errors import IncompatibleVersionError
 from cli import console
-from cli.options import Json
+from cli.options import Json, option
 
 if TYPE_CHECKING:
     from bridge.checks.facts import Facts
@@ -52,32 +52,18 @@ Port = Annotated[
 ]
 ManifestPath = Annotated[
     Path | None,
-    typer.Option(
-        metavar="PATH",
+    option(
+        "--vllm-config-path",
+        "PATH",
+        "The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge, else that of the"
+        " only server that runs).",
         envvar="BRIDGE_VLLM_CONFIG_PATH",
-        show_envvar=False,
-        help="The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge, else that of"
-        " the only server that runs).",
     ),
 ]
-Where = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    typer.Option(
-        metavar="auto|cpu|cuda",
-        envvar="BRIDGE_DEVICE",
-        show_envvar=False,
-        help="Where vLLM will run; auto: what the installed vLLM was built for.",
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        envvar="BRIDGE_MODEL",
-        show_envvar=False,
-        help="A model's folder or name: check from its configuration alone which modes can train it.",
-    ),
-]
+DEVICE = "Where vLLM will run (default: auto, on what the installed vLLM was built for)."
+Where = Annotated[Literal["auto", "cpu", "cuda"], option("--device", "auto|cpu|cuda", DEVICE, envvar="BRIDGE_DEVICE")]
+MODEL = "A model's folder or name: check from its configuration alone which modes can train it."
+Model = Annotated[str | None, option("--model", "MODEL", MODEL, envvar="BRIDGE_MODEL")]
 
 
 def doctor(
@@ -113,7 +99,7 @@ def examine(
         return
     known = facts.gather()
     device = asked if asked != "auto" else software.built_for(software.installed_vllm())
-    device = device or ("cuda" if known.gpus() else "cpu")
+    device = device or ("cuda" if known.gpus else "cpu")
     examined = server.examine(given)
     yield "Software", [system, *_software_checks(known, device, server_lives=examined.live is not None)]
     yield "Hardware", _hardware_checks(known, device, examined.live)
@@ -127,8 +113,7 @@ def examine(
 def _software_checks(known: "Facts", device: "Device", *, server_lives: bool) -> list[Check]:
     from bridge.checks import software
 
-    installed, torch_version = software.installed_vllm(), known.torch.version if known.torch else None
-    transformers_version = software.installed_version("transformers")
+    installed, transformers_version = software.installed_vllm(), software.installed_version("transformers")
     return [
         software.python_version(sys.version_info[:2]),
         software.torch_build(known, device),
@@ -136,7 +121,7 @@ def _software_checks(known: "Facts", device: "Device", *, server_lives: bool) ->
         *(
             software.vllm_requirement(f"{name} {version}", metadata.requires(name) or (), package, package_version)
             for name, version in installed.items()
-            for package, package_version in (("torch", torch_version), ("transformers", transformers_version))
+            for package, package_version in (("torch", known.torch), ("transformers", transformers_version))
         ),
         *([patches_fit()] if installed else []),
         software.transformers_imports(known, transformers_version),
@@ -167,7 +152,7 @@ def _hardware_checks(known: "Facts", device: "Device", live: "Manifest | None") 
     gpu = [hardware.gpu_visible(known, device, os.environ, driver_loaded=hardware.nvidia_driver_loaded())]
     if device == "cuda":
         gpu += [hardware.driver_runs_torch(known)]
-        gpu += [hardware.gpu_memory(each, server_lives=live is not None) for each in known.gpus()]
+        gpu += [hardware.gpu_memory(each, server_lives=live is not None) for each in known.gpus]
     return [
         *gpu,
         sharing.over_cuda_ipc(trial_gpu(known, live), os.environ) if device == "cuda" else sharing.over_memfd(),
@@ -178,7 +163,7 @@ def _hardware_checks(known: "Facts", device: "Device", live: "Manifest | None") 
 
 def trial_gpu(known: "Facts", live: "Manifest | None") -> str | None:
     """Return the GPU to try CUDA IPC on: the server's if it is visible, else the first; None without a GPU."""
-    visible = [each.uuid for each in known.gpus()]
+    visible = [each.uuid for each in known.gpus]
     own = live.shard(0).gpu_uuid if live else None
     return own if own in visible else next(iter(visible), None)
 
@@ -190,10 +175,9 @@ def _server_checks(examined: "Examined", known: "Facts", port: int | None, *, se
 
     live, checks = examined.live, list(examined.checks)
     if live:
-        torch = known.torch.version if known.torch else None
         transformers = software.installed_version("transformers")
-        here = {"bridge": bridge.__version__, "torch": torch, "transformers": transformers}
-        checks += [server.same_versions(live, here), server.same_gpu(live, [each.uuid for each in known.gpus()])]
+        here = {"bridge": bridge.__version__, "torch": known.torch, "transformers": transformers}
+        checks += [server.same_versions(live, here), server.same_gpu(live, [each.uuid for each in known.gpus])]
         checks += [server.weights_open(live), *server.answers(live)]
     if searched:
         checks += server.others(examined.path)

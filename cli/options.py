@@ -61,6 +61,11 @@ WIDEST_METAVAR = 16
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON objects on stdout.")]
 
 
+def option(flag: str, metavar: str, text: str, **more: Any) -> Any:
+    """Return an option of a command's own, whose default `text` explains."""
+    return typer.Option(flag, metavar=metavar, help=text, show_default=False, show_envvar=False, **more)
+
+
 def from_config(
     *configs: type[Config], hide: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +22,7 @@ from bridge.planning.memory import GIB, SERVERS_GPU, Need
 from bridge.planning.model_size import ModelSize, folder_of
 from bridge.run.run_directory import RunDirectory
 from cli import accelerator, console
-from cli.options import Json, from_config
+from cli.options import Json, from_config, option
 from cli.plan_rows import Limits, Row, command, plan_rows
 
 SHOWN = {
@@ -34,28 +33,14 @@ SHOWN = {
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
 
 GpuMemory = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory", metavar="GIB", min=1, show_default=False, help="GPU memory in GiB (default: this machine's)."
-    ),
+    float | None, option("--gpu-memory", "GIB", "GPU memory in GiB (default: this machine's).", min=1)
 ]
 HostMemory = Annotated[
     float | None,
-    typer.Option(
-        "--host-memory",
-        metavar="GIB",
-        min=1,
-        show_default=False,
-        help="Host memory in GiB (default: this machine's; with --gpu-memory, no limit).",
-    ),
+    option("--host-memory", "GIB", "Host memory in GiB (default: this machine's; with --gpu-memory, no limit).", min=1),
 ]
-Everything = Annotated[
-    bool, typer.Option("--all", metavar="", show_default=False, help="List every setup, not only the recommended one.")
-]
-Run = Annotated[
-    Path | None,
-    typer.Option("--run", metavar="PATH", show_default=False, help="Compare with what the run in this directory used."),
-]
+Everything = Annotated[bool, option("--all", "", "List every setup, not only the recommended one.")]
+Run = Annotated[Path | None, option("--run", "PATH", "Compare with what the run in this directory used.")]
 
 TITLES = {
     "shared_vllm": "--mode shared_vllm, weights once",

@@ -14,19 +14,12 @@ import typer
 from bridge.checks.result import Check, any_failed
 from bridge.server import discovery, manifest
 from cli import console
-from cli.options import Json
+from cli.options import Json, option
 
 FAILED_EXIT_CODE = 3
 
-ManifestPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--vllm-config-path",
-        metavar="PATH",
-        help="The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge).",
-        show_default=False,
-    ),
-]
+PATH = "The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge)."
+ManifestPath = Annotated[Path | None, option("--vllm-config-path", "PATH", PATH)]
 
 
 def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:

@@ -27,15 +27,6 @@ class Fact(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class TorchBuild(Fact):
-    """The torch that a trainer would import."""
-
-    version: str
-    """Version with its build, such as `2.13.0+cpu`."""
-    cuda: str | None
-    """CUDA version it was built for; None: a CPU build."""
-
-
 class Gpu(Fact):
     """One GPU that this process may use."""
 
@@ -51,24 +42,19 @@ class Gpu(Fact):
     """Why the driver does not report it."""
 
 
-class CudaState(Fact):
-    """What torch reports of the driver."""
-
-    driver_cuda: str | None
-    """Newest CUDA version that the driver runs; None: no driver."""
-    gpus: tuple[Gpu, ...]
-    """The visible GPUs in their order."""
-    error: str | None
-    """Why CUDA could not be started."""
-
-
 class Facts(Fact):
     """Everything that the child found out before it ended."""
 
-    torch: TorchBuild | None = None
-    """None: torch could not be imported."""
-    cuda: CudaState | None = None
-    """None: the child did not get that far."""
+    torch: str | None = None
+    """Version of torch with its build, such as `2.13.0+cpu`; None: torch cannot be imported."""
+    torch_cuda: str | None = None
+    """CUDA version that torch was built for; None: a CPU build."""
+    driver_cuda: str | None = None
+    """Newest CUDA version that the driver runs; None: no driver, or the child did not get that far."""
+    gpus: tuple[Gpu, ...] = ()
+    """The visible GPUs in their order."""
+    cuda_error: str | None = None
+    """Why torch could not start CUDA."""
     imports: dict[str, str | None] = {}
     """Module -> why it cannot be imported; None: it can. Modules that were not reached are missing."""
     trouble: str | None = None
@@ -77,10 +63,6 @@ class Facts(Fact):
     def import_error(self, module: str) -> str | None:
         """Return why `module` cannot be imported, or None."""
         return self.imports.get(module, self.trouble or "not tried")
-
-    def gpus(self) -> tuple[Gpu, ...]:
-        """Return the visible GPUs."""
-        return self.cuda.gpus if self.cuda else ()
 
 
 def gather() -> Facts:
@@ -110,7 +92,7 @@ def probe() -> None:
         return
     import torch
 
-    _say(torch={"version": torch.__version__, "cuda": torch.version.cuda})
+    _say(torch=str(torch.__version__), torch_cuda=torch.version.cuda)
     for companion in COMPANIONS:
         if importlib.util.find_spec(companion):
             _say(doing=f"import {companion}")
@@ -118,7 +100,7 @@ def probe() -> None:
     _say(doing="import transformers")
     try_import("transformers", MODEL_CLASSES)
     _say(doing="start CUDA")
-    _say(cuda=_cuda_state())
+    _say(**_cuda_state())
 
 
 def try_import(name: str, members: tuple[str, ...] = ()) -> bool:
@@ -143,14 +125,13 @@ def _cuda_state() -> dict[str, Any]:
     import torch
 
     if torch.version.cuda is None:
-        return {"driver_cuda": None, "gpus": [], "error": "torch is a CPU build"}
+        return {"cuda_error": "torch is a CPU build"}
     starter: Any = torch.cuda
     try:
         starter.init()
     except (RuntimeError, AssertionError) as error:
-        return {"driver_cuda": _driver_cuda(), "gpus": [], "error": _first_line(error)}
-    gpus = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
-    return {"driver_cuda": _driver_cuda(), "gpus": gpus, "error": None}
+        return {"driver_cuda": _driver_cuda(), "cuda_error": _first_line(error)}
+    return {"driver_cuda": _driver_cuda(), "gpus": [_describe_gpu(i) for i in range(torch.cuda.device_count())]}
 
 
 def _driver_cuda() -> str | None:

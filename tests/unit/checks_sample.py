@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bridge.checks.facts import CudaState, Facts, Gpu, TorchBuild
+from bridge.checks.facts import Facts, Gpu
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.server.manifest import CudaHandle, Manifest, Shard, SharedMemoryHandle, View
 from bridge.server.protocol import Holder
@@ -11,8 +11,8 @@ GIB = 2**30
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 
 CPU_FACTS = Facts(
-    torch=TorchBuild(version="2.13.0+cpu", cuda=None),
-    cuda=CudaState(driver_cuda=None, gpus=(), error="torch is a CPU build"),
+    torch="2.13.0+cpu",
+    cuda_error="torch is a CPU build",
     imports={"torch": None, "transformers": None},
 )
 
@@ -20,8 +20,10 @@ CPU_FACTS = Facts(
 def gpu_facts(*, free_gib: float = 130, driver_cuda: str | None = "13.0", uuid: str = UUID) -> Facts:
     gpu = Gpu(uuid=uuid, name="NVIDIA H200", total_bytes=140 * GIB, free_bytes=int(free_gib * GIB))
     return Facts(
-        torch=TorchBuild(version="2.11.0+cu130", cuda="13.0"),
-        cuda=CudaState(driver_cuda=driver_cuda, gpus=(gpu,), error=None),
+        torch="2.11.0+cu130",
+        torch_cuda="13.0",
+        driver_cuda=driver_cuda,
+        gpus=(gpu,),
         imports={"torch": None, "transformers": None},
     )
 

@@ -69,14 +69,15 @@ def probed(*lines: object, returncode: int | None = 0, error: str = "") -> facts
 
 
 def test_facts_survive_a_crash_that_comes_after_them() -> None:
-    torch = {"version": "2.13.0", "cuda": "13.0"}
-    known = probed({"doing": "import torch"}, {"torch": torch}, {"imports": {"torch": None}}, {"doing": "start CUDA"},
-                   returncode=-11)  # fmt: skip
-    assert known.torch is not None
+    torch = {"torch": "2.13.0", "torch_cuda": "13.0"}
+    known = probed(
+        {"doing": "import torch"}, torch, {"imports": {"torch": None}}, {"doing": "start CUDA"}, returncode=-11
+    )
+    assert known.torch == "2.13.0"
     assert known.import_error("torch") is None
     assert known.trouble == "Python was killed by SIGSEGV (start CUDA)"
     assert known.import_error("transformers") == "Python was killed by SIGSEGV (start CUDA)"
-    assert known.gpus() == ()
+    assert known.gpus == ()
 
 
 def test_imports_add_up() -> None:

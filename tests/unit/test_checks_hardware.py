@@ -1,14 +1,13 @@
-"""Main memory, /dev/shm and the memfd trial, which runs for real."""
+"""The GPU, its driver, main memory and /dev/shm, from facts and files."""
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
 
-from bridge.checks import hardware, sharing
-from bridge.checks.child import Ended, run_module
+from bridge.checks import hardware
+from bridge.checks.facts import Facts
 from bridge.core import memory as host
+from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts
 
 GIB = 2**30
 
@@ -18,43 +17,6 @@ def fake_root(folder: Path, files: dict[str, str]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
-
-
-def test_two_real_processes_share_a_memfd() -> None:
-    assert sharing.over_memfd().status == "PASS"
-
-
-def test_a_writer_that_is_refused_fails_with_its_error() -> None:
-    check = sharing.over_memfd(writer=lambda _: run_module(sharing.MODULE, "memfd", "/proc/self/fd/9999", timeout_s=20))
-    assert check.status == "FAIL"
-    assert "No such file" in check.found
-
-
-def test_a_writer_that_wrote_elsewhere_fails() -> None:
-    check = sharing.over_memfd(writer=lambda _: Ended(returncode=0, stdout="", last_error_line=""))
-    assert check.status == "FAIL"
-    assert "the first one reads" in check.found
-
-
-def test_a_kernel_that_refuses_memfds_fails() -> None:
-    def refuse(name: str, flags: int) -> int:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), name, flags)
-
-    check = sharing.over_memfd(create=refuse)
-    assert check.status == "FAIL"
-    assert "memfd_create: Permission denied" in check.found
-
-
-def test_memory_that_cannot_be_had_fails_and_the_memfd_is_closed() -> None:
-    opened: list[int] = []
-
-    def read_only(_name: str, _flags: int) -> int:
-        opened.append(os.open("/dev/null", os.O_RDONLY))
-        return opened[0]
-
-    assert sharing.over_memfd(create=read_only).status == "FAIL"
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(opened[0])
 
 
 def test_available_memory_is_the_kernels_figure(tmp_path: Path) -> None:
@@ -123,3 +85,70 @@ def test_shm_holds_the_message_queues(free: int | None, status: str) -> None:
 def test_a_missing_shm_has_no_size(tmp_path: Path) -> None:
     assert host.shm_free_bytes(tmp_path / "none") is None
     assert host.shm_free_bytes(tmp_path) is not None
+
+
+BLIND = Facts(
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    driver_cuda="13.0",
+    cuda_error="No CUDA GPUs are available",
+)
+
+
+def test_a_visible_gpu_passes_with_its_uuid() -> None:
+    check = hardware.gpu_visible(gpu_facts(), "cuda", {}, driver_loaded=True)
+    assert check.status == "PASS"
+    assert UUID in check.found
+
+
+def test_a_machine_without_a_gpu_is_no_fault_on_the_cpu() -> None:
+    assert hardware.gpu_visible(CPU_FACTS, "cpu", {}, driver_loaded=False).status == "SKIP"
+    assert hardware.gpu_visible(CPU_FACTS, "cuda", {}, driver_loaded=False).status == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("facts", "environment", "cause"),
+    [
+        (CPU_FACTS, {}, "a CPU build"),
+        (BLIND, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES=''"),
+        (BLIND, {}, "No CUDA GPUs are available"),
+        (
+            Facts(
+                torch=BLIND.torch, torch_cuda=BLIND.torch_cuda, trouble="no answer within the time limit (start CUDA)"
+            ),
+            {},
+            "no answer within",
+        ),
+    ],
+)
+def test_a_gpu_that_cannot_be_seen_is_explained(facts: Facts, environment: dict[str, str], cause: str) -> None:
+    assert hardware.gpu_visible(facts, "cpu", environment, driver_loaded=True).status == "WARN"
+    check = hardware.gpu_visible(facts, "cuda", environment, driver_loaded=True)
+    assert check.status == "FAIL"
+    assert cause in check.found
+
+
+@pytest.mark.parametrize(
+    ("driver", "status"), [("13.0", "PASS"), ("13.2", "PASS"), ("14.0", "PASS"), ("12.9", "FAIL"), (None, "FAIL")]
+)
+def test_the_driver_runs_torchs_cuda_of_any_minor_version(driver: str | None, status: str) -> None:
+    assert hardware.driver_runs_torch(gpu_facts(driver_cuda=driver)).status == status
+
+
+def test_a_cpu_build_needs_no_driver() -> None:
+    assert hardware.driver_runs_torch(CPU_FACTS).status == "SKIP"
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "server_lives", "status"),
+    [(130, False, "PASS"), (20, False, "WARN"), (20, True, "PASS"), (1, True, "WARN")],
+)
+def test_memory_is_left_for_who_still_comes(free_gib: float, server_lives: bool, status: str) -> None:
+    assert hardware.gpu_memory(gpu_facts(free_gib=free_gib).gpus[0], server_lives=server_lives).status == status
+
+
+def test_a_gpu_that_does_not_tell_its_memory_fails() -> None:
+    silent = gpu_facts().gpus[0].model_copy(update={"free_bytes": None, "error": "CUDA error: out of memory"})
+    check = hardware.gpu_memory(silent, server_lives=False)
+    assert check.status == "FAIL"
+    assert "out of memory" in check.found
