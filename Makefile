@@ -15,7 +15,14 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-.PHONY: help setup lint type test test-unit test-cpu test-slow test-gpu families contract soak demo compare bench clean
+# Tests wait for servers and clocks half of the time, so there is one more process than cores. Those left to `test-all` each
+# have a vLLM, and at most four of them run at once. Models are tiny: a second thread only costs.
+CORES := $(shell nproc)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loadgroup
+FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
+MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
+
+.PHONY: help setup lint type test test-unit test-all test-gpu families contract soak demo compare bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,17 +37,14 @@ lint: $(INSTALLED) ## ruff's rules and format, and the directions of imports
 type: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy
 
-test: test-unit ## Every test that needs no GPU, those with the real vLLM on the CPU included, the slowest left out
-	@$(BIN)/python -m pytest tests/cpu -m "not slow"
+test: $(INSTALLED) ## Every test that needs no GPU, with the real vLLM on the CPU, but for the slow ones
+	@$(PYTEST) $(MANY) -m "not slow"
 
-test-unit: $(INSTALLED) ## Those of them that need no vLLM, on all cores
-	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --ignore=tests/gpu --ignore=tests/cpu -m "not slow"
+test-unit: $(INSTALLED) ## Those of them that need no vLLM
+	@$(PYTEST) $(MANY) -m "not slow" --ignore=tests/cpu
 
-test-cpu: $(INSTALLED) ## The real vLLM on the CPU, end to end
-	@$(BIN)/python -m pytest tests/cpu
-
-test-slow: $(INSTALLED) ## Those left out: each starts a real vLLM, or a compiler, several times
-	@$(BIN)/python -m pytest --ignore=tests/gpu -m slow
+test-all: test ## The slow ones, too: every family, learning, long runs, restarts of vLLM
+	@$(PYTEST) $(FEW) -m slow
 
 test-gpu: $(INSTALLED) ## The same and more on a GPU
 	@$(BIN)/python -m pytest tests/gpu

@@ -100,7 +100,8 @@ def stop(child: Child, *, grace_s: float = 15.0) -> None:
         child.process.wait()
         _wait(lambda: any(_is_running(process) for process in trackers), TRACKER_S)
         _kill(trackers)
-        left = psutil.wait_procs(list(tree), timeout=5)[1]
+        _wait(lambda: any(_is_running(process) for process in tree), 5)  # init reaps the orphans, when it likes
+        left = [process for process in tree if _is_running(process)]
         assert not left, f"processes that we started cannot be killed: {left}"
 
 

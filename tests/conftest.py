@@ -44,6 +44,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path in _left_out() else None
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""

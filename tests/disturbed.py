@@ -11,12 +11,11 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,6 @@ from bridge.rollouts.sampler import Sampler
 from bridge.run import trainer_state
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
-from cli import main
 
 ENGINE = "VLLM::EngineCor"
 """The name of the engine's process, as far as the kernel keeps it."""
@@ -43,8 +41,8 @@ STOPPED_S = 2
 """Seconds for which a process is stopped, or a trainer waits inside the fence for what comes to wait for it."""
 ROOM_BYTES = 100_000
 """What a full disk still takes: less than a checkpoint of the smallest model."""
-SAID, PUBLISHED = "said", "published"
-"""Files of a disturbed trainer: its output, and the record of its publications."""
+PUBLISHED = "published"
+"""File of a disturbed trainer: the record of its publications."""
 RESTART, TRAIN, VERIFY = REQUESTS = "restart_the_server", "train_beside", "verify_beside"
 """Files by which a trainer asks for something to happen meanwhile, and which are removed once it is done."""
 PHASES = "rollouts", "pause pending", "writing", "publishing", "saving"
@@ -267,15 +265,15 @@ def watch(trainer: Trainer) -> None:
     BridgeClient.pause = counted  # type: ignore[method-assign]
 
 
-def record(path: Path) -> None:
-    """Record every version before it is published."""
+def record(path: str) -> None:
+    """Record every version in a file before it is published."""
     publish = BridgeClient.publish
 
     def recorded(self: BridgeClient, version: int | None = None) -> Status:
         status = self.status()
         following = max(status.version + 1, version or 0)
         line = {"server": status.server.pid, "version": following, "digests": self.digests()}
-        with path.open("a") as lines:
+        with Path(path).open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         return publish(self, version)
 
@@ -291,23 +289,10 @@ def arm(disturbance: Disturbance) -> Trainer:
     return trainer
 
 
-def run(disturbance: Disturbance, folder: Path, command: Sequence[str]) -> None:
-    """Run the command in `folder`, as a process that does nothing else, and record what it publishes."""
-    os.chdir(folder)
-    with Path(SAID).open("w") as said:
-        os.dup2(said.fileno(), sys.stderr.fileno())
-        os.dup2(said.fileno(), sys.stdout.fileno())
-    os.environ["NO_COLOR"] = "1"
-    sys.argv = ["bridge", *command]
-    arm(disturbance)
-    record(Path(PUBLISHED))
-    main.main()
-
-
-def program(disturbance: Disturbance) -> str:
-    """Return a program for `python -c` that runs the command with one fault, and records nothing."""
-    root = str(Path(__file__).parents[1])
+def program(disturbance: Disturbance, *, records: bool = False) -> str:
+    """Return a program that runs the command with one fault, and may record what it publishes."""
+    record_it = f"disturbed.record({PUBLISHED!r}); " if records else ""
     return (
-        f"import sys; sys.path.insert(0, {root!r}); from tests.disturbed import Disturbance, arm, main; "
-        f"arm({disturbance!r}); main.main()"
+        "from cli.main import main; from tests import disturbed; from tests.disturbed import Disturbance; "
+        f"disturbed.arm({disturbance!r}); {record_it}main()"
     )

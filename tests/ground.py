@@ -7,12 +7,10 @@ Not covered: which faults there are (`disturbed.py`).
 """
 
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
@@ -29,11 +27,9 @@ from cli import children
 from cli.serve import free_port
 from tests import disturbed
 from tests.disturbed import UNDISTURBED, Disturbance
+from tests.forked import Command
 from tests.scenarios import LiveServer
 
-START = multiprocessing.get_context("forkserver")
-"""Trainers are forked from a process that has loaded all they need, and has no threads: they start in no time."""
-START.set_forkserver_preload(["tests.disturbed", "transformers.models.llama.modeling_llama", "bridge.run.loop"])
 LIMIT_S = 240.0
 """Longest life of a trainer: one that hangs is killed, and its fault has failed."""
 STEPS = 3
@@ -73,7 +69,7 @@ class Ground:
     """Server's pid and version -> digest of every tensor."""
     num_rounds: int = 0
     num_servers: int = 0
-    _beside: list[BaseProcess] = field(default_factory=list)
+    _beside: list[Command] = field(default_factory=list)
     """What runs beside a trainer."""
 
     def __enter__(self) -> "Ground":
@@ -97,9 +93,8 @@ class Ground:
             beside, self._beside = self._beside, []
             for process in (trainer, *beside):
                 process.kill()
-                process.join()
-        assert trainer.exitcode is not None
-        return Round(folder, trainer.exitcode, beside[0].exitcode if beside else None)
+                process.wait()
+        return Round(folder, trainer, beside[0] if beside else None)
 
     def prove(self) -> "Proof":
         """Return what became of the server, which serves a whole version now.
@@ -130,16 +125,14 @@ class Ground:
             *("--request-timeout-s", "60", "--max-retries", "2"),
         ]
 
-    def _begin(self, folder: Path, command: Sequence[str], disturbance: Disturbance = UNDISTURBED) -> BaseProcess:
+    def _begin(self, folder: Path, command: Sequence[str], disturbance: Disturbance = UNDISTURBED) -> Command:
         folder.mkdir()
         (folder / "uneven.py").write_text(UNEVEN)
-        started = START.Process(target=disturbed.run, args=(disturbance, folder, command))
-        started.start()
-        return started
+        return Command(command, folder, program=disturbed.program(disturbance, records=True))
 
-    def _until_it_ends(self, trainer: BaseProcess, folder: Path) -> None:
+    def _until_it_ends(self, trainer: Command, folder: Path) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while trainer.is_alive() or self._is_busy():
+        while trainer.poll() is None or self._is_busy():
             if time.monotonic() > deadline:
                 raise NotWholeError(f"the trainer, or what runs beside it, has not ended after {LIMIT_S:g} s")
             for request in disturbed.REQUESTS:
@@ -150,7 +143,7 @@ class Ground:
             self._take_over(record)
 
     def _is_busy(self) -> bool:
-        return any(process.is_alive() for process in self._beside)
+        return any(process.poll() is None for process in self._beside)
 
     def _do(self, request: str, folder: Path) -> None:
         """Do what a trainer asks for; its request is removed once that is done."""
@@ -219,9 +212,8 @@ class Ground:
         whole = Path(status.last_checkpoint or self.model)
         folder = self.folder / f"restore_{self.num_rounds}"
         restore = self._begin(folder, ("restore", str(whole), "--vllm-config-path", str(self.server.path)))
-        restore.join(LIMIT_S)
-        if restore.exitcode != 0:
-            raise NotWholeError(f"bridge restore {whole} failed: {(folder / disturbed.SAID).read_text()}")
+        if restore.wait(LIMIT_S) != 0:
+            raise NotWholeError(f"bridge restore {whole} failed: {restore.stderr}")
         self._check_equals(whole)
         self._note()
         return f"{whole.name} restored as {self._check_whole(self._status())}"
@@ -268,20 +260,16 @@ class Round:
     """How a disturbed trainer ended."""
 
     folder: Path
-    exit_code: int
-    """Negative for a signal."""
-    exit_code_beside: int | None
-    """Of the command that ran beside it; None: none did."""
+    trainer: Command
+    beside: Command | None
+    """The command that ran beside it, if any did."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return the trainer's exit code, negative for a signal."""
+        return self.trainer.returncode
 
     def check_checkpoints(self) -> list[int]:
         """Return the steps of its checkpoints, each of which has to be whole."""
         found = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
         return [checkpoint.read(path).progress.step for _, path in found]
-
-    def said(self) -> str:
-        """Return what it said to people."""
-        return (self.folder / disturbed.SAID).read_text()
-
-    def said_beside(self) -> str:
-        """Return what was said by the command that ran beside it."""
-        return (self.folder / BESIDE / disturbed.SAID).read_text()

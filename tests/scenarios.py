@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,21 +17,24 @@ from typing import Any, Literal
 import httpx
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import ServeConfig
 from bridge.rollouts import openai_api
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, manifest
+from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.manifest import Manifest
+from bridge.server.protocol import Status
 from bridge.types import Completion, Group
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
 from cli import children
 from cli.serve import free_port
 from cli.server_command import ServerCommand
+from tests import forked
 
 START_LIMIT_S = 300
 MAX_MODEL_LEN = 2048
@@ -70,6 +73,11 @@ class LiveServer:
         """Sample completions of the same random prompts as always, by the model or by the adapter of that name."""
         return sampled(self.manifest.url, name)
 
+    def status(self) -> Status:
+        """Return the version and where the fence stands."""
+        with BridgeClient(self.manifest, timeout_s=60) as client:
+            return client.status()
+
 
 def sampled(url: str, name: str | None = None) -> list[Group]:
     """Sample from the server at `url` as training does, by the model or by the adapter `name`."""
@@ -94,7 +102,7 @@ def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> No
     }
     asked["generate"] = ("/generate", {"max_tokens": NEW_TOKENS, "logprobs": 0})
     asked["left out"] = ("/v1/completions", {"max_tokens": NEW_TOKENS, "logprobs": 0, "return_token_ids": True})
-    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).to(device_of(server))
+    reference = loaded(plain).to(device_of(server))
     found = {}
     for name, (route, fields) in asked.items():
         prompt = {"prompt_token_ids": PROMPT} if name == "generate" else PROMPT
@@ -161,26 +169,37 @@ def served(
 
 
 def bridge(
-    *arguments: str | Path, folder: Path, expect: int = 0, limit_s: float = 600
+    *arguments: str | Path, folder: Path, expect: int = 0, limit_s: float = 600, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run the `bridge` command in `folder` and check its exit code."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from cli.main import main; main()", *map(str, arguments)],
+    """Run the `bridge` command in `folder` and check its exit code.
+
+    It is forked from a process that has imported all it needs, unless it is to be `cold`, as a user's is, or there is a
+    GPU.
+    """
+    run_it = _cold if cold or torch.cuda.is_available() else forked.ended
+    done = run_it(arguments, folder, limit_s=limit_s)
+    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def _cold(arguments: Sequence[str | Path], folder: Path, *, limit_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", forked.BRIDGE, *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
+        env={**os.environ, "NO_COLOR": "1"},
         capture_output=True,
         text=True,
         timeout=limit_s,
         check=False,
     )
-    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
-def trains_in_place(server: LiveServer, folder: Path, *flags: str, mode: str = "shared_vllm") -> None:
+def trains_in_place(
+    server: LiveServer, folder: Path, *flags: str, mode: str = "shared_vllm", cold: bool = False
+) -> None:
     """Train three steps through the command line; the server must then equal the checkpoint in plain transformers."""
     before = server.sample()
-    trained(server, folder, "--mode", mode, *flags)
+    trained(server, folder, "--mode", mode, *flags, cold=cold)
     equals_the_samples_after(folder / "saved" / "step_3", before, server.sample(), device=device_of(server))
     check_metrics(folder / "run")
 
@@ -193,7 +212,9 @@ def trains_an_adapter(server: LiveServer, folder: Path, handover: str) -> None:
     check_metrics(folder / "run")
 
 
-def trained(server: LiveServer, folder: Path, *flags: str, steps: int = 3) -> subprocess.CompletedProcess[str]:
+def trained(
+    server: LiveServer, folder: Path, *flags: str, steps: int = 3, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Train through the command line."""
     return bridge(
         *("train", "--model-name", server.manifest.model, "--training-steps", str(steps)),
@@ -201,6 +222,7 @@ def trained(server: LiveServer, folder: Path, *flags: str, steps: int = 3) -> su
         *("--vllm-config-path", server.path, "--run-dir", folder / "run", "--save-path", folder / "saved"),
         *flags,
         folder=folder,
+        cold=cold,
     )
 
 
@@ -235,7 +257,7 @@ def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> N
 
 def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *, device: str) -> None:
     """Check that `model` with the adapter in `folder`, in plain PEFT, made the samples `after`; it alone did not."""
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device)
+    plain = loaded(model).to(device)
     moved = logprob_diffs(plain, after)
     with_adapter = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
     parity = logprob_diffs(with_adapter.get_base_model(), after)
@@ -270,10 +292,21 @@ def _differences(one: Completion, other: Completion) -> list[float]:
 
 def equals_the_samples_after(checkpoint: Path, before: list[Group], after: list[Group], *, device: str) -> None:
     """Check that `checkpoint` in plain transformers made the samples `after` training, and not those `before`."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
+    model = loaded(checkpoint).to(device)
     parity, moved = (logprob_diffs(model, samples).max().item() for samples in (after, before))
     assert parity < PARITY_LIMIT, (parity, moved)
     assert moved > 10 * parity, (moved, parity)
+
+
+def different(server: LiveServer, checkpoint: Path) -> list[str]:
+    """Return the parameters of which the server serves other bytes than the checkpoint has."""
+    served, whole = attach(server.manifest).model, loaded(checkpoint)
+    return [name for name, held in whole.named_parameters() if not torch.equal(held, served.get_parameter(name))]
+
+
+def loaded(checkpoint: Path) -> PreTrainedModel:
+    """Load a checkpoint as anybody would."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -281,11 +314,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def verifies(server: LiveServer, folder: Path) -> None:
+def verifies(server: LiveServer, folder: Path, *, cold: bool = False) -> None:
     """Run `bridge verify --json` and check that every line passes and nothing was changed."""
     attached = attach(server.manifest)
     before = digests(attached)
-    printed = bridge("verify", "--json", "--vllm-config-path", server.path, folder=folder).stdout
+    printed = bridge("verify", "--json", "--vllm-config-path", server.path, folder=folder, cold=cold).stdout
     rows: list[dict[str, Any]] = [json.loads(line) for line in printed.splitlines()]
     assert [row["status"] for row in rows] == ["PASS"] * len(rows), rows
     assert len(rows) >= 7, rows

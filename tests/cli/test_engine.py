@@ -70,10 +70,9 @@ def answer(command: ServerCommand) -> str:
 
 
 def family(log: Path) -> list[psutil.Process]:
-    """Return the engines of every server that has been ready, as the log tells."""
-    return [
-        psutil.Process(int(pid)) for pid in re.findall(r"engine (\d+)", log.read_text()) if psutil.pid_exists(int(pid))
-    ]
+    """Return the engines that run, of every server that has been ready, as the log tells."""
+    pids = map(int, re.findall(r"engine (\d+)", log.read_text()))
+    return [psutil.Process(pid) for pid in pids if not is_dead(pid)]
 
 
 def until(condition: Callable[[], bool]) -> None:

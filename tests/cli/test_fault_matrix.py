@@ -19,6 +19,7 @@ from tests.disturbed import ENDS_THE_SERVER, FAULTS, Disturbance
 from tests.ground import Ground, NotWholeError
 from tests.unit import patched_server
 
+pytestmark = pytest.mark.xdist_group("commands")
 DISTURBED_STEP = 2
 DONE, BUG, FULL_DISK, FAILED_CHECK, REFUSED, UNREACHABLE, INTERRUPTED, KILLED = 0, 1, 2, 3, 4, 5, 130, -9
 Steps = tuple[list[int], ...]
@@ -65,9 +66,13 @@ BESIDE = {"a second trainer": {REFUSED}, "verify": {DONE, FAILED_CHECK}}
 leaves out where the trainer publishes meanwhile."""
 
 
+SLOW = (*ENDS_THE_SERVER, "SIGTERM", "SIGHUP", "MemoryError")
+"""A server has to be started again, or another fault of the table takes the same way through the trainer."""
+
+
 def cases() -> Iterator[Any]:
     for fault, endings in ENDINGS.items():
-        marks = [pytest.mark.slow] if fault in ENDS_THE_SERVER else []
+        marks = [pytest.mark.slow] if fault in SLOW else []
         for phase, ending in zip(FAULTS[fault], endings, strict=True):
             yield pytest.param(fault, phase, ending, id=f"{fault}, {phase}", marks=marks)
 
@@ -87,16 +92,18 @@ def test_what_is_served_after_a_fault_was_published_whole(
     found = ground.disturb(Disturbance(fault=fault, phase=phase, step=DISTURBED_STEP))
     proof = ground.prove()
     exit_code, outcome, saved = ending
-    assert (found.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{found.said()}"
-    assert found.check_checkpoints() in saved, found.said()
-    assert found.exit_code_beside in BESIDE.get(fault, {None})
+    assert (found.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{found.trainer.stderr}"
+    assert found.check_checkpoints() in saved, found.trainer.stderr
+    assert (found.beside and found.beside.returncode) in BESIDE.get(fault, {None})
 
 
 def test_a_second_trainer_names_the_first_and_bridge_verify_fails_by_the_made_up_numbers_alone(ground: Ground) -> None:
     refused = ground.disturb(Disturbance(fault="a second trainer", phase="rollouts", step=DISTURBED_STEP))
-    assert "another trainer (pid " in refused.said_beside()
+    assert refused.beside is not None
+    assert "another trainer (pid " in refused.beside.stderr
     read = ground.disturb(Disturbance(fault="verify", phase="saving", step=DISTURBED_STEP))
-    assert [line for line in read.said_beside().splitlines() if "FAIL" in line and "log-prob" not in line] == []
+    assert read.beside is not None
+    assert [line for line in read.beside.stderr.splitlines() if "FAIL" in line and "log-prob" not in line] == []
 
 
 def test_a_weight_that_nobody_published_is_found_out(ground: Ground) -> None:

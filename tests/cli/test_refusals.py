@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,8 @@ from bridge.server.protocol import Status
 from cli import children
 from cli.main import answer
 from cli.serve import free_port
+from tests import forked
+from tests.forked import Command
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import UUID, dead_server
@@ -420,47 +421,29 @@ main.main()
 """
 
 
+@pytest.mark.xdist_group("commands")
 def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
     (tmp_path / "toy.py").write_text(TOY_VLLM)
     model = tiny.write(tiny.llama(), tmp_path / "model")
     place = tmp_path / "manifest.json"
-    bridge = (sys.executable, "-c", RUN_ON_A_TOY)
-    environment = {**os.environ, "NO_COLOR": "1", "TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(root)}
-    process = subprocess.Popen(
-        [
-            *(*bridge, "run", "--model", str(model), "--vllm-config-path", str(place)),
-            *("--port", str(free_port("127.0.0.1")), "--training-steps", "500", "--batch-size", "8"),
-            *("--group-size", "4", "--max-new-tokens", "8"),
-        ],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    limit = threading.Timer(RUN_LIMIT_S, process.kill)
-    limit.start()
+    environment = {"TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    arguments: list[str | Path] = [
+        *("run", "--model", model, "--vllm-config-path", place, "--port", str(free_port("127.0.0.1"))),
+        *("--training-steps", "500", "--batch-size", "8", "--group-size", "4", "--max-new-tokens", "8"),
+    ]
+    process = Command(arguments, tmp_path, program=RUN_ON_A_TOY, environment=environment)
     try:
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if line.startswith("step   2/500"):
-                break
-        else:
-            raise AssertionError("".join(said))
+        assert any(line.startswith("step   2/500") for line in process.lines(RUN_LIMIT_S)), process.stderr
         assert place.exists()
         tree = psutil.Process(process.pid).children(recursive=True)
         assert len(tree) >= 2, tree
         process.send_signal(signal.SIGINT)
-        ending = process.communicate(timeout=RUN_LIMIT_S)[1].splitlines()
-        assert ending[-1] == "interrupted"
+        assert process.wait(RUN_LIMIT_S) == 130
     finally:
-        limit.cancel()
         process.kill()
-        process.communicate()
-    assert process.returncode == 130
+        process.wait()
+    ending = process.stderr.splitlines()
+    assert ending[-1] == "interrupted"
     assert not [member for member in tree if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
     assert not place.exists()
     (run,) = (tmp_path / "runs").iterdir()
@@ -470,10 +453,8 @@ def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_
     assert commands["checkpoint"].strip() == f"runs/{run.name}/checkpoints/step_{num_steps}"
     assert commands["report"].split() == ["bridge", "report", f"runs/{run.name}"]
     for name, flags in (("resume", ["--training-steps", str(num_steps + 1)]), ("report", [])):
-        words = shlex.split(commands[name])
-        done = subprocess.run(
-            [*bridge, *words[1:], *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        again = [*shlex.split(commands[name])[1:], *flags]
+        done = forked.ended(again, tmp_path, program=RUN_ON_A_TOY, environment=environment, limit_s=RUN_LIMIT_S)
         assert done.returncode == 0, done.stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, num_steps + 2))

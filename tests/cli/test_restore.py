@@ -588,17 +588,3 @@ def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(
     assert "version 1" in capsys.readouterr().err
     assert serves(server, model)
     assert (server.fence.state, server.routes()) == ("serving", ["pause", "publish"])
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_help_cuts_nothing_off(columns: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "from cli.main import main; main()", "restore", "--help"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
-        check=True,
-    )
-    assert "…" not in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines()) <= columns
-    assert "CHECKPOINT" in done.stdout

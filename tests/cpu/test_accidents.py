@@ -20,26 +20,28 @@ import httpx
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError
 from bridge.server import fence
 from bridge.server.client import CONTROL_LIMIT_S, BridgeClient
 from bridge.server.fence import Update
-from bridge.server.protocol import Status
 from bridge.weights.attach import attach
-from tests import scenarios
+from tests import forked, scenarios
+from tests.forked import Command
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
 BATCH_SIZE = 8
 TRAINER_LIMIT_S = 240.0
-"""After it a trainer that hangs is killed, so that its test fails."""
+"""A trainer that hangs is killed after it, and its test fails."""
 EXIT_LIMIT_S = CONTROL_LIMIT_S + 60
 """A trainer whose server is gone has ended by then: one limited call, a checkpoint, and a busy machine."""
+ORPHANS_LIMIT_S = 10.0
 KILLED_AFTER_S = 8
-"""Longer than a step of this size takes to come to its fence on a busy machine."""
+"""Longer than a step of this size takes to reach its fence on a busy machine."""
+CALL_LIMIT_S = 15
 ENVIRONMENT = """
 import math, os, signal, threading
 
@@ -57,7 +59,6 @@ class Accident:
 """
 
 
-BRIDGE = "from cli.main import main; main()"
 HUNG_UP_WHILE_IT_WRITES = f"""
 import os, signal
 from bridge.learn.learner import Learner
@@ -72,7 +73,7 @@ def write_half_and_hang_up(self):
     write(self)
 
 Learner.write = write_half_and_hang_up
-{BRIDGE}
+{forked.BRIDGE}
 """
 PAUSES = """
 import sys
@@ -94,25 +95,22 @@ LONG = {"prompt": [5, 9, 2], "max_tokens": 1900, "n": 48, "ignore_eos": True, "s
 class Trainer:
     """A `bridge train` that runs."""
 
-    process: subprocess.Popen[str]
+    process: Command
     folder: Path
+    said: Iterator[str]
+    """The lines that it prints for people, each once."""
 
     def wait_for(self, line: str) -> None:
-        """Read what it says to people until a line begins with `line`."""
-        assert self.process.stderr is not None
-        said = []
-        for text in self.process.stderr:
-            said.append(text)
-            if text.startswith(line):
-                return
-        raise AssertionError("".join(said))
+        """Read what it prints for people until a line begins with `line`."""
+        if not any(text.startswith(line) for text in self.said):
+            raise AssertionError(self.process.stderr)
 
     def ended(self, expect: int) -> list[str]:
         """Wait for its end and return what else it said, a line each, empty ones left out."""
-        said = self.process.communicate(timeout=TRAINER_LIMIT_S)[1]
-        assert self.process.returncode == expect, f"exit code {self.process.returncode}, expected {expect}\n{said}"
+        code, said = self.process.wait(TRAINER_LIMIT_S), self.process.stderr
+        assert code == expect, f"exit code {code}, expected {expect}\n{said}"
         assert "Traceback" not in said, said
-        return [line for line in said.splitlines() if line]
+        return [line for line in self.said if line]
 
     def fault(self, expect: int) -> str:
         """Wait for its end, which is one error with one hint, and return the error."""
@@ -128,55 +126,34 @@ class Trainer:
     def saved(self, step: int) -> PreTrainedModel:
         """Load its only checkpoint, which is that of `step`, as anybody would."""
         assert [folder.name for folder in (self.folder / "saved").iterdir()] == [f"step_{step}"]
-        return AutoModelForCausalLM.from_pretrained(self.folder / "saved" / f"step_{step}", dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("accidents")
-    with scenarios.served(tiny.write(tiny.llama(), folder / "model"), folder / "server") as server:
-        yield server
+        return scenarios.loaded(self.folder / "saved" / f"step_{step}")
 
 
 @contextmanager
 def training(
-    server: LiveServer, folder: Path, *flags: str, accident: str = "0.0", steps: int = 5, program: str = BRIDGE
+    server: LiveServer, folder: Path, *flags: str, accident: str = "0.0", steps: int = 5, program: str = forked.BRIDGE
 ) -> Iterator[Trainer]:
     """Run `bridge train` in `folder`; its first score of step 3 is what `accident` evaluates to."""
     environment = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(environment)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-c", program, "train", "--model-name", server.manifest.model),
-            *("--vllm-config-path", str(server.path), "--environment", "accident.py:Accident"),
-            *("--training-steps", str(steps), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--lr", "1e-3"),
-            *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first fault ends it
-            *("--max-new-tokens", "64", "--run-dir", "run", "--save-path", "saved", *flags),
-        ],
-        cwd=folder,
-        env={**os.environ, "NO_COLOR": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    limit = threading.Timer(TRAINER_LIMIT_S, process.kill)
-    limit.start()
+    arguments: list[str | Path] = [
+        *("train", "--model-name", server.manifest.model, "--vllm-config-path", server.path),
+        *("--environment", "accident.py:Accident", "--training-steps", str(steps), "--lr", "1e-3"),
+        *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "64"),
+        *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first fault ends it
+        *("--run-dir", "run", "--save-path", "saved", *flags),
+    ]
+    process = Command(arguments, folder, program=program)
     try:
-        yield Trainer(process, folder)
+        yield Trainer(process, folder, process.lines(TRAINER_LIMIT_S))
     finally:
-        limit.cancel()
         process.kill()
-        process.communicate()
-
-
-def status(server: LiveServer) -> Status:
-    with BridgeClient(server.manifest, timeout_s=60) as client:
-        return client.status()
+        process.wait()
 
 
 def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> None:
     """Check that the server serves `version`, whose weights are `saved`, and still generates."""
-    assert (status(server).state, status(server).version) == ("serving", version)
+    assert (server.status().state, server.status().version) == ("serving", version)
     served = attach(server.manifest).model
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter, served.get_parameter(name)), name
@@ -193,7 +170,7 @@ def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> No
     ids=["a NaN", "an exception"],
 )
 def test_a_bad_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, told: str) -> None:
-    before = status(llama).version
+    before = llama.status().version
     with training(llama, tmp_path, accident=accident) as trainer:
         assert told in trainer.fault(expect=2)
     assert trainer.steps() == [1, 2]
@@ -201,7 +178,7 @@ def test_a_bad_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, 
 
 
 def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> None:
-    before = status(llama).version
+    before = llama.status().version
     with training(llama, tmp_path, steps=500) as trainer:
         trainer.wait_for("step   2/500")
         trainer.process.send_signal(signal.SIGINT)
@@ -215,7 +192,7 @@ def test_ctrl_c_costs_no_published_step(llama: LiveServer, tmp_path: Path) -> No
 def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its_turn(
     llama: LiveServer, tmp_path: Path
 ) -> None:
-    before, second = status(llama).version, tmp_path / "second"
+    before, second = llama.status().version, tmp_path / "second"
     second.mkdir()
     with training(llama, tmp_path, steps=500) as trainer:
         trainer.wait_for("step   2/500")
@@ -235,11 +212,11 @@ def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its
     assert [path.name for path in second.iterdir()] == ["accident.py"]
     assert trainer.steps() == list(range(1, trainer.steps()[-1] + 1))
     check_served(llama, trainer.saved(trainer.steps()[-1]), before + trainer.steps()[-1])
-    assert status(llama).lease is None
+    assert llama.status().lease is None
 
 
 def test_a_terminal_that_closes_while_weights_are_written_costs_no_version(llama: LiveServer, tmp_path: Path) -> None:
-    before = status(llama).version
+    before = llama.status().version
     with training(llama, tmp_path, program=HUNG_UP_WHILE_IT_WRITES) as trainer:
         assert trainer.ended(expect=130)[-1] == "interrupted"
     assert trainer.steps() == [1, 2, 3]
@@ -247,7 +224,7 @@ def test_a_terminal_that_closes_while_weights_are_written_costs_no_version(llama
 
 
 def test_a_trainer_killed_while_its_pause_is_pending_leaves_a_server_that_serves(llama: LiveServer) -> None:
-    before, request = status(llama), {**LONG, "model": llama.manifest.model}
+    before, request = llama.status(), {**LONG, "model": llama.manifest.model}
     url = f"{llama.manifest.url}/v1/completions"
     child = subprocess.Popen(
         [sys.executable, "-c", PAUSES, llama.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -266,16 +243,17 @@ def test_a_trainer_killed_while_its_pause_is_pending_leaves_a_server_that_serves
         long = pool.submit(answered)
         assert begun.wait(TRAINER_LIMIT_S)
         assert child.stdin is not None
+        logged = len(llama.child.log.read_text())
         child.stdin.write("pause\n")
         child.stdin.flush()
-        until(lambda: "setting pause state to PAUSED_NEW" in llama.child.log.read_text())
+        until(lambda: "setting pause state to PAUSED_NEW" in llama.child.log.read_text()[logged:])
         child.kill()
         assert child.communicate()[0] == "", "its pause was granted before it was killed"
         assert not long.done(), "its pause was not pending"
-        assert status(llama) == before
+        assert llama.status() == before
         assert llama.sample()
         assert long.result()
-    assert status(llama) == before
+    assert llama.status() == before
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -286,7 +264,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def test_a_vllm_that_cannot_free_its_kv_cache_says_so_and_never_pauses(llama: LiveServer) -> None:
-    before = status(llama)
+    before = llama.status()
     assert not before.can_sleep
     with (
         BridgeClient(llama.manifest, timeout_s=60) as client,
@@ -294,40 +272,44 @@ def test_a_vllm_that_cannot_free_its_kv_cache_says_so_and_never_pauses(llama: Li
     ):
         client.pause("keep", sleep=True)
     assert "\n" not in refused.value.message
-    assert status(llama) == before
+    assert llama.status() == before
 
 
 def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama: LiveServer) -> None:
-    before, samples = status(llama), llama.sample()
+    before, samples = llama.status(), llama.sample()
 
     def prepare() -> None:
-        assert status(llama).state == "paused"
+        assert llama.status().state == "paused"
         raise ZeroDivisionError
 
     with BridgeClient(llama.manifest, timeout_s=60) as client, pytest.raises(ZeroDivisionError):
         fence.publish(client, Update(lambda: pytest.fail("it wrote"), prepare=prepare))
-    assert status(llama) == before
+    assert llama.status() == before
     assert scenarios.alike(llama.sample(), samples)
 
 
 def test_a_trainer_of_another_model_leaves_server_and_folder_as_they_were(llama: LiveServer, tmp_path: Path) -> None:
-    before = status(llama)
+    before = llama.status()
     other = tiny.write(tiny.qwen2(), tmp_path / "other")
     with training(llama, tmp_path, "--model-name", str(other)) as trainer:
         fault = trainer.fault(expect=4)
     assert llama.manifest.model in fault
     assert str(other) in fault
     assert sorted(path.name for path in tmp_path.iterdir()) == ["accident.py", "other"]
-    assert status(llama) == before
+    assert llama.status() == before
 
 
-def test_a_server_killed_in_mid_run_costs_no_published_step_and_is_stale_afterwards(
+@pytest.mark.kills_the_server
+def test_a_server_killed_in_mid_run_costs_no_published_step_and_leaves_a_stale_manifest(
     llama: LiveServer, tmp_path: Path
 ) -> None:
+    family = psutil.Process(llama.child.process.pid).children(recursive=True)
+    assert engines(family)
     with training(llama, tmp_path, steps=500) as trainer:
         trainer.wait_for("step   2/500")
         os.kill(llama.child.process.pid, signal.SIGKILL)
         killed = time.monotonic()
+        assert psutil.wait_procs(family, timeout=ORPHANS_LIMIT_S)[1] == []
         assert llama.manifest.url in trainer.fault(expect=5)
         assert time.monotonic() - killed < EXIT_LIMIT_S
     last = trainer.steps()[-1]
@@ -339,17 +321,20 @@ def test_a_server_killed_in_mid_run_costs_no_published_step_and_is_stale_afterwa
     assert [path.name for path in late.folder.iterdir()] == ["accident.py"]
 
 
-def test_an_engine_killed_in_the_fence_ends_the_trainer_in_good_time(tmp_path: Path) -> None:
-    model = tiny.write(tiny.llama(), tmp_path / "model")
-    with scenarios.served(model, tmp_path / "server") as server:
-        tree = psutil.Process(server.child.process.pid).children(recursive=True)
-        (engine,) = (process.pid for process in tree if process.name().startswith("VLLM::EngineCor"))
-        # Stopped now and killed later, it dies while it is asked to pause: vLLM never answers such a call.
-        later = f"threading.Timer({KILLED_AFTER_S}, os.kill, ({engine}, signal.SIGKILL)).start()"
-        with training(server, tmp_path, accident=f"{later} or os.kill({engine}, signal.SIGSTOP) or 0.0") as trainer:
-            trainer.wait_for("step 2/5")
-            reported = time.monotonic()
-            assert server.manifest.url in trainer.fault(expect=5)
-            assert time.monotonic() - reported < KILLED_AFTER_S + EXIT_LIMIT_S
+@pytest.mark.kills_the_server
+def test_an_engine_killed_in_the_fence_ends_the_trainer_in_good_time(lora_llama: LiveServer, tmp_path: Path) -> None:
+    (engine,) = engines(psutil.Process(lora_llama.child.process.pid).children(recursive=True))
+    # Stopped now and killed later, it dies while it is asked to pause: vLLM never answers such a call.
+    later = f"threading.Timer({KILLED_AFTER_S}, os.kill, ({engine.pid}, signal.SIGKILL)).start()"
+    accident = f"{later} or os.kill({engine.pid}, signal.SIGSTOP) or 0.0"
+    with training(lora_llama, tmp_path, "--request-timeout-s", str(CALL_LIMIT_S), accident=accident) as trainer:
+        trainer.wait_for("step 2/5")
+        reported = time.monotonic()
+        assert lora_llama.manifest.url in trainer.fault(expect=5)
+        assert time.monotonic() - reported < KILLED_AFTER_S + EXIT_LIMIT_S
     assert trainer.steps() == [1, 2]
     assert all(parameter.isfinite().all() for parameter in trainer.saved(2).parameters())
+
+
+def engines(family: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in family if process.name().startswith("VLLM::EngineCor")]

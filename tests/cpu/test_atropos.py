@@ -11,11 +11,9 @@ from pathlib import Path
 
 import httpx
 
-from bridge.server.client import BridgeClient
 from cli import children
 from cli.serve import free_port
 from tests import scenarios
-from tests.models import tiny
 from tests.scenarios import LiveServer
 
 START_LIMIT_S = 120
@@ -28,21 +26,18 @@ LR = "3e-5"
 ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
 
 
-def test_a_real_environment_of_atropos_is_trained_on_in_place(tmp_path: Path) -> None:
-    model = tiny.write(tiny.llama(), tmp_path / "model")
-    with scenarios.served(model, tmp_path / "server") as server, api(tmp_path) as url:
-        with environment(tmp_path, url, server) as player:
-            said = train(server, tmp_path, url)
+def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer, tmp_path: Path) -> None:
+    with api(tmp_path) as url:
+        with environment(tmp_path, url, llama) as player:
+            said = train(llama, tmp_path, url)
             assert player.exit_code() in (None, 0), player.log.read_text()[-4000:]
-        rows = scenarios.metrics(tmp_path / "run")
-        scenarios.check_metrics(tmp_path / "run", steps=STEPS)
-        assert all(row["unscored"] == 0 for row in rows), said
-        assert all(0 < row["tokens_trained"] <= MOST_SAMPLED for row in rows), rows
         assert httpx.get(f"{url}/status").json()["current_step"] >= STEPS
-        with BridgeClient(server.manifest, timeout_s=60) as client:
-            status = client.status()
-        assert (status.state, status.version) == ("serving", rows[-1]["weight_version"])
-        server.sample()  # raises where it does not answer
+    rows = scenarios.metrics(tmp_path / "run")
+    scenarios.check_metrics(tmp_path / "run", steps=STEPS)
+    assert all(row["unscored"] == 0 for row in rows), said
+    assert all(0 < row["tokens_trained"] <= MOST_SAMPLED for row in rows), rows
+    assert (llama.status().state, llama.status().version) == ("serving", rows[-1]["weight_version"])
+    llama.sample()  # raises where it does not answer
 
 
 def train(server: LiveServer, folder: Path, url: str) -> str:

@@ -25,27 +25,17 @@ from bridge.server.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_H
 from bridge.types import Completion, Group
 from bridge.weights.attach import attach
 from tests import scenarios
-from tests.models import tiny
 from tests.scenarios import LiveServer, bridge
 
-KEY = "the key"
 PROMPT = [5, 6, 7]
 ROLLOUT = {"prompt": PROMPT, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11}
 ASKED = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11, "logprobs": 0}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("llama")
-    model = scenarios.with_defaults_of_its_own(tiny.write(tiny.llama(), folder / "model", std=0.06))
-    with scenarios.served(model, folder / "server", "--api-key", KEY, max_lora_rank=scenarios.LORA_RANK) as server:
-        yield server
-
-
 @pytest.fixture
-def http(llama: LiveServer) -> Iterator[httpx.Client]:
-    headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=llama.manifest.url, headers=headers, timeout=60, trust_env=False) as client:
+def http(lora_llama: LiveServer) -> Iterator[httpx.Client]:
+    url, headers = lora_llama.manifest.url, api_key.headers()
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -82,9 +72,9 @@ def completed(http: httpx.Client, **choices: Any) -> list[Group]:
     return told(http.post("/v1/completions", json=body))
 
 
-def rolled_out(llama: LiveServer, http: httpx.Client, **choices: Any) -> list[Group]:
+def rolled_out(lora_llama: LiveServer, http: httpx.Client, **choices: Any) -> list[Group]:
     """Sample by the route for rollouts."""
-    return told(http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT, **choices}))
+    return told(http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT, **choices}))
 
 
 def told(answer: httpx.Response) -> list[Group]:
@@ -111,25 +101,27 @@ def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
     assert not scenarios.alike(generated(answer), generated(answered(http, seed=12)))
 
 
-def test_a_rollout_is_answered_what_vllms_own_route_samples(llama: LiveServer, http: httpx.Client) -> None:
-    ours, own = rolled_out(llama, http), completed(http)
+def test_a_rollout_is_answered_what_vllms_own_route_samples(lora_llama: LiveServer, http: httpx.Client) -> None:
+    ours, own = rolled_out(lora_llama, http), completed(http)
     assert scenarios.alike(ours, own)
-    assert not scenarios.alike(ours, rolled_out(llama, http, seed=12))
+    assert not scenarios.alike(ours, rolled_out(lora_llama, http, seed=12))
     both = zip(ours[0].completions, own[0].completions, strict=True)
     texts = [(mine.text, theirs.text) for mine, theirs in both if mine.token_ids == theirs.token_ids]
     assert texts
     assert all(mine == theirs for mine, theirs in texts), texts
 
 
-def test_the_models_own_sampling_parameters_shape_no_way_of_sampling(llama: LiveServer, http: httpx.Client) -> None:
-    scenarios.samples_the_whole_distribution(llama, http)
+def test_the_models_own_sampling_parameters_shape_no_way_of_sampling(
+    lora_llama: LiveServer, http: httpx.Client
+) -> None:
+    scenarios.samples_the_whole_distribution(lora_llama, http)
 
 
-def test_a_request_that_shapes_the_distribution_is_named_once(llama: LiveServer, http: httpx.Client) -> None:
+def test_a_request_that_shapes_the_distribution_is_named_once(lora_llama: LiveServer, http: httpx.Client) -> None:
     for _ in range(2):
         answered(http, top_p=0.37)
         answered(http, top_p=0.38)
-    (line,) = [line for line in llama.child.log.read_text().splitlines() if "samples with top_p=0.3" in line]
+    (line,) = [line for line in lora_llama.child.log.read_text().splitlines() if "samples with top_p=0.3" in line]
     assert "importance weights and KL are off" in line
 
 
@@ -161,15 +153,15 @@ ROUTES = ["/generate", COMPLETIONS, "/v1/completions", "/invocations", "/adapter
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}])
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_wants_the_servers_key(llama: LiveServer, route: str, headers: dict[str, str]) -> None:
-    answer = httpx.post(f"{llama.manifest.url}{route}", json=ASKED, headers=headers, trust_env=False)
+def test_every_route_wants_the_servers_key(lora_llama: LiveServer, route: str, headers: dict[str, str]) -> None:
+    answer = httpx.post(f"{lora_llama.manifest.url}{route}", json=ASKED, headers=headers, trust_env=False)
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
 
 
-def test_every_route_that_vllm_has_is_closed_but_for_health(llama: LiveServer, http: httpx.Client) -> None:
+def test_every_route_that_vllm_has_is_closed_but_for_health(lora_llama: LiveServer, http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert len(paths) > 10
-    with httpx.Client(base_url=llama.manifest.url, trust_env=False) as stranger:
+    with httpx.Client(base_url=lora_llama.manifest.url, trust_env=False) as stranger:
         found = {path: {stranger.request(method, path).status_code for method in paths[path]} for path in paths}
     assert {path for path, statuses in found.items() if statuses != {401}} == {"/health"}, found
 
@@ -179,29 +171,25 @@ def test_a_web_page_whose_name_was_bound_anew_to_loopback_is_refused(http: httpx
     assert (answer.status_code, "evil.example" in answer.json()["error"]) == (403, True)
 
 
-@pytest.mark.parametrize("handover", ["memory", "disk"])
-def test_an_adapter_is_trained_behind_a_key(
-    llama: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: str
+@pytest.mark.parametrize(("mode", "flags"), [("shared_vllm", ()), ("none", ("--reload", "in-place"))])
+def test_every_mode_trains_behind_a_key(
+    lora_llama: LiveServer, tmp_path: Path, mode: str, flags: tuple[str, ...]
 ) -> None:
-    monkeypatch.setenv(api_key.VARIABLE, KEY)
-    scenarios.trains_an_adapter(llama, tmp_path, handover)
-    with BridgeClient(llama.manifest, timeout_s=60) as client:
-        client.unload_earlier_adapters()
-        client.release_adapter()
+    scenarios.trains_in_place(lora_llama, tmp_path, *flags, mode=mode)  # adapters: test_lora_only.py
 
 
 def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
-    llama: LiveServer, http: httpx.Client, tmp_path: Path
+    lora_llama: LiveServer, http: httpx.Client, tmp_path: Path
 ) -> None:
-    save_adapter(llama, tmp_path)
-    with BridgeClient(llama.manifest, timeout_s=60) as client:
+    save_adapter(lora_llama, tmp_path)
+    with BridgeClient(lora_llama.manifest, timeout_s=60) as client:
         client.take_lease("runs/a")
         client.adapter(ADAPTER, tmp_path)
         refused = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER})
         assert (refused.status_code, "runs/a" in refused.json()["error"]["message"]) == (409, True), refused.text
         refused = http.post("/v1/load_lora_adapter", json={"lora_name": f"{ADAPTER}-9", "lora_path": str(tmp_path)})
         assert refused.status_code == 409
-        headers = {TOKEN_HEADER: llama.manifest.token}
+        headers = {TOKEN_HEADER: lora_llama.manifest.token}
         ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers=headers)
         assert ours.status_code == 200
         waiting = http.post("/generate", json=ASKED)
@@ -210,20 +198,20 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
     assert answered(http)
 
 
-def test_weights_that_are_no_numbers_are_named(llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
-    attached = attach(llama.manifest)
+def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+    attached = attach(lora_llama.manifest)
     weight = attached.model.get_parameter("model.norm.weight").detach()
     before = weight.clone()
-    with BridgeClient(llama.manifest, timeout_s=60) as client:
+    with BridgeClient(lora_llama.manifest, timeout_s=60) as client:
         fence.publish(client, Update(lambda: weight[3].fill_(float("nan"))))
-        refused = http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT})
-        found = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path, expect=3).stdout
+        refused = http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT})
+        found = bridge("doctor", "--json", "--vllm-config-path", lora_llama.path, folder=tmp_path, expect=3).stdout
         fence.publish(client, Update(lambda: weight.copy_(before)))
     assert (refused.status_code, "tensors, the first: model.norm.weight" in refused.json()["error"]) == (409, True)
     assert refused.json()["remedy"].startswith("bridge restore ")
     (check,) = [check for check in map(json.loads, found.splitlines()) if check["name"] == "Server's numbers"]
     assert (check["status"], "model.norm.weight" in check["found"]) == ("FAIL", True)
-    assert rolled_out(llama, http)
+    assert rolled_out(lora_llama, http)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +247,14 @@ def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> 
     ids=str,
 )
 def test_a_bad_rollout_is_refused(
-    llama: LiveServer, http: httpx.Client, wrong: dict[str, Any], status: int, words: str
+    lora_llama: LiveServer, http: httpx.Client, wrong: dict[str, Any], status: int, words: str
 ) -> None:
-    answer = http.post(COMPLETIONS, json={"model": llama.manifest.model, **ROLLOUT, **wrong})
+    answer = http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT, **wrong})
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
-def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(llama: LiveServer, http: httpx.Client) -> None:
-    with BridgeClient(llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as pool:
+def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(lora_llama: LiveServer, http: httpx.Client) -> None:
+    with BridgeClient(lora_llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as pool:
         version = client.status().version
         assert http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == [str(version)]
         client.pause("keep")
@@ -278,8 +266,8 @@ def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(llama: LiveServe
 
 
 @pytest.mark.parametrize("route", ["/generate", COMPLETIONS])
-def test_a_client_that_hangs_up_ends_its_request(llama: LiveServer, http: httpx.Client, route: str) -> None:
-    body = ASKED if route == "/generate" else {"model": llama.manifest.model, **ROLLOUT}
+def test_a_client_that_hangs_up_ends_its_request(lora_llama: LiveServer, http: httpx.Client, route: str) -> None:
+    body = ASKED if route == "/generate" else {"model": lora_llama.manifest.model, **ROLLOUT}
     finished = metric(http, 'vllm:request_success_total{.*finished_reason="length"')
     with pytest.raises(httpx.ReadTimeout):
         http.post(route, json={**body, "n": 32, "max_tokens": 2000}, timeout=0.5)
@@ -295,16 +283,16 @@ def metric(http: httpx.Client, pattern: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(pattern, line))
 
 
-def test_the_adapter_that_is_trained_answers(llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
+def test_the_adapter_that_is_trained_answers(lora_llama: LiveServer, http: httpx.Client, tmp_path: Path) -> None:
     base = generated(answered(http))
-    save_adapter(llama, tmp_path)
-    with BridgeClient(llama.manifest, timeout_s=60) as client:
+    save_adapter(lora_llama, tmp_path)
+    with BridgeClient(lora_llama.manifest, timeout_s=60) as client:
         client.adapter(ADAPTER, tmp_path)
     adapted = generated(answered(http))
     assert scenarios.alike(adapted, completed(http, model=ADAPTER))
-    assert scenarios.alike(adapted, rolled_out(llama, http, model=ADAPTER))
+    assert scenarios.alike(adapted, rolled_out(lora_llama, http, model=ADAPTER))
     assert not scenarios.alike(adapted, base)
-    assert scenarios.alike(generated(answered(http, model=llama.manifest.model)), base)
+    assert scenarios.alike(generated(answered(http, model=lora_llama.manifest.model)), base)
 
 
 def save_adapter(server: LiveServer, folder: Path) -> None:

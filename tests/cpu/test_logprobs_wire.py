@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from patches import logprobs_wire
 
@@ -19,11 +15,16 @@ from patches import logprobs_wire
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put both back afterwards."""
+    from vllm.v1.engine.core import EngineCoreProc  # four seconds, not to be spent by whoever collects the tests
+    from vllm.v1.outputs import LogprobsLists
+
     monkeypatch.setattr(LogprobsLists, "slice_request", LogprobsLists.slice_request)
     monkeypatch.setattr(EngineCoreProc, "process_output_sockets", EngineCoreProc.process_output_sockets)
 
 
 def lists(num_rows: int, num_columns: int, starts: list[int] | None = None) -> Any:
+    from vllm.v1.outputs import LogprobsLists
+
     chance = np.random.default_rng(0)
     ids = chance.integers(0, 150_000, (num_rows, num_columns))
     ranks = chance.integers(1, 9, num_rows)
@@ -32,6 +33,9 @@ def lists(num_rows: int, num_columns: int, starts: list[int] | None = None) -> A
 
 def received(steps: list[tuple[Any, list[tuple[int, int]]]]) -> list[Any]:
     """Send the parts of some steps, each (request, positions), and return what arrives."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
     encoder, decoder, arrived = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs), []
     for step, parts in steps:
         outputs = [
@@ -65,6 +69,9 @@ def test_vllm_reads_what_it_would_have_written() -> None:
 
 
 def test_nothing_changes_in_a_process_that_sends_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.outputs import LogprobsLists
+
     original, ran = LogprobsLists.slice_request, list[Any]()
     sends: Callable[..., Any] = lambda *given: ran.append(given)  # noqa: E731  what the thread runs
     monkeypatch.setattr(EngineCoreProc, "process_output_sockets", sends)

@@ -3,7 +3,6 @@
 Not covered: training an adapter (`bridge/modes/lora_memory.py`), tensor parallelism, which exports no slots.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge.checks.verify import NEW_TOKENS, NUM_SAMPLES, logprob_diffs, sample, verify
+from bridge.checks.verify import NUM_SAMPLES, logprob_diffs, verify
 from bridge.errors import AttachError
 from bridge.rollouts.sampler import Sampler
-from bridge.server import fence
+from bridge.server import api_key, fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
@@ -28,7 +27,8 @@ from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
-RANK, LARGEST_RANK, ALPHA, LAYERS = 8, 16, 16, 2
+RANK, ALPHA, LAYERS = 4, 8, 2
+"""Of the adapters, which fill half of their slots."""
 PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -39,21 +39,13 @@ MODULES = {
     for block, projections in PROJECTIONS.items()
     for projection in projections
 }
-LORA = ("--enable-lora", "--max-loras", "1")  # the largest rank is vLLM's default: 16
+LORA = ("--enable-lora", "--max-loras", "1")
+"""What takes adapters by vLLM's own flags; the largest rank is vLLM's default: 16."""
 PARITY_LIMIT = 0.06
 """Nats: above that of a model alone, as PEFT rounds each product of A and of B to bf16, and vLLM their sum alone."""
 BLOCK_TOKENS = 128
 """vLLM's cache block on the CPU: a prefix is cached from this length on."""
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Serve a Llama with tied embeddings and a padded vocabulary, with LoRA."""
-    folder = tmp_path_factory.mktemp("llama")
-    model = tiny.write(tiny.llama(), folder / "model", std=0.06)
-    with scenarios.served(model, folder / "server", *LORA) as server:
-        yield server
 
 
 def adapted(server: LiveServer, seed: int) -> Any:
@@ -106,12 +98,6 @@ def write(server: LiveServer, slot: int, model: Any) -> None:
         lora_b[slot, 0, :, :RANK].copy_(b)
 
 
-def sampled(server: LiveServer, name: str | None) -> list[Group]:
-    endpoint = Endpoint(url=server.manifest.url, model=name)
-    with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120) as sampler:
-        return sample(sampler, endpoint, tiny.VOCABULARY)
-
-
 def sampled_long(server: LiveServer, name: str) -> list[Group]:
     """Sample completions of one prompt that is long enough to be cached."""
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
@@ -137,94 +123,95 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def test_every_linear_layer_has_its_slots_and_nothing_else_has(llama: LiveServer) -> None:
-    found = llama.manifest.shard(0).lora_slots
+def test_every_linear_layer_has_its_slots_and_nothing_else_has(lora_llama: LiveServer) -> None:
+    found = lora_llama.manifest.shard(0).lora_slots
     assert found.keys() == MODULES
-    assert found["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, LARGEST_RANK, 128)
-    assert found["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, LARGEST_RANK)
+    assert found["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, scenarios.LORA_RANK, 128)
+    assert found["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, scenarios.LORA_RANK)
     assert {slot.lora_a.dtype for slot in found.values()} == {"bfloat16"}
 
 
-def test_verify_passes_on_a_server_with_lora(llama: LiveServer) -> None:
-    assert_verified(llama)
+def test_verify_passes_on_a_server_with_lora(lora_llama: LiveServer) -> None:
+    assert_verified(lora_llama)
 
 
 def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
-    llama: LiveServer, tmp_path: Path
+    lora_llama: LiveServer, tmp_path: Path
 ) -> None:
-    model, base = adapted(llama, seed=1), sampled(llama, None)
-    with BridgeClient(llama.manifest, timeout_s=120) as client:
+    model, base = adapted(lora_llama, seed=1), lora_llama.sample()
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
-        assert_slot_holds(llama, slot, model)
-        first = sampled(llama, "trained")
+        assert_slot_holds(lora_llama, slot, model)
+        first = lora_llama.sample("trained")
         assert largest_difference(model, first) < PARITY_LIMIT
         for seed in (2, 3):
             fill(model, seed)
-            fence.publish(client, Update(lambda: write(llama, slot, model)))
-            assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+            fence.publish(client, Update(lambda: write(lora_llama, slot, model)))
+            assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
             assert largest_difference(model, first) > 5 * PARITY_LIMIT
-            assert_slot_holds(llama, slot, model)  # vLLM has not written its own copy over it
-        after = sampled(llama, None)
+            assert_slot_holds(lora_llama, slot, model)  # vLLM has not written its own copy over it
+        after = lora_llama.sample()
     assert scenarios.alike(after, base)
 
 
-def test_requests_for_both_names_at_once_leave_the_slot_alone(llama: LiveServer, tmp_path: Path) -> None:
-    model = adapted(llama, seed=4)
-    with BridgeClient(llama.manifest, timeout_s=120) as client:
+def test_requests_for_both_names_at_once_leave_the_slot_alone(lora_llama: LiveServer, tmp_path: Path) -> None:
+    model = adapted(lora_llama, seed=4)
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
         fill(model, 5)
-        fence.publish(client, Update(lambda: write(llama, slot, model)))
+        fence.publish(client, Update(lambda: write(lora_llama, slot, model)))
     for _ in range(3):
         with ThreadPoolExecutor() as background:
-            base, trained = background.map(lambda name: sampled(llama, name), (None, "trained"))
+            base, trained = background.map(lora_llama.sample, (None, "trained"))
         assert largest_difference(model, trained) < PARITY_LIMIT
         assert largest_difference(model, base) > 5 * PARITY_LIMIT
         with model.disable_adapter():
             assert largest_difference(model, base) < PARITY_LIMIT
-    assert_slot_holds(llama, slot, model)
+    assert_slot_holds(lora_llama, slot, model)
 
 
 def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
-    llama: LiveServer, tmp_path: Path
+    lora_llama: LiveServer, tmp_path: Path
 ) -> None:
-    with BridgeClient(llama.manifest, timeout_s=120) as client:
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         for seed in (6, 7):
-            model = adapted(llama, seed)
+            model = adapted(lora_llama, seed)
             assert client.adapter("trained", saved(model, tmp_path / "adapter")) == 0
-            assert_slot_holds(llama, 0, model)
-            assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+            assert_slot_holds(lora_llama, 0, model)
+            assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
         client.adapter("other", tmp_path / "adapter")
-    listed = httpx.get(f"{llama.manifest.url}/v1/models").json()["data"]
-    assert [entry["id"] for entry in listed] == [llama.manifest.model, "other"]
-    assert listed[1]["parent"] == llama.manifest.model
-    gone = httpx.post(f"{llama.manifest.url}/v1/completions", json={**PROMPT, "model": "trained"})
+    http = httpx.Client(base_url=lora_llama.manifest.url, headers=api_key.headers(), trust_env=False)
+    listed = http.get("/v1/models").json()["data"]
+    assert [entry["id"] for entry in listed] == [lora_llama.manifest.model, "other"]
+    assert listed[1]["parent"] == lora_llama.manifest.model
+    gone = http.post("/v1/completions", json={**PROMPT, "model": "trained"})
     assert gone.status_code == 404
 
 
 def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_adapter(
-    llama: LiveServer, tmp_path: Path
+    lora_llama: LiveServer, tmp_path: Path
 ) -> None:
-    model = adapted(llama, seed=10)
-    with BridgeClient(llama.manifest, timeout_s=120) as client:
+    model = adapted(lora_llama, seed=10)
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
-        assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
+        assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
         fill(model, 11)
-        write(llama, slot, model)  # without the fence: the keys and values of the prompt are the old ones still
-        assert largest_difference(model, sampled_long(llama, "trained")) > PARITY_LIMIT
+        write(lora_llama, slot, model)  # without the fence: the keys and values of the prompt are the old ones still
+        assert largest_difference(model, sampled_long(lora_llama, "trained")) > PARITY_LIMIT
         fence.publish(client, Update(lambda: None))
-        assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
+        assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
         fill(model, 12)
         client.adapter("trained", saved(model, tmp_path / "adapter"))  # the same name, the same path
-        assert largest_difference(model, sampled_long(llama, "trained")) < PARITY_LIMIT
+        assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
 
 
 def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_lives(
-    llama: LiveServer, tmp_path: Path
+    lora_llama: LiveServer, tmp_path: Path
 ) -> None:
-    model = adapted(llama, seed=8)
+    model = adapted(lora_llama, seed=8)
     body = {**PROMPT, "model": "trained", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    http = httpx.Client(base_url=llama.manifest.url, timeout=120)
-    with http, BridgeClient(llama.manifest, timeout_s=120) as client:
+    http = httpx.Client(base_url=lora_llama.manifest.url, headers=api_key.headers(), timeout=120)
+    with http, BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         client.adapter("trained", saved(model, tmp_path / "adapter"))
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -232,29 +219,31 @@ def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_li
             client.adapter("trained", tmp_path / "adapter")
             num_chunks = sum(line.startswith("data: ") for line in lines)
     assert num_chunks < 2000
-    assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+    assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
 
 
-def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(llama: LiveServer, tmp_path: Path) -> None:
-    model = adapted(llama, seed=9)
-    with BridgeClient(llama.manifest, timeout_s=120) as client:
+def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(lora_llama: LiveServer, tmp_path: Path) -> None:
+    model = adapted(lora_llama, seed=9)
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         client.adapter("trained", saved(model, tmp_path / "adapter"))
         with pytest.raises(AttachError, match=r"no adapter_config\.json"):
             client.adapter("trained", tmp_path)
-        assert largest_difference(model, sampled(llama, "trained")) < PARITY_LIMIT
+        assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
         with pytest.raises(AttachError, match="conflicts with a served base model"):
-            client.adapter(llama.manifest.model, tmp_path / "adapter")
+            client.adapter(lora_llama.manifest.model, tmp_path / "adapter")
 
 
-def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(tmp_path: Path) -> None:
-    model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
-    with scenarios.served(model, tmp_path / "server") as server, BridgeClient(server.manifest, timeout_s=60) as client:
-        assert server.manifest.shard(0).lora_slots == {}
-        with pytest.raises(AttachError, match="started without LoRA") as caught:
-            client.adapter("trained", tmp_path)
+def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(llama: LiveServer, tmp_path: Path) -> None:
+    assert llama.manifest.shard(0).lora_slots == {}
+    with (
+        BridgeClient(llama.manifest, timeout_s=60) as client,
+        pytest.raises(AttachError, match="started without LoRA") as caught,
+    ):
+        client.adapter("trained", tmp_path)
     assert "bridge serve-vllm --max-lora-rank 16" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_a_qwen2_with_biases_and_a_head_of_its_own_is_exported_whole_with_lora(tmp_path: Path) -> None:
     model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
     with scenarios.served(model, tmp_path / "server", *LORA) as server:
@@ -264,4 +253,4 @@ def test_a_qwen2_with_biases_and_a_head_of_its_own_is_exported_whole_with_lora(t
         with BridgeClient(server.manifest, timeout_s=120) as client:
             slot = client.adapter("trained", saved(adapter, tmp_path / "adapter"))
         assert_slot_holds(server, slot, adapter)
-        assert largest_difference(adapter, sampled(server, "trained")) < PARITY_LIMIT
+        assert largest_difference(adapter, server.sample("trained")) < PARITY_LIMIT

@@ -1,6 +1,7 @@
 """Every policy loss learns: the demo's task on one live vLLM on the CPU, from the same first weights each time.
 
-Not covered: what each loss is (`tests/unit/test_policy_loss.py`), how good one is beside another.
+Not covered: what each loss is (`tests/unit/test_policy_loss.py`), how good one is beside another, and the demo itself
+(`test_demo.py`).
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from bridge.run.metrics import StepMetrics
 from tests.cpu import demo_server
 from tests.cpu.demo_server import DemoServer
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("losses")]
 STEPS = 16
 LEAST_GAIN = 0.15
 """Held-out reward; a right answer is 1, and the model begins with about half of them right."""

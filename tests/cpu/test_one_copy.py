@@ -1,10 +1,9 @@
 """One copy on the CPU with the real vLLM: a Llama (llama3 RoPE, tied embeddings, grouped heads, padded vocabulary).
 
-Not covered: the demo (`test_demo.py`), refusals and accidents (`test_refusals.py`), GPUs (`tests/gpu`).
+Not covered: compiled servers (`test_demo.py`, `test_families.py`), accidents (`test_accidents.py`), GPUs (`tests/gpu`).
 """
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,21 +29,13 @@ BLOCK_TOKENS = 128
 """vLLM's cache block on the CPU: a prefix is cached from this length on."""
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("llama")
-    model = tiny.write(tiny.llama(), folder / "model", std=0.06)
-    with scenarios.served(model, folder / "server", compiled=True) as server:
-        yield server
-
-
 def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
     assert llama.manifest.max_model_len == scenarios.MAX_MODEL_LEN
-    scenarios.trains_in_place(llama, tmp_path)
+    scenarios.trains_in_place(llama, tmp_path, cold=True)
 
 
 def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:
-    scenarios.verifies(llama, tmp_path)
+    scenarios.verifies(llama, tmp_path, cold=True)
 
 
 def test_training_never_touches_the_padding_rows_of_the_vocabulary(llama: LiveServer) -> None:
@@ -79,7 +70,7 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
 
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 def test_requests_under_way_are_kept_waited_for_or_aborted(llama: LiveServer, in_flight: InFlight) -> None:
-    whole = 16 * 2000  # tokens: several seconds
+    whole = 16 * 800  # tokens: a second or more
     for _ in range(5):
         before, times, answer = _fence_into_a_request(llama, in_flight, whole)
         tokens, versions = answer.json()["usage"]["completion_tokens"], answer.headers[VERSION_HEADER]

@@ -6,8 +6,6 @@ Not covered: that a server uses it (`test_one_copy.py` shows that a cached prefi
 from typing import Any
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from patches import prefix_cache
 
@@ -16,6 +14,8 @@ NUM_BLOCKS = 1000
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm.v1.core.block_pool import BlockPool  # four seconds, not to be spent by whoever collects the tests
+
     monkeypatch.setattr(BlockPool, "reset_prefix_cache", BlockPool.reset_prefix_cache)  # put back afterwards
     if request.param:
         prefix_cache.patch()
@@ -23,6 +23,8 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 
 def remember(pool: Any, number: int, digest: bytes) -> None:
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
     pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(digest), 0), pool.blocks[number], 16)
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillWaiting
@@ -18,19 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checks.verify import logprob_diffs
-from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 from bridge.types import Group
-from bridge.weights.attach import attach
 from tests import disturbed, scenarios
 from tests.disturbed import Disturbance
+from tests.forked import Command
 from tests.ground import UNEVEN
-from tests.models import tiny
-from tests.scenarios import LiveServer
+from tests.scenarios import LiveServer, different, loaded
 
 KILLED_IN_STEP = 3
 LIMIT_S = 240
@@ -64,12 +59,7 @@ class Torn:
         return self.bridge("restore", checkpoint, "--json", expect=expect)
 
     def status(self) -> Status:
-        return status(self.server)
-
-
-def status(server: LiveServer) -> Status:
-    with BridgeClient(server.manifest, timeout_s=60) as client:
-        return client.status()
+        return self.server.status()
 
 
 def training(server: LiveServer, folder: Path, steps: int) -> list[str]:
@@ -81,51 +71,32 @@ def training(server: LiveServer, folder: Path, steps: int) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("restore")
-    with scenarios.served(tiny.write(tiny.llama(), folder / "model"), folder / "server") as server:
-        yield server
-
-
 @pytest.fixture
-def torn(server: LiveServer, tmp_path: Path) -> Torn:
+def torn(llama: LiveServer, tmp_path: Path) -> Torn:
     (tmp_path / "uneven.py").write_text(UNEVEN)
-    version = status(server).version + KILLED_IN_STEP - 1
-    num_parameters = sum(1 for _ in whole_model(Path(server.manifest.model)).parameters())
+    version = llama.status().version + KILLED_IN_STEP - 1
+    num_parameters = sum(1 for _ in loaded(Path(llama.manifest.model)).parameters())
     killed = Disturbance(fault="SIGKILL", phase="writing", step=KILLED_IN_STEP, num_pieces=num_parameters // 2)
-    argv = [sys.executable, "-c", disturbed.program(killed), "train", *training(server, tmp_path, 5)]
-    argv += ["--vllm-config-path", str(server.path), "--run-dir", str(tmp_path / "run")]
-    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as trainer:
-        try:
-            said = trainer.communicate(timeout=LIMIT_S)[1]
-        finally:
-            trainer.kill()
-    assert trainer.returncode == -signal.SIGKILL, said.decode()
-    return Torn(server, tmp_path, trainer.pid, version)
-
-
-def whole_model(folder: Path) -> PreTrainedModel:
-    """Load a checkpoint as anybody would."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-
-def different(server: LiveServer, model: PreTrainedModel) -> list[str]:
-    """Return the parameters that the server serves with other bytes than `model` has."""
-    served = attach(server.manifest).model
-    return [name for name, held in model.named_parameters() if not torch.equal(held, served.get_parameter(name))]
+    place = ("--vllm-config-path", llama.path, "--run-dir", tmp_path / "run")
+    arguments: list[str | Path] = ["train", *training(llama, tmp_path, 5), *place]
+    trainer = Command(arguments, tmp_path, program=disturbed.program(killed))
+    try:
+        assert trainer.wait(LIMIT_S) == -signal.SIGKILL, trainer.stderr
+    finally:
+        trainer.kill()
+    return Torn(llama, tmp_path, trainer.pid, version)
 
 
 def check_served(torn: Torn, checkpoint: Path, version: int) -> None:
     """Check that the server serves `checkpoint` as `version`, in its bytes and in what it answers."""
     assert (torn.status().state, torn.status().version) == ("serving", version)
-    assert different(torn.server, whole_model(checkpoint)) == []
+    assert different(torn.server, checkpoint) == []
     assert mean_difference(checkpoint, torn.server.sample()) < scenarios.PARITY_LIMIT
 
 
 def mean_difference(checkpoint: Path, answers: list[Group]) -> float:
     """Return by how much the checkpoint in plain transformers differs from what the server answered, in nats."""
-    return logprob_diffs(whole_model(checkpoint), answers).mean().item()
+    return logprob_diffs(loaded(checkpoint), answers).mean().item()
 
 
 def check_named(torn: Torn) -> None:
@@ -171,8 +142,8 @@ def held(torn: Torn) -> Iterator[Future[list[Group]]]:
 
 def test_a_server_left_torn_is_named_and_mended_and_trained_on(torn: Torn) -> None:
     assert (torn.status().state, torn.status().last_checkpoint) == ("torn", str(torn.last))
-    num_parameters = sum(1 for _ in whole_model(torn.last).parameters())
-    assert 0 < len(different(torn.server, whole_model(torn.last))) <= num_parameters // 2
+    num_parameters = sum(1 for _ in loaded(torn.last).parameters())
+    assert 0 < len(different(torn.server, torn.last)) <= num_parameters // 2
     check_named(torn)
     check_damaged_is_refused(torn)
     with held(torn) as answer:

@@ -119,6 +119,7 @@ def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPat
     assert not seen[0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++")
 @pytest.mark.timeout(600)
 def test_gspo_keeps_its_gradient_where_layers_are_compiled_in_bf16() -> None:

@@ -1,0 +1,228 @@
+"""A trainer killed with -9 between two checkpoints resumes as if it had never been killed, on a fence without vLLM.
+
+Not covered: the real vLLM (`tests/cpu/test_killed.py`), trainers killed inside the fence (`tests/cpu/test_restore.py`),
+the same weights as without the kill, which takes a sampler that repeats itself (`tests/unit/test_loop_resume.py`), and
+checkpoints killed at random moments (`tests/unit/test_checkpoint.py`).
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.run import checkpoint
+from cli.serve import free_port
+from tests import disturbed, forked, scenarios
+from tests.disturbed import UNDISTURBED, Disturbance
+from tests.scenarios import LiveServer, different
+from tests.unit import patched_server
+
+pytestmark = pytest.mark.xdist_group("commands")
+
+LIMIT_S = 300
+STEPS, SAVE_INTERVAL, KILLED_IN_STEP = 8, 2, 6
+LAST = f"step_{KILLED_IN_STEP - SAVE_INTERVAL}"
+"""The last whole checkpoint when the trainer is killed."""
+BATCH_SIZE = 8
+NUM_PROBLEMS = 7
+"""Fewer than a run draws, and no multiple of a step's: the second pass over them begins inside a step."""
+ENVIRONMENT = f"""
+class Numbered:
+    def __iter__(self):
+        yield from ({{"prompt": f"say {{number}}:"}} for number in range({NUM_PROBLEMS}))
+
+    def score(self, problem, completion):
+        return sum(map(ord, completion)) % 10 / 10
+"""
+PRELUDE = f"""
+import os, resource, signal
+from bridge.run.run_directory import RunDirectory
+from bridge.run import checkpoint
+
+STEP = {KILLED_IN_STEP}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+WHILE_IT_SAMPLES = Disturbance(fault="SIGKILL", phase="rollouts", step=KILLED_IN_STEP)
+WHILE_IT_SAVES = Disturbance(fault="SIGKILL", phase="saving", step=KILLED_IN_STEP)
+BEFORE_ITS_LINE = """
+append = RunDirectory.append
+RunDirectory.append = lambda self, metrics: die() if metrics.step == STEP else append(self, metrics)
+"""
+BEFORE_ITS_CHECKPOINT = """
+save = checkpoint.save
+checkpoint.save = lambda folder, *rest: die() if folder.name == f"step_{STEP}" else save(folder, *rest)
+"""
+FULL_AFTER_ITS_FIRST_CHECKPOINT = """
+save = checkpoint.save
+
+def save_and_fill(*given):
+    saved = save(*given)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return saved
+
+checkpoint.save = save_and_fill
+"""
+
+
+@dataclass
+class Run:
+    """One run, by as many trainers as it takes."""
+
+    server: LiveServer
+    folder: Path
+
+    @property
+    def saved(self) -> Path:
+        return self.folder / "saved"
+
+    def train(self, *flags: str, expect: int, by: Disturbance | str = UNDISTURBED) -> list[str]:
+        """Run one trainer to its end, and return what it told people, a line each."""
+        (self.folder / "numbered.py").write_text(ENVIRONMENT)
+        arguments: list[str | Path] = [
+            *("train", "--model-name", self.server.manifest.model, "--vllm-config-path", self.server.path),
+            *("--environment", "numbered.py:Numbered", "--mismatch-alarm", "99", "--lr", "1e-3"),
+            *("--training-steps", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--max-new-tokens", "48"),
+            *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--save-path", "saved", *flags),
+        ]
+        program = disturbed.program(by) if isinstance(by, Disturbance) else f"{PRELUDE}{by}\n{forked.BRIDGE}"
+        done = forked.ended(arguments, self.folder, program=program, limit_s=LIMIT_S)
+        assert done.returncode == expect, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stderr.splitlines()
+
+    def killed(self, by: Disturbance | str) -> None:
+        """Begin, and be killed in step 6; everything is as the last checkpoint and the server's fence want it."""
+        self.train("--run-dir", "run", expect=-signal.SIGKILL, by=by)
+        assert [path.name for path in visible(self.saved)] == ["step_2", LAST]
+        assert self.server.status().state == "serving"
+        self.server.sample()  # raises where it does not answer
+
+    def lost(self) -> list[int]:
+        """Return the steps whose metrics were moved aside."""
+        lines = (self.folder / "run" / "metrics_lost.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def problems(self) -> dict[int, list[str]]:
+        """Return what each step of the weights that are there now was trained on."""
+        trained: dict[int, list[str]] = {}
+        for line in (self.folder / "run" / "rollouts.jsonl").read_text().splitlines():
+            group = json.loads(line)
+            trained.setdefault(group["step"], []).append(group["problem"]["prompt"])
+        return trained
+
+    def check_whole(self) -> None:
+        """Check that nothing is missing, doubled or left behind, and that the server serves the last checkpoint."""
+        rows = scenarios.metrics(self.folder / "run")
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        steps = range(SAVE_INTERVAL, STEPS + 1, SAVE_INTERVAL)
+        assert sorted(path.name for path in self.saved.iterdir()) == [f"step_{step}" for step in steps]
+        assert [checkpoint.read(self.saved / f"step_{step}").progress.step for step in steps] == list(steps)
+        served = self.server.status()
+        assert (served.state, served.version) == ("serving", rows[-1]["weight_version"])
+        assert different(self.server, self.saved / f"step_{STEPS}") == []
+        assert running_in(self.folder) == []
+
+
+def visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def scratch(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".*.scratch"))
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose working directory is `folder`: a trainer, and whatever it started."""
+    found = psutil.process_iter(["cwd"])
+    return [process for process in found if process.info["cwd"] == str(folder)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("killed")
+    with patched_server.served(folder / "model", folder / "server", port=free_port("127.0.0.1")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def problems(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """What each step of a run that nothing disturbs is trained on."""
+    return undisturbed(Run(server, tmp_path_factory.mktemp("undisturbed")))
+
+
+def undisturbed(run: Run) -> dict[int, list[str]]:
+    """Train to the end, and return what each step was trained on."""
+    run.train("--run-dir", "run", expect=0)
+    run.check_whole()
+    trained = run.problems()
+    assert list(trained) == list(range(1, STEPS + 1))
+    assert len({tuple(prompts) for prompts in trained.values()}) > STEPS // 2
+    return trained
+
+
+@pytest.fixture
+def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> Run:
+    return Run(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("by", "lost", "num_scratch"),
+    [
+        (WHILE_IT_SAMPLES, [5], 0),
+        (BEFORE_ITS_LINE, [5], 0),
+        (BEFORE_ITS_CHECKPOINT, [5, 6], 0),
+        (WHILE_IT_SAVES, [5, 6], 1),
+    ],
+    ids=["while it samples", "when it published", "when it noted that", "while it saves"],
+)
+def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
+    run: Run, problems: dict[int, list[str]], by: Disturbance | str, lost: list[int], num_scratch: int
+) -> None:
+    run.killed(by)
+    assert [path.name.startswith(f".step_{KILLED_IN_STEP}.") for path in scratch(run.saved)] == [True] * num_scratch
+    told = run.train("--resume", expect=0)
+    assert told[0] == f"going on after step 4, from {run.saved.relative_to(run.folder) / LAST}"
+    assert run.lost() == lost
+    assert run.problems() == problems
+    run.check_whole()
+
+
+def test_a_checkpoint_that_was_cut_short_since_is_told_and_the_older_one_is_gone_on_from(
+    run: Run, problems: dict[int, list[str]]
+) -> None:
+    run.killed(WHILE_IT_SAMPLES)
+    os.truncate(run.saved / LAST / "model.safetensors", 1000)
+    told = run.train("--resume", expect=0)
+    assert [line.partition(":")[0] for line in told[:2]] == ["passed over", "going on after step 2, from saved/step_2"]
+    assert f"saved/{LAST} is not whole: model.safetensors was cut short" in told[0]
+    assert not [line for line in told[1:] if line.startswith("passed over")]
+    assert run.lost() == [3, 4, 5]
+    assert run.problems() == problems
+    run.check_whole()
+
+
+def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
+    run: Run, problems: dict[int, list[str]]
+) -> None:
+    before = run.server.status().version
+    told = run.train("--run-dir", "run", expect=2, by=FULL_AFTER_ITS_FIRST_CHECKPOINT)
+    *_, error, gap, hint = told
+    assert error.startswith(f"error: cannot write {run.saved / LAST}: ")
+    assert error.endswith(" bytes free)")
+    assert (gap, hint[:6]) == ("", "hint: ")
+    assert len([line for line in told if line.startswith(("error:", "hint:"))]) == 2
+    assert [path.name for path in run.saved.iterdir()] == ["step_2"]
+    assert checkpoint.read(run.saved / "step_2").progress.step == 2
+    assert (run.server.status().state, run.server.status().version) == ("serving", before + 4)
+    run.server.sample()
+    run.train("--resume", expect=0)
+    assert run.lost() == [3, 4]
+    assert run.problems() == problems
+    run.check_whole()

@@ -1,0 +1,127 @@
+"""The servers that tests share: each kind is started once, and every test finds it with its first weights.
+
+Tests run kind by kind, those marked `kills_the_server` after all others of their kind. Of the tests of `make test` one
+at a time has a vLLM; slow ones run side by side.
+
+Not covered: tests whose subject is the start of a server, and models of other families: they start their own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from bridge.server import api_key, fence
+from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
+from bridge.weights.attach import attach
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+HERE = Path(__file__).parent
+KEY = "the key"
+
+
+def plain(folder: Path) -> AbstractContextManager[LiveServer]:
+    return scenarios.served(tiny.write(tiny.llama(), folder / "model", std=0.06), folder / "server")
+
+
+def with_lora(folder: Path) -> AbstractContextManager[LiveServer]:
+    """Serve behind a key, with LoRA, a model whose own sampling parameters no request may take."""
+    model = scenarios.with_defaults_of_its_own(tiny.write(tiny.llama(), folder / "model", std=0.06))
+    return scenarios.served(model, folder / "server", "--api-key", KEY, max_lora_rank=scenarios.LORA_RANK)
+
+
+KINDS: dict[str, Callable[[Path], AbstractContextManager[LiveServer]]] = {"llama": plain, "lora_llama": with_lora}
+"""Fixture -> what starts its server."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE) and (_kind(item) or item.get_closest_marker("slow") is None):
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[str, bool]:
+    """Return what tests are sorted by; those without a server that is shared come first."""
+    return _kind(item), item.get_closest_marker("kills_the_server") is not None
+
+
+def _kind(item: pytest.Item) -> str:
+    return next((kind for kind in KINDS if kind in getattr(item, "fixturenames", ())), "")
+
+
+class Servers:
+    """One server at a time, of the kind that was asked for last."""
+
+    def __init__(self, folder: Callable[[str], Path]) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._kind = ""
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, kind: str) -> LiveServer:
+        """Return a server of this kind with its first weights and without adapters; start one where there is none."""
+        if kind != self._kind or not self._is_restored():
+            self._start(kind)
+        return self._server
+
+    def _start(self, kind: str) -> None:
+        self._kind = ""
+        self._stack.close()
+        self._server = self._stack.enter_context(KINDS[kind](self._folder(kind)))
+        self._kind, self._attached = kind, attach(self._server.manifest)
+        self._first = {name: tensor.clone() for name, tensor in self._attached.server_tensors.items()}
+
+    def _is_restored(self) -> bool:
+        """Write the first weights again, and tell whether the server took them: it may be dead, or left torn."""
+        if not self._server.child.is_alive():
+            return False
+        with BridgeClient(self._server.manifest, timeout_s=60) as client:
+            if client.status().state != "serving":
+                return False
+            client.release_adapter()
+            self._unload_adapters()
+            fence.publish(client, Update(self._write_first), in_flight="abort")
+        return True
+
+    def _unload_adapters(self) -> None:
+        with httpx.Client(base_url=self._server.manifest.url, headers=api_key.headers(), trust_env=False) as http:
+            for model in http.get("/v1/models").raise_for_status().json()["data"]:
+                if model["parent"]:
+                    http.post("/v1/unload_lora_adapter", json={"lora_name": model["id"]}).raise_for_status()
+
+    @torch.no_grad()
+    def _write_first(self) -> None:
+        for name, tensor in self._attached.server_tensors.items():
+            tensor.copy_(self._first[name])
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with Servers(tmp_path_factory.mktemp) as servers:
+        yield servers
+
+
+@pytest.fixture
+def llama(servers: Servers) -> LiveServer:
+    """A Llama with tied embeddings and a padded vocabulary."""
+    return servers.of("llama")
+
+
+@pytest.fixture
+def lora_llama(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    """The same behind a key, which all commands and clients of the test find in their environment, and with LoRA."""
+    monkeypatch.setenv(api_key.VARIABLE, KEY)
+    return servers.of("lora_llama")

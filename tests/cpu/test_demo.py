@@ -1,0 +1,20 @@
+"""`bridge demo`, as a user runs it: it makes its model, trains in place on a compiled vLLM, learns, and proves it.
+
+Not covered: what its page shows (`tests/cli/test_report.py`).
+"""
+
+import json
+from pathlib import Path
+
+from tests import scenarios
+
+STEPS = 24
+"""Fewer than it takes by default, and enough to pass."""
+
+
+def test_the_demo_passes(tmp_path: Path) -> None:
+    done = scenarios.bridge("demo", "--out", "demo", "--steps", str(STEPS), "--json", folder=tmp_path, cold=True)
+    found = json.loads(done.stdout)
+    assert (found["passed"], found["steps"], found["weight_bytes_copied"]) == (True, STEPS, 0), done.stderr
+    assert json.loads((tmp_path / "demo" / "summary.json").read_text()) == found
+    assert (tmp_path / "demo" / "report.html").is_file()
