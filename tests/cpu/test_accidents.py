@@ -38,7 +38,7 @@ TRAINER_LIMIT_S = 240.0
 """A trainer that hangs is killed after it, and its test fails."""
 EXIT_LIMIT_S = CONTROL_LIMIT_S + 60
 """A trainer whose server is gone has ended by then: one limited call, a checkpoint, and a busy machine."""
-ORPHANS_LIMIT_S = 10.0
+ORPHANS_LIMIT_S = 60.0
 KILLED_AFTER_S = 8
 """Longer than a step of this size takes to reach its fence on a busy machine."""
 CALL_LIMIT_S = 15

@@ -238,7 +238,7 @@ def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> 
     ("wrong", "status", "words"),
     [
         ({"prompt": [100_000]}, 400, "vocabulary"),
-        ({"max_tokens": 100_000}, 400, "the longest sequence"),
+        ({"max_tokens": 100_000}, 400, "--max-model-len"),
         ({"temperature": 0.0}, 400, "greedy"),
         ({"n": 0}, 400, "greater than or equal to 1"),
         ({"top_p": 0.5}, 400, "Extra inputs"),

@@ -227,7 +227,7 @@ def test_a_model_that_is_overwritten_is_no_reference_of_itself(mode: str) -> Non
     with pytest.raises(ValidationError) as caught:
         config_of(mode=mode, kl_coef=0.1)
     assert "overwrites the only copy" in str(caught.value)
-    assert "name one with --reference-model, or take --mode lora_only" in str(caught.value)
+    assert "name one with --reference-model, or use --mode lora_only" in str(caught.value)
 
 
 def test_a_reference_that_nobody_asks_for_is_refused() -> None:
