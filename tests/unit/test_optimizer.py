@@ -280,7 +280,9 @@ def test_the_bound_of_an_update_is_never_reached_by_exact_moments() -> None:
 def make_from(**choices: Any) -> InPlaceOptimizer:
     config = TrainConfig.of(model_name="m", **choices)
     weight = torch.nn.Parameter(torch.ones(4).bfloat16())
-    return make(config, [scaled_group(weight, 1.0, lr=config.learning_rate, weight_decay=config.optimizer.weight_decay)])
+    return make(
+        config, [scaled_group(weight, 1.0, lr=config.learning_rate, weight_decay=config.optimizer.weight_decay)]
+    )
 
 
 def test_the_factory_makes_what_the_configuration_names() -> None:
