@@ -46,12 +46,12 @@ def _lines(run: "RunDirectory", config: "TrainConfig") -> Iterator[str]:
 
     if not run.metrics.exists():
         return
-    saved = checkpoint.numbered(config.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
+    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
     whole = {step: folder for step, folder in saved.items() if checkpoint.is_checkpoint(folder)}
     if whole:
         last = max(whole)
         yield f"checkpoint: {whole[last]}"
-        if config.save_optimizer:
+        if config.checkpoints.save_optimizer:
             further = last + config.training_steps if last >= config.training_steps else None
             yield f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}"
     yield f"report:     {shlex.join(['bridge', 'report', str(run.path)])}"

@@ -173,12 +173,6 @@ class Config(Section):
             place[field] = value
         return nested
 
-    def __getattr__(self, name: str) -> Any:  # until every reader takes its own section
-        """Return a choice by its key."""
-        if name in self.choices():
-            return self.get(name)
-        return super().__getattr__(name)  # type: ignore[misc]
-
 
 @cache
 def _choices(cls: type[Section], path: tuple[str, ...] = ()) -> Mapping[str, Choice]:

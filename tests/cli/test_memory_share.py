@@ -127,4 +127,4 @@ def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
 def test_a_server_that_is_started_alone_expects_the_trainer_that_its_flags_tell_of() -> None:
     assert memory_share.expected(ServeConfig(model="m")).mode == "shared_vllm"
     adapter = memory_share.expected(ServeConfig(model="m", max_lora_rank=64))
-    assert (adapter.mode, adapter.lora_r) == ("lora_only", 64)
+    assert (adapter.mode, adapter.lora.r) == ("lora_only", 64)

@@ -56,8 +56,8 @@ class Place:
         config, run, found = train.open_run(config)
         out, err = self.capsys.readouterr()
         assert out == ""
-        assert config.save_path is not None
-        return Opened(run, found, err.splitlines(), config.save_path)
+        assert config.checkpoints.save_path is not None
+        return Opened(run, found, err.splitlines(), config.checkpoints.save_path)
 
     def content(self) -> dict[str, bytes | None]:
         paths = sorted(self.folder.rglob("*"))

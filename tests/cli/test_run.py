@@ -33,7 +33,7 @@ def command(tmp_path: Path, *, host: str = "127.0.0.1", shares_weights: bool = T
 
 def test_the_trainer_is_pointed_at_the_server_that_was_started(tmp_path: Path) -> None:
     train = run.attached_to(TrainConfig.of(model_name="m"), command(tmp_path, host="0.0.0.0"))
-    assert (train.vllm_host, train.vllm_port) == ("127.0.0.1", 9009)
+    assert (train.server.host, train.server.port) == ("127.0.0.1", 9009)
     assert train.server.config_path == tmp_path / "manifest.json"
 
 

@@ -50,7 +50,7 @@ class DemoServer:
         demo = {"batch_size": 128, "max_new_tokens": 4, "lr": 2e-4, "save_path": folder / "saved"}
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
-        run = RunDirectory.create(folder / "run", environment=config.environment)
+        run = RunDirectory.create(folder / "run", environment=config.task.environment)
         return loop.train(config, registry.load(config.task), run, Listener(report))
 
 

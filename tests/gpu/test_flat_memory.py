@@ -38,7 +38,7 @@ def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
             model_name=str(model), vllm_config_path=server.path, training_steps=STEPS, lr=LEARNING_RATE,
             environment=f"{scenarios.ENVIRONMENT}:Vowels", max_new_tokens=16, save_path=tmp_path / "saved",
         )  # fmt: skip
-        run = RunDirectory.create(tmp_path / "run", environment=choices.environment)
+        run = RunDirectory.create(tmp_path / "run", environment=choices.task.environment)
         loop.train(choices, registry.load(choices.task), run, Listener(lambda step: memory.hear(step, every=EVERY)))
     growth = memory.growth(since=WARM_UP)
     print("growth in MiB", growth, "updates", memory.num_updates)  # noqa: T201  pytest -s shows what was found

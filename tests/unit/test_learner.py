@@ -135,7 +135,7 @@ class Descent(InPlaceOptimizer):
     flags = ""
 
     def __init__(self, config: TrainConfig, groups: Iterable[dict[str, Any]]) -> None:
-        super().__init__(groups, lr=config.lr, betas=(0, 0), eps=1, weight_decay=0)
+        super().__init__(groups, lr=config.learning_rate, betas=(0, 0), eps=1, weight_decay=0)
 
     def _step(self, norm: float, max_norm: float) -> None:
         for group in self.param_groups:
