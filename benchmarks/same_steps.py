@@ -9,7 +9,10 @@ so it works across trees whose modules moved. A recording holds every figure of 
 rollouts.jsonl and summary.json (`rollouts` in metrics.jsonl is the digest of the sampled token ids), and for each
 checkpoint its progress, the random state, and a SHA-256 of every tensor of the weights, the adapter and the optimizer.
 
-Make both recordings on the same machine with the same packages: other kernels round differently.
+Make both recordings on the same machine with the same packages: other kernels round differently. A recording made with
+--only counts its weight versions from fewer runs on the same server: compare it with another of the same scenarios.
+
+Bridge does not seed torch's own generator, which draws the masks of --lora-dropout, so each process is seeded here.
 
 Left out, because they cannot repeat:
 - Times and memory. Only whether each is zero is recorded: a step that was not published has a publishing time of 0.
@@ -249,7 +252,8 @@ class Bench:
     @contextmanager
     def _started(self, name: str, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         module, _, function = self._project["scripts"]["bridge"].partition(":")
-        argv = [sys.executable, "-c", f"from {module} import {function}; {function}()", *arguments]
+        code = f"import torch; torch.manual_seed(0); from {module} import {function}; {function}()"
+        argv = [sys.executable, "-c", code, *arguments]
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
                 argv, env=self._environment, cwd=self._scratch, stdout=log, stderr=log, start_new_session=True

@@ -1,6 +1,6 @@
-"""What the proof of each family found, kept as JSON, and the table in the docs that is made of it.
+"""Results of the family proofs, kept as JSON, and docs/families.md, generated from them.
 
-Not covered: the proof itself (`family_proof.py`). `python -m tests.family_results` writes the docs anew.
+`python -m tests.family_results` regenerates the page. The proof itself is `family_proof.py`.
 """
 
 import dataclasses
@@ -13,79 +13,74 @@ from tests.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu")}
-"""Where what the proofs found is kept, by where they ran."""
+"""Result files by device."""
 PAGE = ROOT / "docs" / "families.md"
 INTRODUCTION = """\
 # Families
 
-Nobody trusts a list: every row was proved by `make families`, from a tiny configuration with random weights on the
-real vLLM on a CPU, started with the defaults that a user gets. Every parameter of the transformers class and every
-element of vLLM's has a partner; log-probabilities agree before; three steps are taken in place through `bridge train`;
-the server then agrees with the saved checkpoint in plain transformers, and not with the weights before; `bridge verify`
-passes. This page is made of what those proofs wrote.
+`make families` proves every row on a real vLLM on the CPU, with a tiny configuration, random weights and default settings: each parameter of the
+transformers model is matched to elements of vLLM's; log-probs agree before training; `bridge train` takes three steps in place; then the server
+agrees with the saved checkpoint in plain transformers and no longer with the old weights; and `bridge verify` passes. This page is generated from
+the results.
 
-Phi-3.5-mini and Phi-4-mini have RoPE that depends on the length (`longrope`). vLLM takes the long factors for every
-sequence as soon as `--max-model-len` exceeds `original_max_position_embeddings`, and the short ones otherwise. The
-trainer takes what the server takes; plain transformers takes what the longest sequence of a batch needs. `dynamic` RoPE
-is trained up to `max_position_embeddings`: vLLM has no frequencies beyond.
+Phi-3.5-mini and Phi-4-mini have RoPE that depends on length (`longrope`). vLLM uses the long factors for every sequence if `--max-model-len`
+exceeds `original_max_position_embeddings`, and the short ones otherwise. The trainer does the same, while plain transformers chooses by the longest
+sequence of a batch. `dynamic` RoPE is trained up to `max_position_embeddings`, where vLLM's frequencies end.
 
-A family that is missing here is no special case: its layout, like that of each one here, is learnt from vLLM's own
-`load_weights` ([`patches/loading.py`](../patches/loading.py)), and it passes the same checks or is refused by name.
+A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's own `load_weights`
+([`patches/loading.py`](../patches/loading.py)), runs the same checks, and refuses what does not pass by name.
 
 """
-COLUMNS = ("family", "transformers", "vLLM", "held together in vLLM", "before", "after", "moved", "versions")
+COLUMNS = ("family", "transformers", "vLLM", "fused in vLLM", "before", "after", "moved", "versions")
 ON_A_GPU = """
-The same proof at more than 100 million parameters on a Hopper GPU, torch.compile and CUDA graphs on
-(`pytest tests/gpu/test_families.py`):
+The same proof with more than 100 million parameters on a Hopper GPU, with torch.compile and CUDA graphs (`pytest tests/gpu/test_families.py`):
 
 """
 ON_A_GPU_COLUMNS = ("family", "parameters", "before", "after", "moved", "versions")
 WINDOWS = """
-Mistral and Phi-3 were run with a window of 4,096 tokens, longer than a sequence may be there (`--max-model-len`). Where
-every layer has a shorter one, vLLM 0.33's CUDA graphs decoded something else on that GPU than vLLM did with
-`--enforce-eager`: by 0.8 nats a token, against 0.008, with weights that nobody had touched. Unless you choose, Bridge
-therefore leaves attention out of the graphs of such models (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`):
-Mistral with a window of 512 came to 0.0079 before and after the steps. Gemma 2, with a window in every other layer, is
-right as it is.
+Mistral and Phi-3 ran with a window of 4,096 tokens, longer than `--max-model-len`. With a shorter window in every layer, vLLM 0.33's CUDA graphs
+decode incorrectly on that GPU: log-probs differ from `--enforce-eager` by 0.8 nats per token, on untouched weights, where 0.008 is normal. For such
+models Bridge therefore keeps attention out of the graphs by default (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`): Mistral with a
+window of 512 then differs by 0.0079 before and after training. Gemma 2, with a window in every other layer, is not affected.
 """
 READING = """
-`before`, `after` and `moved` are means of the difference of log-probabilities over sampled tokens, in nats: the server
-against the weights that it loaded, against the checkpoint of step 3, and after the steps against the weights before.
+`before`, `after` and `moved` are mean log-prob differences over sampled tokens, in nats: the server against the weights that it loaded, the server
+against the checkpoint of step 3, and after the steps against the old weights.
 
 ## Refused
 
-One line says which parameters, why, and what to use instead, with exit code 4. What a configuration shows is refused
-before vLLM starts, and `bridge doctor --model MODEL` tells it for every mode.
+The error names the parameters, the reason and the alternative; the exit code is 4. What the configuration reveals is refused before vLLM starts.
+`bridge doctor --model MODEL` reports it for every mode.
 
 """
 REFUSED_COLUMNS = ("what", "why", "instead")
 REFUSED = (
-    ("FP8, AWQ, GPTQ, bitsandbytes", "no plain numbers that an optimizer could step", "the unquantised model"),
-    ("encoders, with decoders or without; models of several parts", "not what `AutoModelForCausalLM` makes", "another"),
+    ("FP8, AWQ, GPTQ, bitsandbytes", "quantized: no values that an optimizer can update", "the unquantized model"),
+    ("encoders, encoder-decoders, multimodal models", "not `AutoModelForCausalLM`", "another model"),
     (
         "DeepSeek-V3's `mlp.gate.e_score_correction_bias`",
-        "a float32 parameter in vLLM, and none in transformers",
+        "a float32 parameter in vLLM, but not a parameter in transformers",
         "`lora_only`, `none`",
     ),
-    ("sparse latent attention", "vLLM computes with what it derives from `kv_b_proj`", "`lora_only`, `none`"),
+    ("sparse latent attention", "vLLM computes with weights derived from `kv_b_proj`", "`lora_only`, `none`"),
     ("latent attention with `VLLM_MLA_DISABLE=0`", "the same: `W_UV`, `W_UK_T`", "Bridge's own setting, 1"),
-    ("experts that a kernel packs", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
-    ("a weight of another type than the model's", "its bytes are not those that are trained", "`--dtype`"),
-    ("speculative decoding, expert parallelism, offloading", "another set of weights, or one that moves", "without it"),
+    ("experts packed for a kernel", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
+    ("a weight with another dtype than the model", "its bytes differ from the trained ones", "`--dtype`"),
+    ("speculative decoding, expert parallelism, offloading", "a second set of weights, or weights that move", "turn it off"),
     (
         "Llama 4's text model and ModernBERT's decoder; MPT, BLOOM",
-        "transformers finds no decoder in them; they take no positions, so that sequences cannot be packed",
-        "another",
+        "transformers finds no decoder in them, or they take no positions, so sequences cannot be packed",
+        "another model",
     ),
     (
         "`longrope` or `dynamic` RoPE in vLLM's Transformers backend",
-        "its frequencies change with each batch",
-        "another",
+        "frequencies change with each batch",
+        "another model",
     ),
-    ("`longrope` of PhiMoE", "transformers computes it in another way than vLLM", "another"),
+    ("`longrope` of PhiMoE", "transformers and vLLM compute it differently", "another model"),
     (
-        "whatever vLLM computes, transposes, permutes or leaves out while it loads",
-        "not the same bytes on both sides",
+        "weights that vLLM computes, transposes, permutes or drops while loading",
+        "different bytes on both sides",
         "`lora_only`, `none`",
     ),
 )
