@@ -1,9 +1,7 @@
-"""A fake server that answers at once as vLLM's own route does, with ids and log-probabilities: the client is left.
+"""A fake server that answers at once like vLLM's own route, with ids and log-probs: only the client costs time.
 
-`python -m benchmarks._fast_server 8 256` prints its port and serves answers of 8 completions of 256 tokens until its
-stdin closes. Every answer is made before the first request.
-
-Not covered: sampling; the same few answers come again and again.
+`python -m benchmarks._fast_server 8 256` prints its port and returns 8 completions of 256 tokens per request until its
+stdin closes. The responses are made before the first request; the same few repeat.
 """
 
 import asyncio
@@ -19,7 +17,7 @@ MODELS = {"object": "list", "data": [{"id": "fake", "object": "model", "owned_by
 
 
 def choice(index: int, num_tokens: int, chance: random.Random) -> dict[str, Any]:
-    """Return one completion with every field that vLLM 0.33 gives it."""
+    """Return one completion with every field that vLLM 0.33 returns."""
     ids = chance.choices(range(VOCABULARY), k=num_tokens)
     tokens, logprobs = [f" t{token_id}" for token_id in ids], [-8 * chance.random() for _ in ids]
     return {
@@ -33,7 +31,7 @@ def choice(index: int, num_tokens: int, chance: random.Random) -> dict[str, Any]
 
 
 def answer(num_samples: int, num_tokens: int, chance: random.Random) -> bytes:
-    """Return a whole HTTP answer to a request for completions."""
+    """Return a complete HTTP response."""
     usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": num_samples * num_tokens}
     choices = [choice(index, num_tokens, chance) for index in range(num_samples)]
     document = {"id": "cmpl-0", "object": "text_completion", "model": "fake", "choices": choices, "usage": usage}
@@ -47,18 +45,17 @@ def _http(document: Any, headers: str = "") -> bytes:
 
 
 class Answering(asyncio.Protocol):
-    """One connection: every request is answered as soon as it is whole."""
+    """One connection; each request is answered when it is complete."""
 
     def __init__(self, answers: list[bytes]) -> None:
         self._answers, self._models, self._received, self._number = answers, _http(MODELS), b"", 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note where answers go."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer if the request is whole; the client sends no second one before it has the answer."""
+        """Respond if the request is complete; the client does not pipeline."""
         self._received += data
         head, end, body = self._received.partition(b"\r\n\r\n")
         length = next((line[15:] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b"0")

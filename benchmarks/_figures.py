@@ -1,7 +1,4 @@
-"""From runs to figures: medians over the steps, a table, and whether the aim is reached.
-
-Not covered: what a side's lines mean (`_sides.py`).
-"""
+"""Medians over steps, the table, and whether the target is reached."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,9 +9,9 @@ from benchmarks._sides import Side
 from benchmarks._stamped import Run
 
 PARTS = ("generation_s", "training_s", "optimizer_s", "sync_s")
-"""Parts that do not overlap; what is left of a step is `other_s`."""
+"""Parts that do not overlap; the rest of a step is `other_s`."""
 SPEED_AIM = 1.4
-"""TRL's step over ours, at least."""
+"""Minimum of TRL's step time over Bridge's."""
 COLUMNS = {
     "num_steps": "steps", "tokens": "tokens",
     "step_s": "step s", "generation_s": "generate", "training_s": "train", "optimizer_s": "optimizer",
@@ -26,7 +23,7 @@ Row = dict[str, Any]
 
 
 def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
-    """Return the steps after the first `warm_up`, each from the line before it to its own."""
+    """Return the steps after `warm_up`; each lasts from the line before it to its own."""
     first = max(1, warm_up)
     times = [later - earlier for earlier, later in zip(run.stamps[first - 1 :], run.stamps[first:], strict=False)]
     steps = [{"step_s": time, **side.parts(line)} for time, line in zip(times, run.lines[first:], strict=True)]
@@ -34,7 +31,7 @@ def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
 
 
 def row(side: Side, runs: Sequence[Run], *, warm_up: int) -> Row:
-    """Return one side's figures over all of its runs; those that nobody knows are left out."""
+    """Return the figures of one side over all its runs; unknown ones are left out."""
     steps = [step for run in runs for step in steps_of(side, run, warm_up)]
     names = [name for name in (steps[0] if steps else {}) if name.endswith("_s")]
     known = {
@@ -56,7 +53,7 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int) -> Row:
 
 
 def compare(rows: Sequence[Row], *, weights_gib: float) -> list[Row]:
-    """Return the rows with what each of ours gains over the fastest of TRL's; without one, as they are."""
+    """Return the rows with Bridge's gain over the fastest TRL row, if there is one."""
     rivals = [row for row in rows if row["side"] == "trl" and "step_s" in row]
     if not rivals:
         return list(rows)
@@ -78,7 +75,7 @@ def _against(row: Row, rival: Row, weights_gib: float) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows for a person; what failed says why below."""
+    """Format the rows; failures are explained below."""
     cells = [["", *COLUMNS.values()]]
     cells += [[_name(row), *(_cell(name, row.get(name)) for name in COLUMNS)] for row in rows]
     faults = [f"{_name(row)}: {fault}" for row in rows for fault in row["failures"]]
@@ -86,7 +83,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row], *, weights_gib: float) -> list[str]:
-    """Return a line for each of our rows that could be compared."""
+    """Return one line per comparable Bridge row."""
     return [
         f"{_name(row)}: {row['speed']:.2f}x TRL's speed, {_word(row['is_fast_enough'])} of {SPEED_AIM}x"
         + _saved(row, weights_gib)

@@ -1,7 +1,6 @@
-"""How much of a GPU's memory is in use by all processes together, from outside of them and without a context on it.
+"""Memory of a GPU that is in use by all processes, read without creating a CUDA context.
 
-Not covered: whose it is.
-Source: `nvml.h`, NVIDIA's management library (`nvmlDeviceGetMemoryInfo`), which nvidia-smi prints.
+Source: `nvml.h`, NVIDIA's management library (`nvmlDeviceGetMemoryInfo`), as used by nvidia-smi.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ class _Memory(ctypes.Structure):
 
 
 def reader() -> Callable[[], int] | None:
-    """Return what reads the bytes in use on the first visible GPU; None without a GPU or its driver."""
+    """Return a function that reads the bytes in use on the first visible GPU; None without a GPU or driver."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -34,7 +33,7 @@ def reader() -> Callable[[], int] | None:
 
 
 def settle(used_bytes: Callable[[], int], at_most: int, *, limit_s: float) -> int:
-    """Wait until no more than `at_most` bytes are in use, which the end of a process takes; return what is."""
+    """Wait until at most `at_most` bytes are in use: the driver frees them some time after a process ends."""
     deadline = time.monotonic() + limit_s
     while (used := used_bytes()) > at_most and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -42,7 +41,7 @@ def settle(used_bytes: Callable[[], int], at_most: int, *, limit_s: float) -> in
 
 
 def _find(library: ctypes.CDLL, device: ctypes.c_void_p) -> int:
-    """Look up the GPU that CUDA calls 0, by number or UUID; return NVML's error."""
+    """Look up CUDA's device 0 by index or UUID; return NVML's error."""
     name = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] or "0"
     if name.isdecimal():
         return int(library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device)))

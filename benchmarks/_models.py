@@ -1,7 +1,4 @@
-"""Models that benchmarks measure: Qwen2.5's shapes with random weights, as a folder or in a server's memory.
-
-Not covered: serving them (`_servers.py`).
-"""
+"""Benchmark models: Qwen2.5's shapes with random weights, in a folder or in a server's memory."""
 
 import json
 import math
@@ -34,11 +31,11 @@ SIZES = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
             "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip
-"""Qwen2.5's own shapes, and one for a try on the CPU."""
+"""Qwen2.5's shapes, and a small one to try on the CPU."""
 DUMMY = "dummy"
-"""vLLM's word for weights that it makes up."""
+"""vLLM's load format for dummy weights."""
 SHARD_BYTES = 4 * 10**9
-"""Largest file of weights, and their copy in host memory while it is written."""
+"""Largest weight file, and its copy in host memory while it is written."""
 
 
 def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config:
@@ -51,16 +48,16 @@ def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config:
 
 
 def make_model(size: str, folder: Path) -> Path:
-    """Write configuration and tokenizer; the weights are vLLM's dummies until `scatter` gives them a spread."""
+    """Write configuration and tokenizer; vLLM makes dummy weights, which `scatter` then spreads."""
     model_config(size, eos_token_id=2).save_pretrained(folder)
     write_tokenizer(folder, 1024)
     return folder
 
 
 def make_whole_model(size: str, folder: Path) -> Path:
-    """Write configuration, random weights, and a tokenizer whose end token no model can sample.
+    """Write configuration, random weights, and a tokenizer whose end token cannot be sampled.
 
-    Every completion is then as long as it may be, and its text tells its tokens, whoever samples it.
+    Every completion then has the full length, and its text determines its tokens.
     """
     make_dummy_model(size, folder)
     _write_weights(folder)
@@ -68,14 +65,14 @@ def make_whole_model(size: str, folder: Path) -> Path:
 
 
 def make_dummy_model(size: str, folder: Path) -> Path:
-    """Write what `make_whole_model` does but the weights, which vLLM is to make up."""
+    """Write the same without weights: vLLM makes dummy ones."""
     model_config(size).save_pretrained(folder)
     _write_words(folder, int(str(SIZES[size]["vocab_size"])))
     return folder
 
 
 def scatter(attached: AttachedModel) -> None:
-    """Give the live weights a spread that says something: logits of about +-0.5, norms around one."""
+    """Spread the live weights: logits of about +-0.5, norms around one."""
     generator = torch.Generator(device=attached.device).manual_seed(0)
     with torch.no_grad():
         for parameter in attached.model.parameters():
@@ -83,21 +80,21 @@ def scatter(attached: AttachedModel) -> None:
 
 
 def spread(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill one parameter, in place, with what `scatter` gives it."""
+    """Fill one parameter in place, as `scatter` does."""
     centre, deviation = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
     return parameter.normal_(centre, deviation, generator=generator)
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of the weights of the model in `folder`, in bf16, with or without files of them."""
+    """Return the bytes of the model's weights in bf16, with or without weight files."""
     shapes = skeleton.shapes(skeleton.build(str(folder), torch.bfloat16))
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
 def _write_words(folder: Path, vocabulary: int) -> None:
-    """Write a tokenizer of bytes, and of a word that no text becomes for every other token that a model can sample.
+    """Write a byte tokenizer in which every other token of the vocabulary is a word that no text contains.
 
-    transformers makes every Qwen2 tokenizer one of byte pairs, whatever its file says.
+    transformers makes every Qwen2 tokenizer a BPE tokenizer, whatever its file contains.
     """
     words = ["<pad>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"t{index}" for index in range(len(words), vocabulary)]
@@ -108,7 +105,7 @@ def _write_words(folder: Path, vocabulary: int) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Write every parameter of the folder's configuration, one shard in memory at a time."""
+    """Write every parameter of the folder's configuration, holding one shard in memory at a time."""
     shards = list(_shards(skeleton.shapes(skeleton.build(str(folder), torch.bfloat16))))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device=device).manual_seed(0)

@@ -1,7 +1,4 @@
-"""What every benchmark is asked and what it leaves behind: common flags, words for a person, and one JSON file.
-
-Not covered: what is measured (a file each).
-"""
+"""Common flags, progress lines and the JSON file of every benchmark."""
 
 import argparse
 import importlib.metadata
@@ -21,18 +18,18 @@ from bridge.checks import software
 from patches.compatibility import installed_version
 
 RIVALS = ("trl", "liger-kernel")
-"""Packages whose versions belong to a result, where they are installed."""
+"""Packages whose versions are recorded, if installed."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a module's own docstring and knows where results go."""
+    """Return a parser with the module's docstring as help, and --out."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     return made
 
 
 def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures with the command, the date, the hardware and the versions that they hold for."""
+    """Return the figures with command, date, hardware and versions."""
     rivals = {name: importlib.metadata.version(name) for name in RIVALS if software.installed_version(name)}
     versions = {"bridge": bridge.__version__, "vllm": installed_version(), "torch": str(torch.__version__)}
     return {
@@ -45,7 +42,7 @@ def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(benchmark: str, results: Mapping[str, Any], out: Path) -> Path:
-    """Write the figures to a file named by hardware, vLLM and date; one that is there is replaced."""
+    """Write the figures to a file named by hardware, vLLM and date, replacing an existing one."""
     made = document(benchmark, results)
     out.mkdir(parents=True, exist_ok=True)
     hardware = made["hardware"].replace(" ", "-").lower()
@@ -55,7 +52,7 @@ def write(benchmark: str, results: Mapping[str, Any], out: Path) -> Path:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines of aligned columns: the first to the left, the others to the right."""
+    """Format rows as aligned columns: the first left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
@@ -67,5 +64,5 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def say(line: str) -> None:
-    """Tell a person how far it is."""
+    """Print progress."""
     print(line, file=sys.stderr, flush=True)

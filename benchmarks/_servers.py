@@ -1,7 +1,4 @@
-"""Servers side by side, stock and patched, and how fast each generates.
-
-Not covered: the models (`_models.py`), and what else is measured (a file each).
-"""
+"""Stock and patched servers side by side, and their generation speed."""
 
 import argparse
 import asyncio
@@ -27,11 +24,10 @@ from cli.server_command import ServerCommand
 
 START_LIMIT_S = 420
 NUM_STEPS = 3
-"""Steps of training between two comparisons."""
 
 
 class Parity:
-    """A task without meaning whose rewards differ, so that three steps change every weight."""
+    """A meaningless task whose rewards differ, so that three steps change every weight."""
 
     def __iter__(self) -> Iterator[Problem]:
         """Yield a few short prompts."""
@@ -39,13 +35,13 @@ class Parity:
             yield {"prompt": f"{number} and {number * 7 % 64} make "}
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the share of characters with an even code."""
+        """Return the share of characters with an even code point."""
         del problem
         return sum(ord(character) % 2 == 0 for character in completion) / max(1, len(completion))
 
 
 def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser that knows how much two servers generate in turns."""
+    """Return a parser with the options for alternating generation."""
     made = _results.parser(description)
     made.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
     made.add_argument("--tokens", type=int, default=256, help="tokens of each")
@@ -64,7 +60,7 @@ def serve_command(model: Path, folder: Path, *, max_lora_rank: int | None = None
 
 
 def stock(command: ServerCommand) -> ServerCommand:
-    """Return the same command without anything of Bridge."""
+    """Return the same command for stock vLLM."""
     argv = list(command.argv)
     at = argv.index("--worker-extension-cls")
     del argv[at : at + 2]
@@ -75,7 +71,7 @@ def stock(command: ServerCommand) -> ServerCommand:
 
 @contextmanager
 def served(command: ServerCommand, log: Path) -> Iterator[str]:
-    """Run a server and give its address once it answers."""
+    """Run a server and yield its address once it responds."""
     port = command.argv[command.argv.index("--port") + 1]
     url = f"http://127.0.0.1:{port}"
     patched = "--worker-extension-cls" in command.argv
@@ -102,7 +98,7 @@ def served(command: ServerCommand, log: Path) -> Iterator[str]:
 def rates(
     urls: Sequence[str], options: argparse.Namespace, models: Sequence[str | None] = (None, None)
 ) -> list[list[float]]:
-    """Return each server's tokens/s per round, after one that warms up; who goes first alternates."""
+    """Return tokens/s per server and round after one warm-up round; the order alternates."""
     columns: list[list[float]] = [[] for _ in urls]
     for number in range(options.rounds + 1):
         for place in sorted(range(len(urls)), reverse=number % 2 == 1):
@@ -111,7 +107,7 @@ def rates(
 
 
 def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> dict[str, Any]:
-    """Return both servers' medians, and the median of their ratio round by round."""
+    """Return both medians, and the median of the ratios by round."""
     return {
         "stock_tokens_per_s": statistics.median(stock_rates),
         "patched_tokens_per_s": statistics.median(patched_rates),
@@ -123,7 +119,7 @@ def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> di
 
 
 async def one_round(url: str, options: argparse.Namespace, model: str | None = None) -> float:
-    """Generate `requests` x `tokens` tokens at once by `model`, else the first that is served; return tokens/s."""
+    """Generate `requests` x `tokens` tokens concurrently with `model` (default: the first served); return tokens/s."""
     route = f"{url}/v1/completions"
     async with open_async_http(timeout_s=600) as http:
         name = model or (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]

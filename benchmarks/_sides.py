@@ -1,8 +1,6 @@
-"""The two sides of `grpo.py`: how each is started on the same work, and what its lines and its log say.
+"""The two sides of `grpo.py`: commands on the same work, and how to read their output.
 
-Both are told the same engine settings, and both get the same KV cache, which stays where it is while they train.
-
-Not covered: running them (`_stamped.py`), the rival's process (`_trl.py`).
+Both get the same engine settings and the same KV cache, which stays allocated during training.
 """
 
 import os
@@ -21,44 +19,44 @@ from bridge.run.run_directory import RunDirectory
 from cli.serve import free_port
 
 BRIDGE = "from cli.main import main; main()"
-"""What the console script does, which is not on every PATH."""
+"""The console script, which is not on every PATH."""
 ENGINE_FLAGS = ("--max-num-seqs", "{completions}", "--max-num-batched-tokens", "4096", "--no-enable-log-requests")
-"""As TRL starts vLLM."""
+"""TRL's vLLM settings."""
 MAX_MODEL_LEN = "1024"
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one step is."""
+    """The work of one step."""
 
     completions: int = 64
-    """Completions of one step."""
+    """Completions per step."""
     group: int = 8
-    """Completions of one prompt."""
+    """Completions per prompt."""
     tokens: int = 256
-    """Tokens of one completion, exactly."""
+    """Tokens per completion, exactly."""
     share: float = 0.3
-    """Share of the GPU for vLLM."""
+    """Share of GPU memory for vLLM."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side with one choice of its settings."""
+    """One side with one choice of settings."""
 
     name: Literal["trl", "bridge"]
-    """Whose."""
+    """`trl` or `ours`."""
     variant: str
-    """TRL: completions of one pass, and flags of `_trl.py`. Bridge: the optimizer, and flags of `bridge run`."""
+    """TRL: completions per pass and flags of `_trl.py`. Bridge: the optimizer and flags of `bridge run`."""
     engine: tuple[str, ...] = ()
-    """Bridge: more flags of vLLM."""
+    """Bridge: further flags of vLLM."""
 
     def argv(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
-        """Return the command that takes `steps` steps on `model`, keeping what it writes in `folder`."""
+        """Return the command that trains `steps` steps on `model`, with output in `folder`."""
         return (self._trl if self.name == "trl" else self._bridge)(work, model, folder, steps)
 
     def parts(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Return the seconds of a step's parts, its sampled tokens, and the peak that its torch has allocated."""
+        """Return the seconds of a step's parts, its sampled tokens, and torch's peak memory."""
         if self.name == "trl":
             return {name: value for name, value in line.items() if name != "step"}
         return {
@@ -71,7 +69,7 @@ class Side:
         }
 
     def kv_cache_gib(self, log: Path, folder: Path) -> float | None:
-        """Return what vLLM says that it has for its KV cache; None: nothing that is understood."""
+        """Return the size of vLLM's KV cache from its log; None if not found."""
         path = log if self.name == "trl" else RunDirectory(folder / "run").server_log
         found = KV_CACHE.search(path.read_text(errors="replace")) if path.exists() else None
         return float(found[1]) if found else None
@@ -99,5 +97,5 @@ class Side:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of both sides: vLLM has to say what it takes, and loads no plugin that nobody named."""
+    """Return the environment of both sides: vLLM logs its memory, and loads no unnamed plugin."""
     return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

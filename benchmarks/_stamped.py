@@ -1,7 +1,4 @@
-"""Run a process that prints one JSON object a step, and tell when each was printed by a clock outside of it.
-
-Not covered: what the objects say (`_sides.py`).
-"""
+"""Run a process that prints one JSON object per step, and time its lines from outside."""
 
 import json
 import os
@@ -23,26 +20,26 @@ POLL_S = 0.02
 
 @dataclass(kw_only=True)
 class Run:
-    """What came of one process."""
+    """Outcome of one process."""
 
     stamps: list[float] = field(default_factory=list)
-    """When each line came, in seconds of a clock that only goes forward."""
+    """Time of each line, in seconds on a monotonic clock."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """The objects."""
+    """The parsed lines."""
     peak_bytes: int = 0
-    """Most that `used_bytes` said while it ran; 0: nobody was there to ask."""
+    """Maximum of `used_bytes` while it ran; 0 if unknown."""
     seconds: float = 0.0
-    """How long it ran."""
+    """Duration in seconds."""
     failure: str | None = None
-    """Why it ended before its last line; None: it did not."""
+    """Why it ended before its last line; None if it did not."""
     baseline_bytes: int = 0
-    """What `used_bytes` said before it was started."""
+    """`used_bytes` before it started."""
     kv_cache_gib: float | None = None
-    """What its vLLM has for its KV cache; None: it does not tell."""
+    """Size of vLLM's KV cache; None if unknown."""
 
     @property
     def peak_gib(self) -> float | None:
-        """Return the most that the GPU held for it; None: nobody was there to ask."""
+        """Return the most that the GPU held for it; None if unknown."""
         return (self.peak_bytes - self.baseline_bytes) / 2**30 if self.peak_bytes else None
 
 
@@ -55,7 +52,7 @@ def run(
     limit_s: float,
     used_bytes: Callable[[], int] | None = None,
 ) -> Run:
-    """Run `argv` until it has printed `num_lines` lines, has ended, or is out of time; then nothing of it is left."""
+    """Run `argv` until it has printed `num_lines` lines, ends or times out; then stop its whole process group."""
     result, begun = Run(baseline_bytes=used_bytes() if used_bytes else 0), time.monotonic()
     child = _start(argv, environment, log)
     reader = threading.Thread(target=_read, args=(child.process, result), daemon=True)
@@ -77,7 +74,7 @@ def run(
 
 
 def reason(log: Path) -> str:
-    """Return the line of a log that says best why its process ended."""
+    """Return the log line that best explains why the process ended."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     out_of_memory = [line for line in lines if "out of memory" in line.lower()]
     faults = [line for line in lines if line.startswith("error: ") or "Error: " in line]
@@ -85,7 +82,7 @@ def reason(log: Path) -> str:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-    """Start `argv` in a session of its own which ends with this process; its stderr goes to the log."""
+    """Start `argv` in a session that ends with this process; stderr goes to the log."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(children.LEASH), str(os.getpid()), *argv],

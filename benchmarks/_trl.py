@@ -1,9 +1,8 @@
-"""The rival's process: TRL's GRPO with vLLM in the trainer's own process (colocate), on the task of `_work.py`.
+"""TRL's GRPO with vLLM in the trainer's process (colocate), on the task of `_work.py`.
 
-Prints one JSON object a step on stdout: seconds per part and the most memory that torch has allocated. TRL is not
-changed: its methods are timed from outside, and every timed part begins and ends with an idle device.
+Prints one JSON object per step: seconds per part and torch's peak memory. TRL is not modified: its methods are timed
+from outside, and every timed part begins and ends with an idle device.
 
-Not covered: the time of a whole step, which the process that reads the lines takes (`_stamped.py`).
 Source: TRL 1.16.0, `trl/trainer/grpo_trainer.py` and `trl/generation/vllm_generation.py`, for the names.
 """
 
@@ -25,7 +24,7 @@ from benchmarks import _work
 
 
 def main() -> None:
-    """Train as told, and print a line a step."""
+    """Train, and print one line per step."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     options = flags().parse_args()
@@ -44,7 +43,6 @@ def main() -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    """Return what the process can be told."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batch", type=int, help="completions of one forward and backward pass")
     parser.add_argument("--model", type=Path, required=True)
@@ -62,7 +60,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return TRL's settings: ours where we have them too, and else those that are fastest."""
+    """Return TRL's settings: Bridge's where both have them, otherwise the fastest."""
     return {
         "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
         "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": 0,
@@ -82,14 +80,14 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Clock:
-    """Seconds spent in each part since the last step's end, and the tokens that were sampled."""
+    """Seconds per part since the last step, and the sampled tokens."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens = 0
 
     def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Score completions as TRL asks for it, and count their tokens."""
+        """Score completions for TRL, and count their tokens."""
         self.num_tokens += sum(map(len, completion_ids))
         return [_work.reward(completion) for completion in completions]
 
@@ -108,7 +106,7 @@ class Clock:
 
 
 def watch(trainer: Any, clock: Clock) -> None:
-    """Time the parts of every step that `trainer` takes."""
+    """Time the parts of every step of `trainer`."""
     if trainer.use_vllm:
         generation = trainer.vllm_generation
         generation.generate = clock.part("generation", generation.generate)
@@ -126,21 +124,18 @@ def watch(trainer: Any, clock: Clock) -> None:
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
-    """Prints what the clock says at the end of every step."""
+    """Prints the times at the end of every step."""
 
     def __init__(self, clock: Clock, out: TextIO) -> None:
         self._clock, self._out, self._stepped_at = clock, out, 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Begin to time the optimizer."""
         self._stepped_at = moment()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Stop timing it."""
         self._clock.seconds["optimizer"] += moment() - self._stepped_at
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Print the step's line."""
         moment()
         told = {"step": state.global_step, "tokens": self._clock.num_tokens, **parts(self._clock.seconds)}
         self._out.write(json.dumps(told) + "\n")
@@ -149,7 +144,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]
 
 
 def parts(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return parts that do not overlap, but for the old log-probabilities: that pass is a part of training, too."""
+    """Return parts that do not overlap; the pass for old log-probs counts as training."""
     learning = seconds["training_step"] - seconds["prepare"] + seconds["clip"]
     return {
         "generation_s": seconds["generation"],
@@ -162,7 +157,7 @@ def parts(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def moment() -> float:
-    """Return the time once the device has nothing left to do."""
+    """Return the time once the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

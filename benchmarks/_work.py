@@ -1,9 +1,7 @@
-"""The task of `grpo.py`, which both sides work on: prompts of one length, and a reward that tells completions apart.
+"""The task of `grpo.py` for both sides: prompts of one length, and a reward that distinguishes completions.
 
-`bridge run --environment benchmarks/_work.py:Hashed` reads it as well as TRL's process does. Where nobody samples
-(`train_step.py`) a batch of it can be made up.
-
-Not covered: the model and its tokenizer, to which a letter is a token (`_models.py`).
+`bridge run --environment benchmarks/_work.py:Hashed` uses it, and so does TRL's process. `train_step.py` makes up a
+batch of it. The model and its tokenizer, for which a letter is a token, are in `_models.py`.
 """
 
 import math
@@ -25,26 +23,24 @@ def prompts() -> list[str]:
 
 
 def reward(completion: str) -> float:
-    """Return a number from 0 to 1 that tells nothing: no group is without advantages, so that no token is left out."""
+    """Return a hash from 0 to 1, so that no group lacks advantages."""
     return zlib.crc32(completion.encode()) / 2**32
 
 
 class Hashed:
-    """The task as an environment of Bridge's."""
+    """The task as an environment."""
 
     def __iter__(self) -> Iterator[Problem]:
-        """Yield every prompt."""
         for prompt in prompts():
             yield {"prompt": prompt}
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the reward."""
         del problem
         return reward(completion)
 
 
 def batch(vocabulary: int, num_completions: int, *, group: int, num_tokens: int) -> list[Group]:
-    """Return a step's groups as if they had been sampled: random tokens, each as likely as any, and random rewards."""
+    """Return the groups of a step as if sampled: uniformly random tokens and rewards."""
     chance = random.Random(0)  # noqa: S311  the same
 
     def tokens(count: int) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
-"""The demo's task, model and seed in every mode, and one table of what each mode costs and reaches.
+"""The demo's task, model and seed in every mode, and a table of costs and results.
 
-Each mode is one `bridge run` in its own process, so that its memory is its own. Exits with 1 if a mode does not learn
-or, on a CPU, if two that compute the same numbers disagree: a GPU sums in an order that changes with its load.
+Each mode is one `bridge run` in its own process. Exits with 1 if a mode does not learn or, on a CPU, if two modes that
+compute the same numbers disagree (a GPU's order of summation depends on its load). Absolute times on a CPU mean
+little.
 
     python -m benchmarks.compare --steps 60 --restarts 6
-
-Not covered: absolute times on a CPU, which mean little.
 """
 
 import json
@@ -26,35 +25,35 @@ from cli.demo import HOST, LEARNING_RATE, demo_model_folder
 from cli.serve import free_port
 
 LORA = ("--mode", "lora_only", "--lora-r", "8", "--lora-alpha", "16", "--lr", "2e-3")
-"""The demo's model is so small that its adapter needs a larger learning rate than its weights."""
+"""The demo's model is so small that its adapter needs a higher learning rate than its weights."""
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "shared_vllm": ("--mode", "shared_vllm", "--lr", str(LEARNING_RATE)),
     "none": ("--mode", "none", "--lr", str(LEARNING_RATE)),
     "lora_only, memory": (*LORA, "--lora-handover", "memory"),
     "lora_only, disk": (*LORA, "--lora-handover", "disk"),
 }
-"""Row of the table -> the flags of its run."""
+"""Row of the table -> flags of its run."""
 SAME_WAY = (("shared_vllm", "none"), ("lora_only, memory", "lora_only, disk"))
-"""Pairs that train the same numbers, and differ in how these reach the server."""
+"""Pairs of modes that train the same parameters and publish them differently."""
 TASK = ("--environment", "arithmetic", "--batch-size", "128", "--max-new-tokens", "4", "--eval-samples", "16")
 LEAST_GAIN = 0.1
-"""Held-out reward that a run of full length has to gain."""
+"""Minimum gain in held-out reward of a full run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one mode cost and reached."""
+    """Costs and results of one mode."""
 
     mode: str
-    """Which, and how it hands over."""
+    """Mode and way of publishing."""
     steps: int
-    """Optimizer steps."""
+    """Steps."""
     sync_ms: float
-    """Time between an update and its first token, without the write, median over the steps, in ms."""
+    """Time between an update and the first token after it, without the write: median over steps, in ms."""
     weight_bytes: int
-    """Weights that the trainer holds beside the server's."""
+    """Weights that the trainer holds besides the server's."""
     trainer_peak_gib: float
-    """Most memory that the trainer held, in GiB: of the GPU, or of the process on the CPU."""
+    """Peak memory of the trainer in GiB: of the GPU, or of the process on a CPU."""
     reward_before: float
     """Held-out reward before the first step."""
     reward_after: float
@@ -63,21 +62,20 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far two runs of the same seed went the same way."""
+    """How far two runs with the same seed agree."""
 
     runs: tuple[str, str]
-    """Which two."""
+    """The two modes."""
     steps: int
-    """Steps that both took."""
+    """Steps of both runs."""
     same_rollouts: int
-    """Steps whose sampled tokens were all the same."""
+    """Steps with identical sampled tokens."""
     same_rewards: int
-    """Steps whose mean reward was the same."""
+    """Steps with identical mean reward."""
     reward_diff_max: float
-    """Largest difference of a step's mean reward."""
+    """Largest difference in mean reward of a step."""
 
     def in_words(self) -> str:
-        """Return it in one line."""
         return (
             f"{' | '.join(self.runs)}: the same rollouts in {self.same_rollouts} of {self.steps} steps,"
             f" the same reward in {self.same_rewards}, largest difference {self.reward_diff_max:.3f}"
@@ -85,7 +83,7 @@ class Agreement:
 
 
 def row(mode: str, steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Row:
-    """Return the row of one run from its metrics and its summary."""
+    """Return the row of one run from its metrics and summary."""
     return Row(
         mode=mode,
         steps=len(steps),
@@ -98,7 +96,7 @@ def row(mode: str, steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
 
 
 def agree(runs: tuple[str, str], one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Agreement:
-    """Compare two runs step by step, as far as the shorter one goes."""
+    """Compare two runs step by step, up to the shorter one."""
     pairs = list(zip(one, other, strict=False))
     return Agreement(
         runs=runs,
@@ -110,7 +108,7 @@ def agree(runs: tuple[str, str], one: Sequence[Mapping[str, Any]], other: Sequen
 
 
 def judge(rows: Sequence[Row], agreements: Sequence[Agreement], steps: int) -> Iterator[str]:
-    """Yield what is wrong with a comparison whose `agreements` must be complete."""
+    """Yield the failures of a comparison in which `agreements` must be complete."""
     yield from (each.in_words() for each in agreements if each.same_rollouts < each.steps)
     for each in rows:
         if each.steps == steps and each.reward_after - each.reward_before < LEAST_GAIN:
@@ -118,7 +116,7 @@ def judge(rows: Sequence[Row], agreements: Sequence[Agreement], steps: int) -> I
 
 
 def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Train in a process of its own, and return its metrics and its summary."""
+    """Train in a separate process; return its metrics and summary."""
     made = RunDirectory(folder)
     places = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
     share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
@@ -129,7 +127,6 @@ def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str,
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows for a person."""
     titles = ["mode", "steps", "sync, median", "weights beside vLLM's", "trainer's peak", "held-out reward"]
     cells = [
         [
@@ -146,7 +143,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Train in every mode, write the results and print the table."""
+    """Train in every mode, write the results, print the table."""
     parser = _results.parser(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each mode")
     parser.add_argument("--restarts", type=int, default=6, help="steps of mode none, which restarts vLLM at each")

@@ -1,22 +1,22 @@
-"""GRPO on one GPU, Bridge against TRL's colocate mode, one after the other on the same work and the same model folder.
+r"""GRPO on one GPU: Bridge against TRL's colocate mode, back to back on the same work and model folder.
 
     python -m benchmarks.grpo --sizes 1.5b 7b --steps 8
     python -m benchmarks.grpo --sizes 7b --trl 16 "8 --no-checkpointing" "16 --liger" --ours adamw adamw-8bit
     python -m benchmarks.grpo --sizes 32b --dummy-weights --trl --share 0.6 --completions 32 --steps 3 --warm-up 1 \
         --ours "adamw-4bit --gradient-release --updates-per-batch 2 --kv-sleep always --no-compile-layers"
 
-A step is 64 completions of exactly 256 tokens in groups of 8, of prompts of 120 tokens, and one AdamW update of bf16
-weights with the token-mean loss, clipped gradients and truncated importance weights. The model has random weights, and
-its tokenizer's end token is none that it could sample. Each side runs in processes of its own, with no other on the
-GPU; a clock outside of both stamps the end of every step, and NVIDIA's library tells what the whole GPU holds. Steps
-that warm up are left out. What differs: TRL's AdamW keeps bf16 moments and rounds every update to bf16; ours never
-loses an update, and `--ours` names the moments that it keeps. TRL's prompts are of one length: it pads nothing.
+A step is 64 completions of exactly 256 tokens in groups of 8 with prompts of 120 tokens, and one AdamW update of bf16
+weights with a token-mean loss, clipped gradients and truncated importance weights. The model has random weights and an
+end token that cannot be sampled. Each side runs in its own processes, alone on the GPU; an outside clock stamps the
+end of every step, and NVML reports the memory of the whole GPU. Warm-up steps are excluded. The difference: TRL's
+AdamW keeps bf16 moments and rounds every update to bf16; Bridge loses no update, and `--ours` selects the moments. All
+prompts have one length, so TRL pads nothing.
 
-Memory is what the whole device holds at most, above what it held before, without the KV cache, which either engine
-makes as large as its share allows. Ours takes what is free for activations unless told otherwise. A run that fails,
-or for which no time is left, is a row that says so.
+Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
+by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is
+left, becomes a row that says so.
 
-Not covered: several GPUs, learning (rewards are a hash), training alone (`train_step.py`).
+Not covered: several GPUs; learning (rewards are a hash); training alone (`train_step.py`).
 """
 
 import argparse
@@ -44,14 +44,14 @@ OURS = (
     "adamw-8bit --micro-batch-tokens 2176 --gradient-checkpointing",
     "adamw-4bit --micro-batch-tokens 8704 --gradient-checkpointing",
 )
-"""A group and its prompt at a time, with its activations kept; so small that the weights' size is saved at 7B; and four
-groups at a time, which small models need to keep a GPU busy, with so little state that it is saved at 1.5B, too."""
+"""One group per micro-batch with its activations kept; little state, to fit 7B; and four groups per micro-batch, which
+keeps a GPU busy at 1.5B."""
 LEAST_S = 30.0
-"""With less time than this no run is begun."""
+"""No run starts with less time left than this."""
 
 
 def main() -> None:
-    """Measure every size, and write what is known after every run."""
+    """Measure every size; write all results so far after every run."""
     flags = _flags()
     options = flags.parse_args()
     if options.dummy_weights and options.trl:
@@ -89,7 +89,7 @@ def _flags() -> argparse.ArgumentParser:
 
 @dataclass
 class Bench:
-    """What is asked, and what is known so far."""
+    """Options and results so far."""
 
     options: argparse.Namespace
     deadline: float
@@ -97,7 +97,7 @@ class Bench:
     used_bytes: Callable[[], int] | None = field(default_factory=_gpu_memory.reader)
 
     def measure(self, size: str) -> None:
-        """Run every side in turns on one model."""
+        """Run all sides in turn on one model."""
         with TemporaryDirectory(prefix="bridge-bench-") as scratch:
             say(f"{size}: writing the model")
             model = Path(scratch, "model")

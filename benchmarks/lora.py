@@ -1,13 +1,11 @@
-"""Measure LoRA hot-swap on one GPU: generation against stock vLLM, both hand-overs, and parity after training.
+"""LoRA hot-swap on one GPU: generation against stock vLLM, both ways of publishing, parity after training.
 
     python -m benchmarks.lora --size 1.5b --rank 16
 
-A Qwen2 configuration with random weights is served twice, side by side, by the stock vLLM with `--enable-lora` and by
-`bridge serve-vllm --max-lora-rank`, both with CUDA graphs and torch.compile on. An adapter on all linear layers is
-trained for three steps by each hand-over and handed over again and again, and the server is compared with base and
-saved adapter in plain PEFT. Both servers generate by the same adapter in turns.
-
-Not covered: what an adapter costs against none (`--base` adds it), and the other modes (`compare.py`).
+Stock vLLM with `--enable-lora` and `bridge serve-vllm --max-lora-rank` serve the same random-weight Qwen2 side by
+side, both with CUDA graphs and torch.compile. An adapter on all linear layers is trained for three steps and published
+repeatedly, in both ways; the server is compared with base plus saved adapter in plain PEFT; and both servers generate
+with the same adapter in turns. `--base` adds generation without an adapter.
 """
 
 import argparse
@@ -46,7 +44,7 @@ from bridge.weights import model_folder
 from bridge.weights.attach import attach
 
 ADAPTER = "compared"
-"""The name of the adapter that both servers serve while their speeds are compared."""
+"""Name of the adapter that both servers serve while their speeds are compared."""
 
 
 def main() -> None:
@@ -61,7 +59,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Serve the model twice and return every figure."""
+    """Serve the model twice and measure."""
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
         folder = Path(scratch)
         model = make_model(options.size, folder / "model")
@@ -82,27 +80,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def spread(exported: manifest.Manifest) -> None:
-    """Give vLLM's dummy weights a spread that says something, through the fence."""
+    """Spread vLLM's dummy weights, through the fence."""
     attached = attach(exported)
     with BridgeClient(exported, timeout_s=600) as client:
         fence.publish(client, Update(lambda: scatter(attached)))
 
 
 class Sampled:
-    """Samples the same prompts again and again."""
+    """Samples completions of fixed prompts."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self.url, self._vocabulary = url, int(str(SIZES[options.size]["vocab_size"]))
 
     def by(self, name: str | None) -> list[Group]:
-        """Sample completions by the model or adapter `name`."""
+        """Sample completions with the model or adapter `name`."""
         endpoint = Endpoint(url=self.url, model=name)
         with Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600) as sampler:
             return sample(sampler, endpoint, self._vocabulary)
 
 
 def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sampled: Sampled) -> dict[str, Any]:
-    """Train three steps by one hand-over, then hand over again and again, and compare with plain PEFT."""
+    """Train three steps in one way, publish repeatedly, and compare with plain PEFT."""
     config = TrainConfig.model_validate(
         {
             "model_name": str(model), "mode": "lora_only", "lora_handover": way, "lora_r": options.rank,
@@ -128,18 +126,17 @@ def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sa
 
 
 def adapter_bytes(checkpoint: Path, way: str) -> int:
-    """Return the bytes of the trainer's own adapter: none by memory."""
+    """Return the bytes of the trainer's own adapter: none with `memory`."""
     return 0 if way == "memory" else sum(tensor.nbytes for tensor in load(checkpoint).values())
 
 
 def load(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read an adapter's matrices."""
     matrices: dict[str, torch.Tensor] = load_file(checkpoint / "adapter_model.safetensors")
     return matrices
 
 
 def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
-    """Hand an adapter over again and again without changing it; in ms, and with the first token by it."""
+    """Publish an unchanged adapter repeatedly; return ms, with and without the first token."""
     mode = way_of(config)(config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
     try:
         mode.open()
@@ -159,14 +156,13 @@ def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirect
 
 
 def first_token(endpoint: Endpoint) -> None:
-    """Generate one token."""
     body = {"model": endpoint.model, "prompt": [5] * 32, "max_tokens": 1}
     with open_http(endpoint.url) as http:
         http.post("/v1/completions", json=body).raise_for_status()
 
 
 def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: Path) -> dict[str, Any]:
-    """Let both servers generate in turns: stock vLLM by the saved adapter, ours by the slot that it was trained in."""
+    """Generate on both servers in turns: stock vLLM with the saved adapter, Bridge with the slot it was trained in."""
     with VllmClient(urls[0], timeout_s=60) as plain:
         plain.load_adapter(ADAPTER, adapter)
     stock_rates, patched_rates = rates(urls, options, (ADAPTER, protocol.ADAPTER))
@@ -177,7 +173,7 @@ def compare_speed(options: argparse.Namespace, urls: tuple[str, str], adapter: P
 
 
 def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[str, float]:
-    """Compare the server's log-probabilities by the trained adapter with base and saved adapter in plain PEFT."""
+    """Compare the server's log-probs with base plus saved adapter in plain PEFT."""
     base = folder / "base"
     if not base.is_dir():
         base.mkdir()
@@ -195,13 +191,13 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
 
 
 def newest_adapter(sampled: Sampled) -> str:
-    """Return the name of the adapter that is served beside the base model."""
+    """Return the name of the adapter that is served besides the base model."""
     with VllmClient(sampled.url) as server:
         return next(model.id for model in server.models() if model.id.startswith(protocol.ADAPTER))
 
 
 def graphs_captured(log: Path) -> list[str]:
-    """Return the lines in which vLLM says that it captured CUDA graphs."""
+    """Return vLLM's log lines about captured CUDA graphs."""
     return [line for line in log.read_text().splitlines() if re.search(r"[Gg]raph capturing finished", line)][:1]
 
 

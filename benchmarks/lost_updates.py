@@ -1,11 +1,11 @@
-"""What bf16 loses of an update, and what each optimizer keeps: the demo's task, at a learning rate below bf16's reach.
+"""How much of an update each optimizer keeps: the demo's task at a learning rate below bf16's resolution.
 
-Every optimizer trains the demo's model from the same weights, by the same seed, on one live server, in place. The
-reference holds a float32 master of every weight, steps that with torch's own AdamW, and rounds it into the live one;
-`bf16` is torch's AdamW on the live bf16 weights themselves. Compared are the rewards, and how far and where to the
-weights went: the reference's distance from the first weights is one, and the cosine is with its direction.
+Every optimizer trains the demo's model in place on one live server, from the same weights with the same seed. The
+reference holds a float32 master of every weight, updates it with torch's AdamW, and rounds it into the live weight;
+`bf16` is torch's AdamW on the live bf16 weights. Compared: rewards, the distance from the first weights relative to
+the reference, and the cosine with its direction.
 
-Runs on a CPU, in about two minutes an optimizer. Not covered: time, and memory (`bridge plan`).
+Runs on a CPU, about two minutes per optimizer.
 """
 
 import math
@@ -45,13 +45,13 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "adamw-8bit": {"optimizer": "adamw-8bit"},
     "adamw-4bit": {"optimizer": "adamw-4bit"},
 }
-"""Name -> what `bridge train` is given."""
+"""Name -> flags of `bridge train`."""
 LAST_STEPS = 20
-"""Steps at the end whose mean reward is compared: single steps are noisy."""
+"""Last steps whose mean reward is compared, because single steps are noisy."""
 
 
 class Rival(InPlaceOptimizer):
-    """torch's AdamW, on the live weights, or on float32 masters that are rounded into them."""
+    """torch's AdamW on the live weights, or on float32 masters that are rounded into them."""
 
     flags = ""
 
@@ -79,7 +79,6 @@ class Rival(InPlaceOptimizer):
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Return what it holds now."""
         masters = sum(s.nbytes for s, p in zip(self._stepped, self._live, strict=True) if s is not p)
         moments = sum(v.nbytes for state in self._inner.state.values() for v in state.values())
         return StateBytes(masters + moments, 0)
@@ -88,26 +87,22 @@ class Rival(InPlaceOptimizer):
         """Do nothing: what it takes is of no interest here."""
 
     def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
-        """Refuse."""
         raise AssertionError(max_norm)
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Refuse: it is not saved."""
         raise AssertionError(parameter.shape)
 
     described_parts = parts
 
     def num_updates(self, parameter: Tensor) -> int:
-        """Refuse: it is not saved."""
         raise AssertionError(parameter.shape)
 
     def reset(self, num_updates: Mapping[Tensor, int]) -> None:
-        """Refuse: it is not saved."""
         raise AssertionError(num_updates)
 
 
 def main() -> None:
-    """Train by each optimizer and print how the others compare with the reference."""
+    """Train with each optimizer and print the comparison with the reference."""
     options = _parser().parse_args()
     results: dict[str, Any] = {"lr": options.lr, "steps": options.steps}
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +121,7 @@ def _parser() -> Any:
 
 
 def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[dict[str, Any]]:
-    """Train by each of the optimizers on one server, each from the first weights, and return a row for each."""
+    """Train with each optimizer on one server, always from the first weights; return a row for each."""
     model = demo_model_folder()
     serve = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=folder / manifest.MANIFEST_NAME
@@ -151,7 +146,7 @@ def measure(names: Sequence[str], steps: int, lr: float, folder: Path) -> list[d
 
 
 def _config(model: Path, exported: Path, folder: Path, steps: int, lr: float, name: str) -> TrainConfig:
-    """Return what the demo trains with, at another learning rate."""
+    """Return the demo's configuration with another learning rate."""
     return TrainConfig.model_validate(
         {
             "model_name": str(model), "training_steps": steps, "lr": lr, "batch_size": 128, "max_new_tokens": 4,
@@ -183,7 +178,6 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
 
 
 def _begin_again(exported: manifest.Manifest, live: AttachedModel, model: Path) -> None:
-    """Load the first weights into the live ones."""
     with BridgeClient(exported, timeout_s=60) as client:
         version = client.status().version + 1
         fence.publish(client, Update(lambda: model_folder.load_into(live.model, model), version=version, takeover=True))

@@ -1,13 +1,10 @@
-"""Measure one copy on one GPU: attaching, the fence, parity after training, and what the patches cost generation.
+"""One copy on one GPU: attaching, the fence, parity after training, and the patches' cost to generation.
 
     python -m benchmarks.one_copy --sizes 0.5b 7b
 
-For each size a Qwen2 configuration with random weights is served twice, side by side: by the stock vLLM and by
-`bridge serve-vllm`, both with CUDA graphs and torch.compile on, and take turns in generating. The patched server
-is then attached to, verified, trained for three steps in place, and compared with its own checkpoint in plain
-transformers.
-
-Not covered: training speed, which depends on the task (`bridge train` prints it for yours).
+For each size, stock vLLM and `bridge serve-vllm` serve a random-weight Qwen2 side by side, both with CUDA graphs and
+torch.compile, and generate in turns. The trainer then attaches to the patched server, verifies it, trains three steps
+in place, and compares it with its own checkpoint in plain transformers.
 """
 
 import argparse
@@ -39,7 +36,6 @@ from bridge.weights.attach import attach
 
 
 def main() -> None:
-    """Measure every size and write one JSON file."""
     flags = parser(__doc__, rounds=10)
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "7b"])
     options = flags.parse_args()
@@ -48,7 +44,7 @@ def main() -> None:
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Serve one size twice and return every figure."""
+    """Serve one size twice and measure."""
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
         folder = Path(scratch)
         model = make_model(size, folder / "model")
@@ -63,7 +59,7 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str, Any]:
-    """Attach, prove one copy, pass the idle fence, train, and compare with the checkpoint."""
+    """Attach, verify, time the idle fence, train, and compare with the checkpoint."""
     with BridgeClient(exported, timeout_s=600) as client:
         attached = attach(exported)
         attach_ms = [attached.attach_s * 1e3]

@@ -1,12 +1,12 @@
-"""Measure what the rollouts' client itself costs: CPU time per completion, and memory over the run.
+"""Cost of the rollout client itself: CPU time per completion, and memory over the run.
 
     python -m benchmarks.rollouts --groups 2000 --samples 8 --tokens 256 --per-call 2000 64
 
-A fake server in another process answers at once (`_fast_server.py`). Groups are taken as they arrive and dropped, and
-the resident memory is read on the way; its growth is from the median of the second quarter to that of the third. In the
-last one no request is begun any more, and what is under way arrives at once.
+A fake server in another process responds at once (`_fast_server.py`). Groups are dropped as they arrive, and resident
+memory is sampled. Its growth is the difference between the medians of the second and the third quarter; in the last
+quarter no request starts any more.
 
-Runs on a CPU in a minute. Not covered: a real server, rewards.
+Runs on a CPU in a minute.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from bridge.server.endpoint import Endpoint
 
 MIB = 2**20
 CPU_AIM_MS = 1.0
-"""Milliseconds of CPU per completion, at most."""
+"""Maximum CPU time per completion, in ms."""
 GROWTH_AIM_MIB = 4.0
-"""Growth of the resident memory over a quarter of the groups, at most: what an allocator may keep."""
+"""Maximum growth of resident memory per quarter: what an allocator may keep."""
 READINGS = 48
-"""Of the memory, over all groups."""
+"""Maximum growth of memory over all groups."""
 COLUMNS = {
     "cpu_ms": "CPU ms a completion", "seconds": "seconds", "completions_per_s": "completions/s", "rss_mib": "MiB",
     "growth_mib": "growth MiB", "num_retries": "retries",
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure each number of groups per call, and write the figures."""
+    """Measure each number of groups per call; write the results."""
     options = _flags().parse_args()
     with fast_server(options.samples, options.tokens) as url:
         rows = [measure(url, per_call, options) for per_call in options.per_call]
@@ -63,7 +63,7 @@ def _flags() -> argparse.ArgumentParser:
 
 @contextmanager
 def fast_server(num_samples: int, num_tokens: int) -> Iterator[str]:
-    """Run the fake server in a process of its own, which ends with this one."""
+    """Run the fake server in a process that ends with this one."""
     argv = [sys.executable, "-m", "benchmarks._fast_server", str(num_samples), str(num_tokens)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
@@ -73,7 +73,7 @@ def fast_server(num_samples: int, num_tokens: int) -> Iterator[str]:
 
 
 def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
-    """Sample all groups, `per_call` in a call, over the same connections."""
+    """Sample all groups, `per_call` per call, on the same connections."""
     memory = Memory(every=max(1, options.groups // READINGS))
     with Sampler(
         max_new_tokens=options.tokens, temperature=1.0, timeout_s=60, max_concurrency=options.concurrency
@@ -103,7 +103,7 @@ async def _take(sampler: Sampler, url: str, count: int, *, seed: int, num_sample
 
 
 class Memory:
-    """The resident memory of this process, read on the way."""
+    """Samples of this process's resident memory."""
 
     def __init__(self, *, every: int) -> None:
         self.num_completions, self._num_groups, self._every = 0, 0, every
@@ -112,7 +112,6 @@ class Memory:
         self._process = psutil.Process()
 
     def took(self, num_completions: int) -> None:
-        """Count one group."""
         self.num_completions += num_completions
         self._num_groups += 1
         if self._num_groups % self._every == 0:
@@ -120,17 +119,13 @@ class Memory:
             self.mib.append(self._process.memory_info().rss / MIB)
 
     def growth_mib(self) -> float:
-        """Return how much more there is in the third quarter than in the second.
-
-        Medians, since how much is under way at one moment depends on which process had its turn.
-        """
+        """Return the growth from the second to the third quarter, by medians: memory in flight varies."""
         quarter = len(self.mib) // 4
         second, third = (self.mib[number * quarter : (number + 1) * quarter] for number in (1, 2))
         return median(third) - median(second)
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows for a person."""
     cells = [["groups a call", *COLUMNS.values()]]
     cells += [[str(row["groups_per_call"]), *(f"{row[name]:.3g}" for name in COLUMNS)] for row in rows]
     return _results.table(cells)

@@ -85,7 +85,7 @@ def short(problem, completion):
     return 1 / (1 + len(completion))
 '''
 MODELS = {"llama": ("LlamaConfig", True, 0), "qwen2": ("Qwen2Config", False, 1), "reference": ("Qwen2Config", False, 2)}
-"""Name -> configuration class of transformers, whether the embeddings are tied, and the seed of the weights."""
+"""Name -> transformers' configuration class, whether embeddings are tied, seed of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,9 @@ class Scenario:
     model: str = "qwen2"
     """One of MODELS."""
     steps: int = STEPS
-    """Steps in all."""
+    """Steps in total."""
     stop_after: int | None = None
-    """Step after which the run ends, and is then resumed."""
+    """Step after which the run ends and is resumed."""
 
 
 RUN = {
@@ -111,7 +111,7 @@ RUN = {
     "none, float32": Scenario(flags="--mode none --dtype float32", stop_after=2),
     "none, every 2 steps": Scenario(flags="--mode none --vllm-restart-interval 2", steps=4, model="llama"),
 }
-"""Scenarios of `bridge run`, each with servers of its own."""
+"""Scenarios of `bridge run`, each with its own servers."""
 TRAIN = {
     "adamw-8bit": Scenario(
         flags="--optimizer adamw-8bit --updates-per-batch 2 --passes-per-batch 2 --kl-coef 0.02"
@@ -127,19 +127,19 @@ TRAIN = {
     "gspo": Scenario(flags="--loss gspo --passes-per-batch 2 --reward letters.py:even,letters.py:short=0.5"),
     "none, in place": Scenario(flags="--mode none --reload in-place"),
 }
-"""Scenarios of `bridge train`, all on one `bridge serve-vllm`; `bridge restore` resets its weights before each."""
+"""Scenarios of `bridge train` on one `bridge serve-vllm`; `bridge restore` resets its weights before each."""
 
 NOT_REPEATABLE = re.compile(r"(_s|_ms|_gib|seconds)$|memory")
 """Names of times and memory."""
 LONG = 200
-"""Strings that are longer are hashed."""
+"""Longer strings are hashed."""
 
 Figures = dict[str, dict[str, Any]]
 """Place, such as `metrics of step 1` -> name -> value."""
 
 
 def main() -> None:
-    """Record or compare; without a command, print the help."""
+    """Record or compare."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = flags.add_subparsers(dest="command")
     of_record = commands.add_parser("record", help="train by every mode and write what came out")
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def record(tree: Path, out: Path, only: list[str] | None, lock: Path | None, keep: Path | None) -> None:
-    """Run the scenarios with the Bridge in `tree`, and write their figures to `out`."""
+    """Run the scenarios with the Bridge in `tree`; write the recording to `out`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers are stopped
     if unknown := set(only or ()) - {*RUN, *TRAIN}:
         sys.exit(f"no such scenario: {', '.join(sorted(unknown))}; there are: {', '.join([*RUN, *TRAIN])}")
@@ -182,7 +182,7 @@ def record(tree: Path, out: Path, only: list[str] | None, lock: Path | None, kee
 
 
 class Bench:
-    """One tree, and the scratch folder that it runs in."""
+    """One tree and its scratch folder."""
 
     def __init__(self, tree: Path, scratch: Path, lock: Path | None) -> None:
         self._scratch, self._lock = scratch, lock
@@ -298,14 +298,13 @@ def make_model(folder: Path, kind: str, *, is_tied: bool, seed: int) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], manifest: Path, port: int) -> None:
-    """Wait until a server answers and has written its manifest."""
+    """Wait until a server responds and has written its manifest."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
@@ -320,7 +319,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], manifest: Path, port: int)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process, and kill whatever is left of its group after a minute."""
+    """Terminate a process; after a minute, kill what is left of its group."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -348,12 +347,11 @@ def read(run: Path, saved: Path, *, hidden: str = "") -> Figures:
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one JSON object a line; none if there is no such file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def figures(value: Any, hidden: str = "", name: str = "") -> dict[str, Any]:
-    """Return the figures in `value` under dotted names; of a time or memory, only whether it is zero."""
+    """Return the figures in `value` under dotted names; for times and memory, only whether they are zero."""
     if isinstance(value, Mapping):
         inner = [figures(each, hidden, f"{name}.{key}" if name else key) for key, each in value.items()]
         return {key: each for part in inner for key, each in part.items()}
@@ -369,7 +367,7 @@ def figures(value: Any, hidden: str = "", name: str = "") -> dict[str, Any]:
 
 
 def checkpoint(folder: Path, hidden: str) -> dict[str, Any]:
-    """Return a checkpoint's progress, its random state, and the digest of every tensor, in whatever file it is."""
+    """Return a checkpoint's progress, its random state, and the digest of every tensor."""
     found: dict[str, Any] = {}
     progress, state = folder / "bridge_checkpoint.json", folder / "optimizer" / "state.json"
     if progress.exists():
@@ -397,7 +395,7 @@ def tensors(path: Path) -> dict[str, str]:
 
 
 def compare(old: Path, new: Path, renamed: Mapping[str, str], expected: list[str]) -> int:
-    """Print every difference between two recordings; return 1 if there is one that is not `expected`."""
+    """Print every difference between two recordings; return 1 if any is not in `expected`."""
     before, after = json.loads(old.read_text()), json.loads(new.read_text())
     found = [line for part in ("machine", "scenarios") for line in differences(before[part], after[part], renamed)]
     unexpected = [path for path, _ in found if path[-1] not in expected]
@@ -411,7 +409,7 @@ def compare(old: Path, new: Path, renamed: Mapping[str, str], expected: list[str
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], renamed: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Return where two nested recordings differ, and how; what only one of them has is a difference."""
+    """Return the differences of two nested recordings; a key that only one has is a difference."""
     old = {renamed.get(key, key): value for key, value in old.items()}
     found: list[tuple[tuple[str, ...], str]] = []
     for key in [*old, *(key for key in new if key not in old)]:

@@ -1,12 +1,11 @@
-"""Measure the trainer alone, without vLLM: forward and backward, the optimizer, and memory, by several settings.
+"""The trainer alone, without vLLM: passes, the optimizer and memory, with several settings.
 
     python -m benchmarks.train_step --sizes 7b --settings "" "optimizer=adamw-8bit" "compile_layers=false" --profile
 
-The model has a Qwen2 shape and random bf16 weights of this process's own; the batch is made up: 64 completions of 256
-tokens in groups of 8, of prompts of 120 tokens, and all of them with advantages. A setting is any fields of
-`bridge train`'s configuration. What is timed is what a training run does with a batch (`bridge/learn/learner.py`),
-from an idle device to an idle device; the first steps, in which is compiled, are left out. A setting that does not fit
-in memory, or for which no time is left, is a row that says so.
+The model has a Qwen2 shape and random bf16 weights; the batch is made up: 64 completions of 256 tokens in groups of 8
+with prompts of 120 tokens, all with advantages. A setting is any choice of `bridge train`. Timed is what a training
+run does with a batch (`bridge/learn/learner.py`), from idle device to idle device, after the first steps, which
+compile. A setting that does not fit in memory, or for which no time is left, becomes a row that says so.
 
 Not covered: generation, the fence, several GPUs (`grpo.py` has the whole step).
 """
@@ -37,7 +36,7 @@ from bridge.weights.opened_model import OpenedModel
 GIB = 2**30
 SETTINGS = ("", "optimizer=adamw-8bit", "gradient_checkpointing=true", "compile_layers=false")
 TOP = 25
-"""Kernels that a profile names."""
+"""Kernels listed in a profile."""
 COLUMNS = {
     "step_s": "step s", "forward_backward_s": "forward, backward", "optimizer_s": "optimizer", "first_s": "first step",
     "peak_gib": "peak GiB", "beside_weights_gib": "beside weights",
@@ -47,7 +46,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure every size by every setting, and write what is known after each."""
+    """Measure every size with every setting; write all results so far after each."""
     options = _flags().parse_args()
     deadline = time.monotonic() + options.limit_s
     results: dict[str, list[Row]] = {}
@@ -91,7 +90,7 @@ def measure(size: str, setting: str, options: argparse.Namespace, deadline: floa
 
 
 def _let_go() -> None:
-    """Free what a setting held, once no frame of `measure` is left: the next one's memory would be counted with it."""
+    """Free the memory of a setting once no frame of `measure` is left, so that the next one is measured alone."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -99,34 +98,33 @@ def _let_go() -> None:
 
 
 def _usable(setting: str) -> str:
-    """Return a setting whose fields the configuration has (a ValueError is argparse's to tell)."""
+    """Return a setting after checking its keys (argparse reports the ValueError)."""
     config_of(setting)
     return setting
 
 
 def config_of(setting: str) -> TrainConfig:
-    """Return the configuration with the fields that a setting names."""
+    """Return the configuration with the setting's choices."""
     fields = dict(word.split("=", 1) for word in setting.split())
     return TrainConfig.model_validate({"model_name": "made up", **fields})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """One step, in seconds."""
+    """Seconds of one step."""
 
     forward_backward_s: float
-    """Packing, the forward and backward passes, and the gradient's norm."""
+    """Packing, the passes, and the gradient's norm."""
     optimizer_s: float
-    """The update; with gradient release the passes, too."""
+    """The update; with gradient release, including the passes."""
 
     @property
     def step_s(self) -> float:
-        """Return the whole."""
         return self.forward_backward_s + self.optimizer_s
 
 
 class Steps:
-    """A model with everything that trains it, and a batch."""
+    """A model, everything that trains it, and a batch."""
 
     def __init__(self, size: str, config: TrainConfig, batch: Sequence[Group], note: Callable[[str], None]) -> None:
         self._device = torch.device("cuda") if torch.cuda.is_available() else leave_a_core()
@@ -138,7 +136,7 @@ class Steps:
         self._batch = batch
 
     def figures(self, options: argparse.Namespace, deadline: float) -> Row:
-        """Take the steps and return what they came to."""
+        """Take the steps and return their figures."""
         first = self.step()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -155,7 +153,6 @@ class Steps:
         return {**row, "kernels": self.kernels()} if options.profile else row
 
     def step(self) -> Times:
-        """Take one step on the batch."""
         begin = self._idle()
         self._learner.take(self._batch)
         self._learner.prepare()
@@ -164,7 +161,7 @@ class Steps:
         return Times(forward_backward_s=between - begin, optimizer_s=self._idle() - between)
 
     def kernels(self) -> list[Row]:
-        """Profile one step, and return what took most of the device's time."""
+        """Profile one step; return the kernels with the most device time."""
         on_gpu = self._device.type == "cuda"
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
             self.step()
@@ -175,14 +172,14 @@ class Steps:
         return [{"name": each.key, "calls": each.count, "ms": getattr(each, kind) / 1e3} for each in taken]
 
     def _idle(self) -> float:
-        """Return the time once the device has nothing left to do."""
+        """Return the time once the device is idle."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
 def build(size: str, device: torch.device) -> PreTrainedModel:
-    """Return a model with random bf16 weights on `device`, in evaluation mode, as one that is attached."""
+    """Return a model with random bf16 weights on `device`, in evaluation mode, like an attached one."""
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(size), dtype=torch.bfloat16)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -193,7 +190,6 @@ def build(size: str, device: torch.device) -> PreTrainedModel:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows for a person; what failed says why below."""
     cells = [["", *COLUMNS.values()]]
     cells += [
         [row["setting"] or "as it is", *(f"{row[name]:.3f}" if name in row else "-" for name in COLUMNS)]
