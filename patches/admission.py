@@ -26,12 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import UsageError
 from bridge.server.api_key import VARIABLE
-from bridge.server.protocol import TOKEN_HEADER
+from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether the current request carries the manifest's token."""
-BRIDGE_ROUTES = "/bridge/"
-"""Routes that take the manifest's token instead of the key (`routes.py`)."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 ANY_ORIGIN = ["*"]
 """vLLM's default of `--allowed-origins`."""

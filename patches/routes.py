@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
 from bridge.server.protocol import (
+    BRIDGE_ROUTES,
     VERSION_HEADER,
     AdapterRequest,
     AdapterSlot,
@@ -36,7 +37,7 @@ from bridge.server.protocol import (
 )
 from patches import completions, exporter, generate, memory_pool, ranks, sampling_watch
 from patches.adapter import AdapterClaim, ServedAdapter
-from patches.admission import BRIDGE_ROUTES, Guard, Intake, Rules, refuse_dev_mode, sweep_heads
+from patches.admission import Guard, Intake, Rules, refuse_dev_mode, sweep_heads
 from patches.server_fence import ServerFence
 
 PINS = """

@@ -1,6 +1,6 @@
 """Find the running servers of this user by their processes: environment and working folder lead to the manifest.
 
-Not covered: the places that are searched first (`manifest.py`), and servers of other users or containers.
+Servers of other users and containers are not found.
 """
 
 from pathlib import Path
@@ -30,10 +30,10 @@ def running() -> dict[Path, Manifest]:
 
 
 def find(given: Path | None = None) -> Path:
-    """Return what `manifest.find` does; if nothing is given or found, the manifest of the only running server.
+    """Return the manifest's path as `manifest.find` does, or else that of the only running server.
 
     Raises:
-        ManifestError: there is none, or there are several.
+        ManifestError: there is none, or there are several servers.
     """
     try:
         return manifests.find(given)
@@ -50,7 +50,7 @@ def find(given: Path | None = None) -> Path:
 
 
 def choice(path: Path, manifest: Manifest) -> str:
-    """Return the flag that chooses the server of the manifest at `path`, and which server that is."""
+    """Return the flag that chooses the server of `manifest`, and a description of the server."""
     return f"--vllm-config-path {path} ({manifest.model}, pid {manifest.server.pid})"
 
 
