@@ -18,23 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
-from bridge.server.protocol import (
-    BRIDGE_ROUTES,
-    VERSION_HEADER,
-    AdapterRequest,
-    AdapterSlot,
-    Digests,
-    Finiteness,
-    HolderRequest,
-    LeaseRequest,
-    PauseRequest,
-    PublishRequest,
-    ReadRequest,
-    Refusal,
-    Status,
-    Values,
-    WriteRequest,
-)
+from bridge.server import protocol
+from bridge.server.protocol import BRIDGE_ROUTES, VERSION_HEADER, HolderRequest, Status
 from patches import completions, exporter, generate, memory_pool, ranks, sampling_watch
 from patches.adapter import AdapterClaim, ServedAdapter
 from patches.admission import Guard, Intake, Rules, refuse_dev_mode, sweep_heads
@@ -135,7 +120,7 @@ async def _status(fence: Fence) -> Status:
 
 
 @router.post("/lease")
-async def _take_lease(body: LeaseRequest, fence: Fence) -> Status:
+async def _take_lease(body: protocol.LeaseRequest, fence: Fence) -> Status:
     fence.take_lease(body.holder, body.run)
     return fence.status()
 
@@ -147,13 +132,13 @@ async def _give_lease_back(body: HolderRequest, fence: Fence) -> Status:
 
 
 @router.post("/pause")
-async def _pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
+async def _pause(body: protocol.PauseRequest, request: Request, fence: Fence) -> Status:
     await fence.pause(body, request.is_disconnected)
     return fence.status()
 
 
 @router.post("/publish")
-async def _publish(body: PublishRequest, fence: Fence) -> Status:
+async def _publish(body: protocol.PublishRequest, fence: Fence) -> Status:
     await fence.publish(body.holder, body.version, after=body.after)
     return fence.status()
 
@@ -165,33 +150,33 @@ async def _resume(body: HolderRequest, fence: Fence) -> Status:
 
 
 @router.get("/tensors/digest")
-async def _digest(state: AppState) -> Digests:
+async def _digest(state: AppState) -> protocol.Digests:
     digests = await state.bridge_engine.collective_rpc("bridge_digests")
-    return Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
+    return protocol.Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
 
 
 @router.get("/tensors/finite")
-async def _finite(state: AppState) -> Finiteness:
+async def _finite(state: AppState) -> protocol.Finiteness:
     return await ranks.finiteness(state.bridge_engine)
 
 
 @router.post("/tensors/read")
-async def _read(body: ReadRequest, state: AppState) -> Response:
+async def _read(body: protocol.ReadRequest, state: AppState) -> Response:
     values = await ranks.read(state.bridge_engine, body.elements, state.bridge_manifest)
-    return Response(Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
+    return Response(protocol.Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
 
 
 @router.post("/tensors/write")
-async def _write(body: WriteRequest, state: AppState, fence: Fence) -> Status:
+async def _write(body: protocol.WriteRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_unless_writing(body.holder)
     await ranks.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
     return fence.status()
 
 
 @router.post("/adapter")
-async def _serve_adapter(body: AdapterRequest, state: AppState, fence: Fence) -> AdapterSlot:
+async def _serve_adapter(body: protocol.AdapterRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
     fence.lease.refuse_others(body.holder)
-    return AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
+    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
@@ -203,5 +188,5 @@ async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -
 
 
 async def _refusal(_request: Request, error: BridgeError) -> JSONResponse:
-    refusal = Refusal(error=error.message, remedy=error.remedy, busy=isinstance(error, FenceBusyError))
-    return JSONResponse(refusal.model_dump(), status_code=409)
+    busy = isinstance(error, FenceBusyError)
+    return JSONResponse(protocol.Refusal(error=error.message, remedy=error.remedy, busy=busy).model_dump(), 409)
