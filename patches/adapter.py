@@ -191,21 +191,19 @@ class AdapterClaim:
         models.load_lora_adapter, models.unload_lora_adapter = self.load, self.unload
 
     async def load(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on; raise HTTPException if a stranger names an adapter of a live training."""
         self._refuse_strangers(request.lora_name)
         answer = await self._load(request, *args, **kwargs)
         self._is_expected = self._is_expected or self.served() is not None
         return answer
 
     async def unload(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on; raise HTTPException if a stranger names an adapter of a live training."""
         self._refuse_strangers(request.lora_name)
         answer = await self._unload(request, *args, **kwargs)
         self._is_expected = self._is_expected and (self._lease.held is not None or self.served() is not None)
         return answer
 
     def give_up(self) -> None:
-        """Expect no adapter any more: requests that name no model go to the model itself."""
+        """Expect no adapter any more: requests that name no model are answered by the model itself."""
         self._is_expected = False
 
     def served(self) -> str | None:

@@ -48,13 +48,10 @@ router = APIRouter(include_in_schema=False)
 async def complete(body: CompletionsRequest, request: Request) -> Response:
     """Sample completions of one prompt; a client that hangs up ends them."""
     engine, adapter = request.app.state.bridge_engine, _adapter(request, body.model)
-    longest = engine.model_config.max_model_len
-    if len(body.prompt) + body.max_tokens > longest:
-        raise HTTPException(
-            400,
-            f"a prompt of {len(body.prompt)} tokens and max_tokens={body.max_tokens} exceed the server's"
-            f" --max-model-len {longest}",
-        )
+    length, longest = len(body.prompt), engine.model_config.max_model_len
+    if length + body.max_tokens > longest:
+        given = f"a prompt of {length} tokens and max_tokens={body.max_tokens}"
+        raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
     try:
         answers = engine.generate(
             {"prompt_token_ids": list(body.prompt)}, _params(body), f"bridge-{uuid.uuid4().hex}", lora_request=adapter

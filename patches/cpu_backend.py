@@ -4,7 +4,7 @@ GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -43,6 +43,8 @@ vllm.v1.worker.cpu_model_runner: CPUModelRunner
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 MODULAR = "finalize_weight_and_reduce_impl"
 """Method of experts that receive the choice of experts for each token (since 0.30; earlier ones choose)."""
+GIVEN = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
+"""What `apply_plain` takes of the arguments of vLLM's experts, beside the activation."""
 LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
 """The last step of every LoRA product, whole or by slices; `sgmv_*` call them."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -100,8 +102,11 @@ def patch_experts() -> None:
         if not self.bridge_plain:
             pack(self, layer)
 
-    def apply(self: Any, **given: Any) -> None:
-        (_apply_operator if self.bridge_plain else partial(apply_packed, self))(**given)
+    def apply(self: Any, *, activation: Any, **given: Any) -> None:
+        if self.bridge_plain:
+            apply_plain(**{name: given[name] for name in GIVEN}, activation=activation.value)
+        else:
+            apply_packed(self, activation=activation, **given)
 
     experts.process_weights_after_loading, experts.apply = process_weights_after_loading, apply
 
@@ -109,11 +114,6 @@ def patch_experts() -> None:
 def is_known(layer: Any) -> bool:
     """Return whether `apply_plain` computes what vLLM's experts of `layer` do."""
     return layer.activation.value in ACTIVATIONS and layer.expert_map is None and not hasattr(layer, "w13_bias")
-
-
-def _apply_operator(*, activation: Any, **given: Any) -> None:
-    names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
-    apply_plain(**{name: given[name] for name in names}, activation=activation.value)
 
 
 @torch.library.custom_op("bridge::cpu_experts", mutates_args=("output",))

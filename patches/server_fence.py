@@ -147,13 +147,13 @@ class ServerFence:
         )
 
     def take_lease(self, holder: Holder, run: str) -> None:
-        """Let only `holder` write until it returns the lease or dies; FenceBusyError while another holds the fence."""
+        """Let only `holder` write until it returns the lease or dies; AttachError if another has the lease or fence."""
         self.lease.refuse_others(holder)
         self._refuse_busy(holder)
         self.lease.take(holder, run)
 
     def give_lease_back(self, holder: Holder) -> None:
-        """Free the lease of `holder`, unless it leaves the server paused: then the lease ends with that process."""
+        """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""
         if self.holder != holder:
             self.lease.give_back(holder)
 
@@ -225,7 +225,7 @@ class ServerFence:
             await self._resume()
 
     def refuse_unless_writing(self, holder: Holder) -> None:
-        """Raise AttachError unless `holder` holds the fence, and paused to write."""
+        """Raise AttachError unless `holder` holds the fence to write."""
         self._refuse_unless_held(holder)
         self._after("publish")
 
@@ -294,12 +294,10 @@ class ServerFence:
 
     async def _wake(self) -> None:
         """Let every rank allocate its KV cache again if it freed it; may be retried."""
-        if not self._is_asleep:
-            return
-        reasons = [reason for reason in await self._engine.collective_rpc("bridge_wake") if reason]
-        if reasons:
+        reasons = await self._engine.collective_rpc("bridge_wake") if self._is_asleep else []
+        if any(reasons):
             raise AttachError(
-                f"vLLM cannot allocate its KV cache again, so it does not generate: {'; '.join(reasons)}",
+                f"vLLM cannot allocate its KV cache again, so it does not generate: {'; '.join(filter(None, reasons))}",
                 remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().mending()}",
             )
         self._is_asleep = False
@@ -320,10 +318,11 @@ class ServerFence:
             )
 
     def _refuse_busy(self, holder: Holder) -> None:
-        if self.holder and self.holder != holder and (self._phase is Phase.READING or not self.holder.is_gone()):
+        owner = self.holder
+        if owner and owner != holder and (self._phase is Phase.READING or not owner.is_gone()):
             raise FenceBusyError(
-                f"process {self.holder.pid} holds the fence, and only one process can at a time",
-                remedy=f"wait for it to finish, or stop it: kill {self.holder.pid}",
+                f"process {owner.pid} holds the fence, and only one process can at a time",
+                remedy=f"wait for it to finish, or stop it: kill {owner.pid}",
             )
 
 
