@@ -141,7 +141,7 @@ class ServedAdapter:
             if not isinstance(answer, str):
                 raise AttachError(
                     f"vLLM cannot load the adapter {path}: {answer.error.message}",
-                    remedy="a rank up to the server's --max-lora-rank, and nothing but plain LoRA: no DoRA, no bias",
+                    remedy="use plain LoRA (no DoRA, no bias) with a rank up to the server's --max-lora-rank",
                 )
             return self._models.lora_requests[name]
         except BaseException:

@@ -50,7 +50,7 @@ async def write(engine: Any, elements: Sequence[Element], values: Sequence[float
     for element, value in zip(elements, values, strict=True):
         dtype: torch.dtype = getattr(torch, exported.shard(0).ipc_handles[element.parameter].dtype)
         if not abs(value) <= torch.finfo(dtype).max:  # nor is NaN
-            raise HTTPException(422, f"{element.parameter} is {dtype}, and {value} is no finite number of that type")
+            raise HTTPException(422, f"{element.parameter} is {dtype}, and {value} is not a finite number of that type")
     await engine.collective_rpc("bridge_write", args=(documents, list(values)))
 
 

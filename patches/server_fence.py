@@ -245,7 +245,7 @@ class ServerFence:
             raise AttachError(found, remedy="pause again, to write")
         self.status().refuse_torn()
         raise AttachError(
-            "the weights were torn when this process took them over, and have not been rewritten",
+            "the weights were half-written when this process took them over, and have not been rewritten",
             remedy=self.status().mending(),
         )
 

@@ -197,7 +197,6 @@ class BridgeClient(VllmClient):
 
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
-        self.token = manifest.token
         self._holder = Holder.current()
         self._leased = False
         self._paused_at: int | None = None

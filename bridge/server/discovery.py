@@ -3,6 +3,7 @@
 Servers of other users and containers are not found.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,13 +20,11 @@ def running() -> dict[Path, Manifest]:
     """Return the manifest of each running server of this user, by its path."""
     found = {}
     for process in psutil.process_iter():
-        try:
-            path = _place(process)
-            manifest = manifests.read(path) if path else None
-        except (psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
-            continue
-        if path and manifest and manifest.server.pid == process.pid and manifest.server.is_alive():
-            found[path] = manifest
+        with suppress(psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
+            if path := _place(process):
+                manifest = manifests.read(path)
+                if manifest.server.pid == process.pid and manifest.server.is_alive():
+                    found[path] = manifest
     return found
 
 

@@ -100,9 +100,11 @@ def publish(
             torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
         return client.publish(update.version).version
 
-    def abandon(error: BaseException) -> None:
+    def abandon(error: BaseException | None) -> None:
         if update.sleep:
-            _forget(error)
+            while error is not None:  # the local variables of every frame it passed through hold the memory to free
+                traceback.clear_frames(error.__traceback__)
+                error = error.__context__
             torch.cuda.empty_cache()
         client.resume()
 
@@ -193,10 +195,3 @@ def _pause(client: BridgeClient, pause: Callable[[], Status]) -> Status:
         with suppress(BridgeError):
             client.resume()
         raise
-
-
-def _forget(error: BaseException | None) -> None:
-    """Drop the local variables of every frame that `error` passed through: they hold the memory to free."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

@@ -293,7 +293,7 @@ def test_who_took_torn_weights_over_cannot_serve_them_as_they_are() -> None:
         async with torn(engine) as fence:
             await fence.pause(asking(ME, "keep", takeover=True))
             for refused in (fence.release(ME), fence.pause(asking(ME, "keep"))):
-                with pytest.raises(AttachError, match="were torn when this process took them over"):
+                with pytest.raises(AttachError, match="were half-written when this process took them over"):
                     await refused
             assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
 
