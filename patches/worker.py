@@ -81,8 +81,9 @@ class BridgeWorker:
         holders: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
         return holders.index(adapter_id) if adapter_id in holders else None
 
-    def _bridge_model(self) -> Any:
-        return self.model_runner.get_model()
+    def _bridge_model(self) -> nn.Module:
+        model: nn.Module = self.model_runner.get_model()
+        return model
 
     def _bridge_element(self, document: dict[str, Any]) -> torch.Tensor:
         element = Element(**document)
