@@ -1,13 +1,12 @@
 """The adapter that a trainer writes in place, or reloads: its slot, and who may load, replace and unload it.
 
-vLLM writes a slot when an adapter is activated in it, and not again while the adapter stays active: a request for it
-only touches it (`LRUCacheWorkerLoRAManager.add_adapter`). A pinned adapter is not evicted. What could still take its
-slot is refused here, before the engine sees it.
+vLLM writes a slot when it activates an adapter in it, and not again while the adapter stays active
+(`LRUCacheWorkerLoRAManager.add_adapter`). A pinned adapter is not evicted.
 
 Symptom: with a pinned adapter, a request for one adapter too many stops the whole engine.
 Cause: vLLM 0.26 to 0.33 schedules by the number of slots, pinned or not, and finds out in the middle of a step that
-none is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just taken
-out: the worker would load it again from disk.
+none is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just
+removed: the worker would load it again from disk.
 Why this is safe: what is refused could not have been served. vLLM's own route answers a refused load with our message.
 """
 
@@ -21,9 +20,9 @@ from bridge.errors import AttachError
 from bridge.server.protocol import ADAPTER
 from patches.admission import is_ours
 from patches.ranks import agreed
-from patches.server_lease import ServerLease
+from patches.server_fence import ServerLease
 
-# The answer to a refused load is not text, and its `error.message` is read; its class has moved between versions.
+# A refused load returns an object with `error.message` instead of text; its class has moved between versions.
 PINS = """
 vllm.v1.engine.async_llm
     wrap async AsyncLLM.add_request(lora_request)  # generate() passes the adapter by this keyword
@@ -52,21 +51,18 @@ vllm.lora.worker_manager
     call LRUCacheWorkerLoRAManager.add_adapter(lora_request)  # in each step, for the adapters of its requests
 """
 CONFIG_NAME = "adapter_config.json"
-CONFLICT, UNAVAILABLE = 409, 503
 
 
 class ServedAdapter:
-    """The adapter with a slot of its own; a second one replaces the first.
-
-    From the first one on it wraps `add_request` and `add_lora` of the engine client.
-    """
+    """The adapter with a pinned slot. From the first one on, this wraps `add_request` and `add_lora` of the engine."""
 
     def __init__(self, engine: Any, models: Any) -> None:
         self._engine, self._models = engine, models
-        self._num_slots: int | None = None
+        self._num_slots = 0
+        """0 until the first adapter is served."""
         self._seated: Any = None
         self._trained: str | None = None
-        """The name that is guarded: of the adapter that is seated, or being loaded."""
+        """The guarded name: of the adapter that is seated, or being loaded."""
         self._is_loading = False
         self._retired: set[int] = set()
         self._lock = asyncio.Lock()
@@ -74,39 +70,38 @@ class ServedAdapter:
     async def serve(self, name: str, path: str) -> int:
         """Serve the adapter in folder `path` as `name` instead of the one before, and return its slot.
 
-        Whatever was served as `name` is taken out first: its in-flight requests are aborted, and every cached key and
-        value is dropped, because vLLM looks up those of an adapter by its name (since 0.32 by its path too).
+        The one before and any other called `name` are removed first: their in-flight requests are aborted, and the
+        prefix cache is reset, because vLLM looks up the keys and values of an adapter by its name (since 0.32 by its
+        path too).
         """
         async with self._lock:
-            if self._num_slots is None:
-                self._num_slots = self._stand_before_engine()
+            self._num_slots = self._num_slots or self._wrap_engine()
             if not (Path(path) / CONFIG_NAME).is_file():
                 raise AttachError(
-                    f"there is no adapter in {path}, as the server sees it: no {CONFIG_NAME}",
+                    f"the server finds no {CONFIG_NAME} in {path}",
                     remedy=f"ls -l {path}; the server must be able to read it, on its own host",
                 )
-            self._refuse_unless_slots_remain(name, self._num_slots)
+            self._refuse_unless_slots_remain(name)
             earlier = (self._seated, self._models.lora_requests.get(name))
-            for number, adapter in {_number(adapter): adapter for adapter in earlier}.items():
-                if number is not None:
-                    await self._take_out(adapter, number)
+            for adapter in {adapter.lora_int_id: adapter for adapter in earlier if adapter is not None}.values():
+                await self._take_out(adapter)
             self._seated = None
             if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise AttachError(
-                    "vLLM refuses to drop its prefix cache, so keys and values of an earlier adapter would be served",
+                    "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
                     remedy="retry when no other request runs, or restart the server",
                 )
             self._seated = await self._load(name, path)
             return await self._pin(name, self._seated.lora_int_id)
 
     async def release(self) -> None:
-        """Take out the adapter that is seated, if there is one: vLLM may use its slot again."""
+        """Remove the adapter that is seated, if there is one: vLLM may use its slot again."""
         async with self._lock:
             if self._seated is not None:
-                await self._take_out(self._seated, self._seated.lora_int_id)
+                await self._take_out(self._seated)
                 self._seated = self._trained = None
 
-    def _stand_before_engine(self) -> int:
+    def _wrap_engine(self) -> int:
         config = self._engine.vllm_config.lora_config
         if config is None:
             raise AttachError(
@@ -117,21 +112,22 @@ class ServedAdapter:
         self._engine.add_request, self._engine.add_lora = self.add_request, self.add_lora
         return int(config.max_loras)
 
-    def _refuse_unless_slots_remain(self, name: str, num_slots: int) -> None:
+    def _refuse_unless_slots_remain(self, name: str) -> None:
         """Raise AttachError unless `name` and all served adapters but the trained one have a slot each."""
         served = {*self._models.lora_requests, name} - ({self._trained} - {name})
-        if len(served) > num_slots:
+        if len(served) > self._num_slots:
             raise AttachError(
-                f"the server has {num_slots} LoRA slots for {len(served)} adapters ({', '.join(sorted(served))}),"
+                f"the server has {self._num_slots} LoRA slots for {len(served)} adapters ({', '.join(sorted(served))}),"
                 " and a trained adapter cannot share its slot",
                 remedy=f"restart it with: bridge serve-vllm ... -- --max-loras {len(served)}",
             )
 
-    async def _take_out(self, adapter: Any, number: int) -> None:
+    async def _take_out(self, adapter: Any) -> None:
+        number = int(adapter.lora_int_id)
         self._models.lora_requests.pop(adapter.lora_name, None)
         self._retired.add(number)
-        states = self._engine.output_processor.request_states
-        requests = [request for request, state in states.items() if _number(state.lora_request) == number]
+        states = self._engine.output_processor.request_states.items()
+        requests = [request for request, state in states if getattr(state.lora_request, "lora_int_id", None) == number]
         if requests:
             await self._engine.abort(requests, internal=True)
         await self._engine.remove_lora(number)
@@ -144,8 +140,8 @@ class ServedAdapter:
             answer = await self._models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
             if not isinstance(answer, str):
                 raise AttachError(
-                    f"vLLM does not load the adapter {path}: {answer.error.message}",
-                    remedy="a rank up to the server's --max-lora-rank, and nothing but plain LoRA: no DoRA, no bias",
+                    f"vLLM cannot load the adapter {path}: {answer.error.message}",
+                    remedy="use plain LoRA (no DoRA, no bias) with a rank up to the server's --max-lora-rank",
                 )
             return self._models.lora_requests[name]
         except BaseException:
@@ -163,29 +159,28 @@ class ServedAdapter:
         return slot
 
     async def add_request(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
-        """Pass a request on to the engine; raise ValueError if its adapter was taken out in the meantime."""
+        """Pass a request on to the engine; raise ValueError if its adapter was removed in the meantime."""
         if lora_request is not None and lora_request.lora_int_id in self._retired:
-            raise ValueError(f"the adapter {lora_request.lora_name} was taken out or replaced: send the request again")
+            raise ValueError(f"the adapter {lora_request.lora_name} was removed or replaced: send the request again")
         return await self._add_request(*args, lora_request=lora_request, **kwargs)
 
     async def add_lora(self, lora_request: Any) -> Any:
         """Let the engine load an adapter; raise ValueError if it overwrites the trained one or leaves too few slots."""
         name, trained = lora_request.lora_name, self._trained
-        served = {*self._models.lora_requests, name, *([trained] if trained else [])}
-        if name == trained and not self._is_loading:
-            raise ValueError(f"the adapter {name} is being trained in place: it cannot be loaded over")
-        if trained and len(served) > (self._num_slots or 0):
-            raise ValueError(
-                f"{trained} is trained in place, and {len(served)} adapters need --max-loras {len(served)}"
-            )
+        if trained:
+            if name == trained and not self._is_loading:
+                raise ValueError(f"the adapter {name} is trained in place: it cannot be overwritten")
+            needed = len({*self._models.lora_requests, name, trained})
+            if needed > self._num_slots:
+                raise ValueError(f"{trained} is trained in place, and {needed} adapters need --max-loras {needed}")
         return await self._add_lora(lora_request)
 
 
 class AdapterClaim:
-    """While a trainer has the lease, only that trainer loads and unloads adapters of a training.
+    """While a trainer has the lease, only that trainer loads and unloads the adapters of a training.
 
-    vLLM's routes for adapters would let every client unload the adapter that is trained, or load another under its
-    name. The trainer's own requests carry the manifest's token, by which `admission.py` knows them.
+    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name. The
+    trainer's requests carry the manifest's token, by which `admission.py` knows them.
     """
 
     def __init__(self, models: Any, lease: ServerLease) -> None:
@@ -196,21 +191,19 @@ class AdapterClaim:
         models.load_lora_adapter, models.unload_lora_adapter = self.load, self.unload
 
     async def load(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on; raise HTTPException if a stranger names an adapter of a live training."""
         self._refuse_strangers(request.lora_name)
         answer = await self._load(request, *args, **kwargs)
         self._is_expected = self._is_expected or self.served() is not None
         return answer
 
     async def unload(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on; raise HTTPException if a stranger names an adapter of a live training."""
         self._refuse_strangers(request.lora_name)
         answer = await self._unload(request, *args, **kwargs)
         self._is_expected = self._is_expected and (self._lease.held is not None or self.served() is not None)
         return answer
 
     def give_up(self) -> None:
-        """Expect no adapter any more: requests that name no model go to the model itself."""
+        """Expect no adapter any more: requests that name no model are answered by the model itself."""
         self._is_expected = False
 
     def served(self) -> str | None:
@@ -224,18 +217,12 @@ class AdapterClaim:
             self._is_expected = False
         if name is None and self._is_expected:
             raise HTTPException(
-                UNAVAILABLE,
-                "the adapter that is trained is not served at this moment: send the request again, or name a model",
+                503, "the trained adapter is not being served right now: send the request again, or name a model"
             )
         return name
 
     def _refuse_strangers(self, name: str) -> None:
         if self._lease.held and name.startswith(ADAPTER) and not is_ours.get():
             raise HTTPException(
-                CONFLICT,
-                f"a {self._lease.trainer} is training {name}: it cannot be loaded or unloaded until that ends",
+                409, f"a {self._lease.trainer} is training {name}: it cannot be loaded or unloaded until that ends"
             )
-
-
-def _number(adapter: Any) -> int | None:
-    return None if adapter is None else int(adapter.lora_int_id)

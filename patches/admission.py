@@ -4,8 +4,6 @@ vLLM checks its key (`--api-key`) only below `/v1` and a few other paths, and an
 others without it. It answers under any `Host`, so a web page whose name is rebound to 127.0.0.1 reaches it, and allows
 scripts of every page by default. uvicorn reads a body of any size into memory, and waits forever for the rest of a
 request.
-
-Not covered: `/bridge/*`, which takes the manifest's token (`routes.py`); how long an answer takes.
 """
 
 import asyncio
@@ -21,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -29,15 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import UsageError
 from bridge.server.api_key import VARIABLE
-from bridge.server.protocol import TOKEN_HEADER
+from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether the current request carries the manifest's token."""
-OPEN = frozenset({"/health"})
-"""Paths that need no key."""
-OWN_TOKEN = "/bridge/"  # noqa: S105  a path
-"""Paths below it take the manifest's token instead."""
-UNAUTHORIZED, FORBIDDEN, TOO_LATE, TOO_LARGE = 401, 403, 408, 413
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 ANY_ORIGIN = ["*"]
 """vLLM's default of `--allowed-origins`."""
@@ -46,7 +38,7 @@ BODY_LIMIT_BYTES = 128 * 2**20
 BODY_LIMIT_S = 60.0
 """Longest wait for the whole body."""
 HEAD_LIMIT_S = 60.0
-"""Longest life of a connection without a whole request head. uvicorn itself closes one that idles between requests."""
+"""Longest wait for a whole request head. uvicorn itself closes a connection that idles between requests."""
 SWEEP_S = 5.0
 
 
@@ -65,9 +57,8 @@ class Rules:
     def of(cls, args: Namespace, environment: Mapping[str, str] = os.environ) -> Self:
         """Read them from vLLM's arguments; as in vLLM, `--api-key` takes precedence over VLLM_API_KEY."""
         given = [args.api_key] if isinstance(args.api_key, str) else args.api_key
-        keys = [key for key in (given or [environment.get(VARIABLE)]) if key]
         return cls(
-            key_digests=tuple(_digest(key) for key in keys),
+            key_digests=tuple(_digest(key) for key in given or [environment.get(VARIABLE)] if key),
             is_on_loopback=_is_loopback(args.host or ""),
             allows_any_origin=getattr(args, "allowed_origins", ANY_ORIGIN) == ANY_ORIGIN,
         )
@@ -75,12 +66,12 @@ class Rules:
     def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         """Return the status and the reason if a request is refused."""
         if self.is_on_loopback and (foreign := self._foreign(headers)):
-            return FORBIDDEN, foreign
-        is_closed = bool(self.key_digests) and path not in OPEN and not path.startswith(OWN_TOKEN)
-        return (UNAUTHORIZED, "Unauthorized") if is_closed and not self._has_key(headers) else None
+            return 403, foreign
+        is_open = not self.key_digests or path == "/health" or path.startswith(BRIDGE_ROUTES)
+        return None if is_open or self._has_key(headers) else (401, "Unauthorized")
 
     def _foreign(self, headers: Headers) -> str | None:
-        """Return why a request to a server on loopback does not come from this host, if so."""
+        """Return why a request to a server on loopback is not from this host; None if it is."""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not _is_loopback(_name(f"//{host}")):
             return (
@@ -96,41 +87,35 @@ class Rules:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = _digest(given)
-        fits = [hmac.compare_digest(digest, key) for key in self.key_digests]  # all of them: no timing side channel
+        fits = [hmac.compare_digest(_digest(given), key) for key in self.key_digests]  # all: no timing side channel
         return scheme.lower() == "bearer" and any(fits)
 
 
 class Guard:
-    """Middleware that applies the rules in the app's state; until they are there, nothing is served."""
+    """Middleware that applies the `Rules` in the app's state; vLLM serves nothing until they are there."""
 
-    def __init__(self, inner: ASGIApp, app: Starlette) -> None:
+    def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
-        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        rules: Rules | None = getattr(self._app.state, "bridge_rules", None)
+        rules: Rules | None = getattr(scope["app"].state, "bridge_rules", None)
         if scope["type"] in ("http", "websocket") and rules is not None:
-            is_ours.set(self._has_token(Headers(scope=scope)))
+            headers = Headers(scope=scope)
+            token = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
+            is_ours.set(hmac.compare_digest(_digest(token), _digest(scope["app"].state.bridge_manifest.token)))
             path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
-            if refusal := rules.refusal(path, Headers(scope=scope)):
+            if refusal := rules.refusal(path, headers):
                 status, reason = refusal
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 1008, "reason": reason[:100]})
                 else:
-                    await JSONResponse({"error": reason}, status_code=status)(scope, receive, send)
+                    await JSONResponse({"error": reason}, status)(scope, receive, send)
                 return
         await self._inner(scope, receive, send)
 
-    def _has_token(self, headers: Headers) -> bool:
-        token = self._app.state.bridge_manifest.token
-        given = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(_digest(given), _digest(token))
-
 
 def refuse_dev_mode(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if vLLM's development routes are on, which pause, resume and call the engine past the fence."""
+    """Raise UsageError if vLLM's development routes are on: they pause, resume and call the engine past the fence."""
     value = environment.get(DEV_MODE, "0")
     if value not in ("", "0"):
         raise UsageError(
@@ -147,16 +132,15 @@ class Intake:
         self._limit_bytes, self._limit_s = limit_bytes, limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        if "content-length" not in headers and "transfer-encoding" not in headers:  # it has no body
+        if "content-length" not in headers and "transfer-encoding" not in headers:  # no body
             await self._inner(scope, receive, send)
             return
         try:
             messages = await self._read(headers, receive)
-        except HTTPException as refused:
+        except HTTPException as refused:  # close the connection: the rest of the body may still arrive
             answer = JSONResponse({"error": refused.detail}, refused.status_code, {"connection": "close"})
-            await answer(scope, receive, send)  # and close: the rest of the body may still be on its way
+            await answer(scope, receive, send)
             return
 
         async def replay() -> Message:
@@ -175,50 +159,40 @@ class Intake:
                     received += len(messages[-1].get("body", b""))
                     size = max(size, received)
         except TimeoutError:
-            raise HTTPException(TOO_LATE, f"the body was not there within {self._limit_s:g} s") from None
+            raise HTTPException(408, f"the body did not arrive within {self._limit_s:g} s") from None
         if size > self._limit_bytes:
             limit_mib = self._limit_bytes // 2**20
-            raise HTTPException(TOO_LARGE, f"the body is larger than {limit_mib} MiB: send several requests")
+            raise HTTPException(413, f"the body is larger than {limit_mib} MiB: split it into several requests")
         return messages
 
 
-class HeadSweeper:
-    """Closes connections on which no whole request head has arrived for too long."""
-
-    def __init__(self, *, limit_s: float = HEAD_LIMIT_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
-        self._waiting: dict[Any, tuple[Any, float]] = {}
-        """Connection -> its last request, and since when it has had no other."""
-
-    def sweep(self, connections: Iterable[Any]) -> None:
-        """Look at uvicorn's open connections once; those upgraded to websockets have no requests."""
-        now = self._clock()
-        idle = {one: one.cycle for one in connections if hasattr(one, "cycle") and _is_idle(one.cycle)}
-        before = self._waiting
-        self._waiting = {}
-        for one, cycle in idle.items():
-            last, since = before.get(one, (cycle, now))
-            self._waiting[one] = (cycle, since if last is cycle else now)
-            if now - self._waiting[one][1] > max(self._limit_s, one.timeout_keep_alive):
-                one.transport.close()
-
-
-def _is_idle(cycle: Any) -> bool:
-    return cycle is None or cycle.response_complete
+Waiting = dict[Any, tuple[Any, float]]
+"""uvicorn's connection -> its last request, and since when it has had no other."""
 
 
 async def sweep_heads(server_of: Callable[[], Any], *, limit_s: float = HEAD_LIMIT_S) -> None:
-    """Close connections that wait too long for a head, for as long as the server runs."""
-    sweeper = HeadSweeper(limit_s=limit_s)
+    """Close connections that wait too long for a request head, for as long as the server runs."""
+    waiting: Waiting = {}
     while True:
         await asyncio.sleep(min(SWEEP_S, limit_s))
-        server = server_of()  # vLLM puts it into the app's state when it starts to listen
-        if server is not None:
-            sweeper.sweep(list(server.server_state.connections))
+        if (server := server_of()) is not None:  # vLLM puts it into the app's state when it starts to listen
+            waiting = swept(list(server.server_state.connections), waiting, time.monotonic(), limit_s)
+
+
+def swept(connections: Iterable[Any], before: Waiting, now: float, limit_s: float) -> Waiting:
+    """Close each connection that has waited longer than `limit_s`, and return all that wait."""
+    waiting: Waiting = {}
+    for one in connections:
+        # Connections that were upgraded to websockets have no requests.
+        if hasattr(one, "cycle") and (one.cycle is None or one.cycle.response_complete):
+            last, since = before.get(one, (one.cycle, now))
+            waiting[one] = one.cycle, since if last is one.cycle else now
+            if now - waiting[one][1] > max(limit_s, one.timeout_keep_alive):
+                one.transport.close()
+    return waiting
 
 
 def _name(url: str) -> str:
-    """Return the host in `url`, or an empty string."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:  # unbalanced brackets

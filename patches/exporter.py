@@ -1,4 +1,4 @@
-"""The manifest of a running server: built from its ranks' shards, written when it answers, removed when it stops."""
+"""The manifest of a running server: built from its ranks' shards, written once it answers, removed when it stops."""
 
 import asyncio
 import atexit
@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
         shards.append(Shard.model_validate(answer))
     shards.sort(key=lambda shard: shard.rank)
     config = engine_client.model_config
-    views = [view for shard in shards for view in shard.param_mappings.values()]
     return Manifest(
         shards=tuple(shards),
         model=skeleton.absolute(config.model),
@@ -54,7 +54,7 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
         max_model_len=config.max_model_len,
         tp_degree=len(shards),
         dp_shard_degree=1,
-        num_params=sum(math.prod(view.shape) for view in views),
+        num_params=sum(math.prod(view.shape) for shard in shards for view in shard.param_mappings.values()),
         param_names=tuple(sorted(shards[0].param_mappings)),
         shared_weights_enabled=True,
         single_copy_enabled=True,
@@ -83,7 +83,10 @@ def _own_url(args: Namespace) -> str:
 async def write_when_listening(exported: Manifest, path: Path) -> None:
     """Write the manifest once the server answers, and remove it when this process ends; stop it if that fails."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:  # noqa: S501  this very server's own
-        while not await _is_well(client, f"{exported.url}/health"):  # noqa: ASYNC110  the server starts in another task
+        while True:
+            with suppress(httpx.TransportError):
+                if (await client.get(f"{exported.url}/health")).is_success:
+                    break
             await asyncio.sleep(0.02)
     try:
         manifests.write(exported, path)
@@ -93,13 +96,6 @@ async def write_when_listening(exported: Manifest, path: Path) -> None:
         return
     atexit.register(manifests.remove_own, path, exported.server)
     logger.info("Bridge: %d parameters can be attached; manifest: %s", len(exported.param_names), path)
-
-
-async def _is_well(client: httpx.AsyncClient, health: str) -> bool:
-    try:
-        return (await client.get(health)).is_success
-    except httpx.TransportError:
-        return False
 
 
 def report(error: BridgeError) -> None:

@@ -1,10 +1,9 @@
 """`POST /generate` like Atropos' own vLLM server, answered by vLLM's own `POST /v1/completions`.
 
-Each request is sent to this same server once more, in this process: the key of `--api-key`, every check of a field, the
-fence, a client that hangs up and the text of each error are then vLLM's own, in every supported version.
+Each request is sent to this same server once more, inside this process. So the API key, the checks of every field, the
+fence, a client that hangs up and the text of each error are vLLM's own, in every supported version.
 
 Source: `example_trainer/vllm_api_server.py` and `atroposlib/envs/server_handling/vllm_server.py`, atroposlib 0.4.0.
-Not covered: streaming, which `/v1/completions` offers, and the version on the answer (`routes.py`).
 """
 
 import json
@@ -32,10 +31,11 @@ vllm.entrypoints.serve.tokenize.protocol
     DetokenizeRequest: tokens
     DetokenizeResponse: prompt
 """
-OK, BAD_REQUEST, CLIENT_GONE = 200, 400, 499
+CLIENT_GONE = 499
+"""Status of an answer that nobody waits for."""
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 UNCUT = {"temperature": 1.0, **WHOLE}
-"""What is sampled with where the request does not say: vLLM would use the model's own defaults."""
+"""Defaults of a request: vLLM would use the model's own."""
 PASSED_ON = frozenset(UNCUT) | {
     "model", "n", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids",
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
@@ -60,25 +60,23 @@ async def generate(request: Request) -> Response:
     inner = {**UNCUT, **asked, **named, "return_token_ids": True, "return_tokens_as_token_ids": True}
     try:
         answer = await _ask(request, COMPLETIONS, inner)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         prompt = asked["prompt"]
         if not isinstance(prompt, str):
             prompt = (await _ask(request, DETOKENIZE, {"tokens": prompt}))["prompt"]
     except _OtherAnswer as other:
         return other.response
-    return JSONResponse(_reply(asked, choices, prompt))
+    return JSONResponse(_reply(asked, sorted(answer["choices"], key=lambda choice: int(choice["index"])), prompt))
 
 
-class _OtherAnswer(Exception):  # noqa: N818  not an error of ours: what vLLM answers instead
+class _OtherAnswer(Exception):  # noqa: N818  no error of ours, but what vLLM answers instead
     def __init__(self, response: Response) -> None:
-        super().__init__(response.status_code)
         self.response = response
 
 
 async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any:
-    """Return this same server's answer to `document`, as if the client of `request` had sent it, or raise _OtherAnswer.
+    """Return this server's answer to `document`, as if the client of `request` had sent it, or raise _OtherAnswer.
 
-    If the client hangs up, its request ends.
+    If the client hangs up, the inner request ends.
     """
     body = json.dumps(document).encode()
     unread, sent, is_gone = [body], list[Message](), False
@@ -99,7 +97,7 @@ async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any
         raise _OtherAnswer(Response(status_code=CLIENT_GONE))
     status = next(int(message["status"]) for message in sent if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in sent)
-    if status != OK:
+    if status != 200:
         raise _OtherAnswer(Response(content, status_code=status, media_type="application/json"))
     return json.loads(content)
 
@@ -121,22 +119,20 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         asked = json.loads(body)
     except ValueError as error:
-        raise HTTPException(BAD_REQUEST, f"the body is not JSON: {error}") from error
+        raise HTTPException(400, f"the body is not JSON: {error}") from error
     if not isinstance(asked, dict):
-        raise HTTPException(BAD_REQUEST, f"the body is a JSON {type(asked).__name__}, expected an object")
+        raise HTTPException(400, f"the body is a JSON {type(asked).__name__}, expected an object")
     if unknown := asked.keys() - PASSED_ON - {"prompt", "stream"}:
         known = ", ".join(sorted(PASSED_ON))
-        raise HTTPException(BAD_REQUEST, f"/generate does not know {', '.join(sorted(unknown))}, only {known}")
+        raise HTTPException(400, f"/generate does not know {', '.join(sorted(unknown))}, only {known}")
     if asked.pop("stream", False):
-        raise HTTPException(BAD_REQUEST, f"/generate does not stream; {COMPLETIONS} does")
+        raise HTTPException(400, f"/generate does not stream; {COMPLETIONS} does")
     prompt = asked.get("prompt")
     if isinstance(prompt, dict) and len(prompt) == 1:  # as vLLM's own engine takes it
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     is_ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
     if not (isinstance(prompt, str) or is_ids):
-        raise HTTPException(
-            BAD_REQUEST, 'prompt must be one text, or {"prompt_token_ids": [...]} with at least one token'
-        )
+        raise HTTPException(400, 'prompt must be one text, or {"prompt_token_ids": [...]} with at least one token')
     return {**asked, "prompt": prompt}
 
 
@@ -159,7 +155,7 @@ def _reply(asked: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dic
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
-    """Return one list of one dict per token: its own log-probability first, then those of the likeliest."""
+    """Return per token a list of one dict: the token's own log-probability first, then those of the likeliest."""
     logprobs = choice["logprobs"]
     tops = logprobs["top_logprobs"] or [None] * len(choice["token_ids"])
     positions = zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True)

@@ -1,24 +1,21 @@
 """Watch vLLM load a model: where in its parameters each weight goes, and whether it is still there afterwards.
 
-Where it goes: vLLM's own `load_weights` is given the model's parameters under the names that their files use, without
-values, and each of its copies is recorded, not made (`bridge/weights/copy_recorder.py`). Whatever vLLM fuses, stacks,
-pads, renames or ties is learned from the code that does it; there is no table per model family.
+Where it goes: vLLM's own `load_weights` receives the model's parameters under the names in its files, without values,
+and each of its copies is recorded, not made (`bridge/weights/copy_recorder.py`). Whatever vLLM fuses, stacks, pads,
+renames or ties is learned from the code that does it; there is no table per model family.
 
 Symptom: updates of some weights do not show in what is generated.
 Cause: after loading, vLLM rewrites weights for a kernel, or derives others from them that the kernel reads: packed or
 shuffled experts, the absorbed projections of latent attention.
 What is done: each parameter is digested when its weights are loaded and again when vLLM has processed them, and tensors
 that appear in between are noticed. A model with either is refused by name.
-Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`.
-
-Not covered: whether any parameter is left without a partner (`bridge/weights/layout.py`), draft models, loaders that
-bypass `BaseModelLoader.load_model`.
+Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`. Draft models are not watched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -48,9 +45,9 @@ vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope
     Phi3LongRoPEScaledRotaryEmbedding: use_long_rope, short_mscale, long_mscale
 """
 WRAPPED = "base_layer"
-"""What vLLM's LoRA layers call the layer that they wrap."""
+"""vLLM's name of the layer inside a LoRA layer."""
 LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What a `load_weights` raises that reads a weight's value, or finds no place for it."""
+"""Raised by a `load_weights` that reads a weight's value, or finds no place for it."""
 
 
 @dataclass
@@ -64,26 +61,29 @@ class Record:
     refusal: BridgeError | None = None
     """Why it cannot be shared; None if it can."""
 
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Keep the first refusal until the weights are exported: vLLM itself works without that."""
+        try:
+            yield
+        except BridgeError as error:
+            self.refusal = self.refusal or error
+
 
 RECORDS: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
 """Every model that this process has loaded."""
 
 
 def patch() -> None:
-    """Wrap `BaseModelLoader.load_model`."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     original = BaseModelLoader.load_model
 
     @wraps(original)
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        if model_config is not vllm_config.model_config:  # a draft model's
-            loaded: nn.Module = original(self, vllm_config, model_config, *args, **kwargs)
-            return loaded
-        with watching(self, model_config) as watch:
-            model: nn.Module = original(self, vllm_config, model_config, *args, **kwargs)
-        RECORDS[model] = watch.finish(model)
-        return model
+        load: Callable[[], nn.Module] = partial(original, self, vllm_config, model_config, *args, **kwargs)
+        is_draft = model_config is not vllm_config.model_config
+        return load() if is_draft else watched(load, self, model_config)
 
     BaseModelLoader.load_model = load_model
 
@@ -142,70 +142,40 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
 
 
-@contextmanager
-def watching(loader: Any, model_config: Any) -> Iterator["Watch"]:
-    """Watch `loader` load one model."""
-    watch = Watch(model_config)
+def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Module:
+    """Return the model that `load` makes with `loader`, and keep its record."""
+    record = Record()
+    theirs: PreTrainedModel | None = None
+    digests: dict[str, str] = {}
+    known: dict[int, ReferenceType[Tensor]] = {}
+    with record.refusing():  # built first, because vLLM may change transformers' classes
+        theirs = skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code)
+        record.expected = skeleton.shapes(theirs)
     original = loader.load_weights
 
     def load_weights(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        watch.before(model)
+        nonlocal theirs, digests, known
+        with record.refusing():
+            if theirs is not None:
+                record.views = views(model, theirs)
+        theirs = None
         original(model, *args, **kwargs)
-        watch.loaded(model)
+        digests = _digests(model)
+        known = {id(tensor): ref(tensor) for _, tensor in _tensors(model)}
 
     loader.load_weights = load_weights
     try:
-        yield watch
+        model = load()
     finally:
         del loader.load_weights
-
-
-class Watch:
-    """Observes one load; transformers' model is built first, because vLLM may change its classes."""
-
-    def __init__(self, model_config: Any) -> None:
-        self._record = Record()
-        self._skeleton: PreTrainedModel | None = None
-        self._digests: dict[str, str] = {}
-        self._known: dict[int, ReferenceType[Tensor]] = {}
-        with self._refusing():
-            config = model_config
-            built = skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code)
-            self._skeleton, self._record.expected = built, skeleton.shapes(built)
-
-    def before(self, model: nn.Module) -> None:
-        """Learn where each weight goes; `model` has its parameters, still empty."""
-        with self._refusing():
-            if self._skeleton is not None:
-                self._record.views = views(model, self._skeleton)
-        self._skeleton = None
-
-    def loaded(self, model: nn.Module) -> None:
-        """Digest the weights, and list the tensors there are."""
-        self._digests = _digests(model)
-        self._known = {id(tensor): ref(tensor) for _, tensor in _tensors(model)}
-
-    def finish(self, model: nn.Module) -> Record:
-        """Compare with what vLLM has made of the model, and return its record."""
-        now = _digests(model)
-        altered = sorted(name for name, before in self._digests.items() if now.get(name) != before)
-        derived = sorted({name for name, tensor in _tensors(model) if self._is_new(tensor)} - self._digests.keys())
-        with self._refusing():
-            _refuse(altered, "rewritten by vLLM for one of its kernels")
-            _refuse(derived, "derived by vLLM from weights, so it would not follow an update")
-        return self._record
-
-    def _is_new(self, tensor: Tensor) -> bool:
-        known = self._known.get(id(tensor))
-        return known is None or known() is not tensor
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Keep the first refusal until the weights are exported: the server itself works without that."""
-        try:
-            yield
-        except BridgeError as error:
-            self._record.refusal = self._record.refusal or error
+    now = _digests(model)
+    altered = sorted(name for name, before in digests.items() if now.get(name) != before)
+    new = {name for name, tensor in _tensors(model) if (one := known.get(id(tensor))) is None or one() is not tensor}
+    with record.refusing():
+        _refuse(altered, "rewritten by vLLM for one of its kernels")
+        _refuse(sorted(new - digests.keys()), "derived by vLLM from weights, so it would not follow an update")
+    RECORDS[model] = record
+    return model
 
 
 def _digests(model: nn.Module) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """The LoRA slots of a vLLM: which of its tensors they are, and which Hugging Face module each of them serves.
 
 A LoRA layer holds one pair of tensors per module that it fuses, with room for every slot: A of shape (slots, 1, largest
-rank, input) and B of shape (slots, 1, output, largest rank). vLLM reads them at every step and writes them when an
-adapter is loaded into a slot; writing a slot in between changes that adapter. Slots of other shapes are left out: those
-cut by tensor parallelism or `--fully-sharded-loras`, and those of experts and embeddings.
+rank, input) and B of shape (slots, 1, output, largest rank). vLLM writes them when it loads an adapter into a slot, and
+reads them at every step, so writing a slot changes that adapter. Slots of other shapes are left out: those cut by
+tensor parallelism or `--fully-sharded-loras`, and those of experts and embeddings.
 Seen in vLLM 0.26 to 0.33, `vllm/lora/layers`.
 """
 

@@ -3,7 +3,7 @@
 Symptom: with `--enable-sleep-mode` no weight can be exported, and since 0.33 no LoRA slot either. A KV cache that could
 not wake up for lack of memory never wakes up, even once there is memory.
 Cause: vLLM allocates all of these in its cuMem pool, whose memory has no legacy CUDA IPC handle. After a wake-up that
-got half way, 0.26 maps the same memory a second time at the next attempt, which CUDA refuses.
+failed halfway, 0.26 maps the same memory again at the next attempt, which CUDA refuses.
 Why this is safe: what stays out of the pool is where it would be without sleep mode; with the tag `runtime` vLLM 0.32
 marks what a sleep has to preserve. What a failed attempt mapped is unmapped as a sleep would: it was empty.
 Seen in vLLM 0.26 to 0.33, `vllm/device_allocator/cumem.py`, `vllm/v1/worker`.
@@ -52,7 +52,6 @@ def can_sleep(model_config: Any) -> bool:
 
 
 def sleep(worker: Any) -> None:
-    """Free the KV cache of vLLM's `worker`, unless it is free already."""
     if not _asleep():
         worker.sleep(LEVEL)
 
@@ -76,7 +75,6 @@ def wake(worker: Any) -> str | None:
 
 
 def _asleep() -> list[Any]:
-    """Return the allocations that have no memory now."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     return [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep]

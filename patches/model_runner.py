@@ -1,8 +1,7 @@
 """Wrap the model runners' `load_model`: afterwards the weights are where they can be exported, and stay there.
 
-On a GPU vLLM's own addresses are remembered, so that every update can prove that nothing has moved. On the CPU the
-weights are moved into a shared-memory file. LoRA's slots, which vLLM creates at the end of the load, are treated the
-same way.
+On a GPU the addresses are remembered, so that every update can prove that nothing has moved. On the CPU the weights are
+moved into a shared-memory file. LoRA's slots, which vLLM creates at the end of the load, are treated the same way.
 Seen in vLLM 0.26 to 0.33: runners V1 and V2, and the CPU's own.
 """
 
@@ -41,7 +40,6 @@ _blocks: dict[int, SharedBlock] = {}
 
 
 def patch() -> None:
-    """Wrap `load_model` of every runner of this vLLM."""
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -63,7 +61,7 @@ def shared_block(model: nn.Module) -> SharedBlock | None:
 
 
 class Places:
-    """The addresses of a model's parameters and LoRA slots when this was made; fast enough to check at every update."""
+    """The addresses of a model's parameters and LoRA slots, fast enough to check at every update."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -77,14 +75,9 @@ class Places:
     def moved(self) -> list[str]:
         """Return the parameters and slots that have another address now, or are gone."""
         slots = lora_slots.tensors(self._model) if self._slots else {}
-        return [
-            *(name for name, module, leaf, address in self._known if _left(module._parameters.get(leaf), address)),
-            *(name for name, address in self._slots.items() if _left(slots.get(name), address)),
-        ]
-
-
-def _left(tensor: torch.Tensor | None, address: int) -> bool:
-    return tensor is None or tensor.data_ptr() != address
+        now = [(name, module._parameters.get(leaf), address) for name, module, leaf, address in self._known]
+        now += [(name, slots.get(name), address) for name, address in self._slots.items()]
+        return [name for name, tensor, address in now if tensor is None or tensor.data_ptr() != address]
 
 
 def _wrap(runner: type[Any], after: Callable[[nn.Module], None] = lambda _: None) -> None:

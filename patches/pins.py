@@ -37,7 +37,7 @@ class Pin:
     """The file of this package that needs it, without `.py`."""
 
     def fault(self, source: ast.Module | None) -> str | None:
-        """Return one phrase for what does not fit `source`; None if all does."""
+        """Return what does not fit `source`, in one phrase; None if it fits."""
         groups, check = self._parsed()
         if groups.get("condition") and (source is None or find(source, groups["condition"]) is None):
             return None
@@ -52,16 +52,14 @@ class Pin:
         for form, check in FORMS.items():
             if match := re.fullmatch(form, self.statement):
                 return match.groupdict(""), check
-        raise ValueError(f"{self.patch}: {self.statement!r} is no statement about {self.module}")
+        raise ValueError(f"{self.patch}: {self.statement!r} is not a statement about {self.module}")
 
 
 def collect() -> list[Pin]:
-    """Return the pins of every file of this package."""
     return [pin for file in sorted(PATCHES.glob("*.py")) for pin in of_file(file)]
 
 
 def of_file(file: Path) -> Iterator[Pin]:
-    """Yield the pins of one file, read from its text."""
     node = find(ast.parse(file.read_text(encoding="utf-8")), "PINS")
     text, module = ast.literal_eval(node.value) if isinstance(node, ast.Assign) else "", ""
     for line in re.sub(r"\n {8}\s*", " ", text).splitlines():
@@ -181,9 +179,7 @@ def _defined(node: ast.stmt) -> tuple[str, ...]:
 
 
 def _attributes(node: ast.ClassDef) -> Iterator[str]:
-    for statement in node.body:
-        yield from _defined(statement)
+    yield from (name for statement in node.body for name in _defined(statement))
     for child in ast.walk(node):
-        match child:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                yield name
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and ast.unparse(child.value) == "self":
+            yield child.attr

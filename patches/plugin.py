@@ -16,7 +16,7 @@ vllm.entrypoints.cli.main: call main()  # `python -m vllm.entrypoints.cli.main s
 """
 ENABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 VARIABLES = (ENABLE, "VLLM_SKIP_WEIGHT_DAEMON")
-"""Ours, although they are named like vLLM's."""
+"""Bridge's own, although they are named like vLLM's."""
 
 
 @functools.cache
@@ -27,15 +27,10 @@ def register() -> None:
     from patches import compatibility, loading, logprobs_wire, memory_pool, model_runner, prefix_cache, tether
 
     compatibility.check_installed()
-    _introduce_variables()
+    from vllm import envs
+
+    for name in VARIABLES:  # or vLLM warns at startup that it does not know them
+        envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     tether.tie()
     for patched in (loading, model_runner, memory_pool, prefix_cache, logprobs_wire):
         patched.patch()
-
-
-def _introduce_variables() -> None:
-    """Keep vLLM from warning at startup that it does not know our variables."""
-    from vllm import envs
-
-    for name in VARIABLES:
-        envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))

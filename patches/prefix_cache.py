@@ -40,7 +40,6 @@ class HashedBlocks(Sequence[Any]):
 
 
 def patch() -> None:
-    """Wrap `BlockPool.reset_prefix_cache`."""
     from vllm.v1.core.block_pool import BlockPool
 
     original = BlockPool.reset_prefix_cache

@@ -1,5 +1,6 @@
-"""Questions to the workers of all ranks (`worker.py`) about their tensors, each with one answer."""
+"""Ask the workers of all ranks (`worker.py`) about their tensors, and return one answer."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from bridge.server.protocol import Element, Finiteness
 PINS = """
 vllm.v1.engine.async_llm: call async AsyncLLM.collective_rpc(method, timeout, args, kwargs)
 """
-UNKNOWN, UNFIT = 404, 422
 Answer = TypeVar("Answer")
 
 
@@ -50,7 +50,7 @@ async def write(engine: Any, elements: Sequence[Element], values: Sequence[float
     for element, value in zip(elements, values, strict=True):
         dtype: torch.dtype = getattr(torch, exported.shard(0).ipc_handles[element.parameter].dtype)
         if not abs(value) <= torch.finfo(dtype).max:  # nor is NaN
-            raise HTTPException(UNFIT, f"{element.parameter} is {dtype}, and {value} is no finite number of that type")
+            raise HTTPException(422, f"{element.parameter} is {dtype}, and {value} is not a finite number of that type")
     await engine.collective_rpc("bridge_write", args=(documents, list(values)))
 
 
@@ -60,12 +60,12 @@ def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, 
     unknown = [element.parameter for element in elements if element.parameter not in handles]
     if unknown:
         raise HTTPException(
-            UNKNOWN,
+            404,
             f"{len(unknown)} of {len(elements)} names are not parameters of {exported.model}, the first:"
             f" {unknown[0][:100]!r}; expected vLLM's own names, as in the manifest's ipc_handles",
         )
     for element in elements:
-        size = torch.Size(handles[element.parameter].shape).numel()
+        size = math.prod(handles[element.parameter].shape)
         if element.index >= size:
-            raise HTTPException(UNFIT, f"{element.parameter} has {size} elements, so none has index {element.index}")
+            raise HTTPException(422, f"{element.parameter} has {size} elements, so none has index {element.index}")
     return [element.model_dump() for element in elements]

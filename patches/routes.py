@@ -1,7 +1,7 @@
-"""The endpoint plugin: `/bridge/*` for the trainer, completions for rollouts, and the version on every answer.
+"""The endpoint plugin: `/bridge/*` for the trainer, and the version of the weights on every answer.
 
-Not covered: who may send requests (`admission.py`), what the routes do to the engine (`server_fence.py`, `adapter.py`)
-and its weights (`ranks.py`), completions (`completions.py`, for Atropos `generate.py`), the manifest (`exporter.py`).
+It also adds the routes for completions (`completions.py`, for Atropos `generate.py`) and the checks of every request
+(`admission.py`), and writes the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -18,27 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
-from bridge.server.manifest import Manifest
-from bridge.server.protocol import (
-    VERSION_HEADER,
-    AdapterRequest,
-    AdapterSlot,
-    Digests,
-    Finiteness,
-    HolderRequest,
-    LeaseRequest,
-    PauseRequest,
-    PublishRequest,
-    ReadRequest,
-    Refusal,
-    Status,
-    Values,
-    WriteRequest,
-)
-from patches import completions, exporter, generate, memory_pool, ranks
+from bridge.server import protocol
+from bridge.server.protocol import BRIDGE_ROUTES, VERSION_HEADER, HolderRequest, Status
+from patches import completions, exporter, generate, memory_pool, ranks, sampling_watch
 from patches.adapter import AdapterClaim, ServedAdapter
 from patches.admission import Guard, Intake, Rules, refuse_dev_mode, sweep_heads
-from patches.sampling_watch import SamplingWatch
 from patches.server_fence import ServerFence
 
 PINS = """
@@ -62,14 +46,11 @@ class BridgeRoutes:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and the version to every answer."""
-        app.include_router(router)
-        app.include_router(completions.router)
-        app.include_router(generate.router)
+        for each in (router, completions.router, generate.router):
+            app.include_router(each)
         app.add_exception_handler(BridgeError, _refusal)  # type: ignore[arg-type]
-        app.add_middleware(VersionMiddleware, app=app)
-        app.add_middleware(Intake)
-        app.add_middleware(Guard, app=app)  # the last one added comes first
+        for middleware in (VersionMiddleware, Intake, Guard):  # the last one sees a request first
+            app.add_middleware(middleware)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Export the weights, and write the manifest as soon as the server answers."""
@@ -85,7 +66,7 @@ class BridgeRoutes:
         can_sleep = memory_pool.can_sleep(engine_client.model_config)
         state.bridge_fence = ServerFence(engine_client, exported, can_sleep=can_sleep)
         state.bridge_engine = engine_client
-        SamplingWatch(engine_client)
+        sampling_watch.watch(engine_client)
         state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence.lease)
         state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
@@ -93,15 +74,13 @@ class BridgeRoutes:
 
 
 class VersionMiddleware:
-    """Adds the version of the weights to every answer: `3`, or `3-4` if they changed while it was made."""
+    """Adds the version of the weights to every answer: `3`, or `3-4` if they changed in between."""
 
-    def __init__(self, inner: ASGIApp, app: FastAPI) -> None:
+    def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
-        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and add the header when its answer starts."""
-        fence: ServerFence | None = getattr(self._app.state, "bridge_fence", None)
+        fence: ServerFence | None = getattr(scope["app"].state, "bridge_fence", None)
         if scope["type"] != "http" or fence is None:
             await self._inner(scope, receive, send)
             return
@@ -117,25 +96,22 @@ class VersionMiddleware:
 
 
 def _authorize(request: Request) -> None:
-    exported: Manifest = request.app.state.bridge_manifest
-    given = request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {exported.token}".encode()):
+    expected = f"Bearer {request.app.state.bridge_manifest.token}"
+    if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected.encode()):
         raise HTTPException(401, "the bearer token is not the one in this server's manifest")
 
 
-def _state(request: Request) -> State:
-    state: State = request.app.state
-    return state
+def _state(request: Request) -> Any:
+    return request.app.state
 
 
-def _fence(request: Request) -> ServerFence:
-    fence: ServerFence = request.app.state.bridge_fence
-    return fence
+def _fence(request: Request) -> Any:
+    return request.app.state.bridge_fence
 
 
 AppState = Annotated[State, Depends(_state)]
 Fence = Annotated[ServerFence, Depends(_fence)]
-router = APIRouter(prefix="/bridge", dependencies=[Depends(_authorize)], include_in_schema=False)
+router = APIRouter(prefix=BRIDGE_ROUTES.rstrip("/"), dependencies=[Depends(_authorize)], include_in_schema=False)
 
 
 @router.get("/status")
@@ -144,7 +120,7 @@ async def _status(fence: Fence) -> Status:
 
 
 @router.post("/lease")
-async def _take_lease(body: LeaseRequest, fence: Fence) -> Status:
+async def _take_lease(body: protocol.LeaseRequest, fence: Fence) -> Status:
     fence.take_lease(body.holder, body.run)
     return fence.status()
 
@@ -156,13 +132,13 @@ async def _give_lease_back(body: HolderRequest, fence: Fence) -> Status:
 
 
 @router.post("/pause")
-async def _pause(body: PauseRequest, request: Request, fence: Fence) -> Status:
+async def _pause(body: protocol.PauseRequest, request: Request, fence: Fence) -> Status:
     await fence.pause(body, request.is_disconnected)
     return fence.status()
 
 
 @router.post("/publish")
-async def _publish(body: PublishRequest, fence: Fence) -> Status:
+async def _publish(body: protocol.PublishRequest, fence: Fence) -> Status:
     await fence.publish(body.holder, body.version, after=body.after)
     return fence.status()
 
@@ -174,33 +150,33 @@ async def _resume(body: HolderRequest, fence: Fence) -> Status:
 
 
 @router.get("/tensors/digest")
-async def _digest(state: AppState) -> Digests:
+async def _digest(state: AppState) -> protocol.Digests:
     digests = await state.bridge_engine.collective_rpc("bridge_digests")
-    return Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
+    return protocol.Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
 
 
 @router.get("/tensors/finite")
-async def _finite(state: AppState) -> Finiteness:
+async def _finite(state: AppState) -> protocol.Finiteness:
     return await ranks.finiteness(state.bridge_engine)
 
 
 @router.post("/tensors/read")
-async def _read(body: ReadRequest, state: AppState) -> Response:
+async def _read(body: protocol.ReadRequest, state: AppState) -> Response:
     values = await ranks.read(state.bridge_engine, body.elements, state.bridge_manifest)
-    return Response(Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
+    return Response(protocol.Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
 
 
 @router.post("/tensors/write")
-async def _write(body: WriteRequest, state: AppState, fence: Fence) -> Status:
+async def _write(body: protocol.WriteRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_unless_writing(body.holder)
     await ranks.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
     return fence.status()
 
 
 @router.post("/adapter")
-async def _serve_adapter(body: AdapterRequest, state: AppState, fence: Fence) -> AdapterSlot:
+async def _serve_adapter(body: protocol.AdapterRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
     fence.lease.refuse_others(body.holder)
-    return AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
+    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
@@ -212,5 +188,5 @@ async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -
 
 
 async def _refusal(_request: Request, error: BridgeError) -> JSONResponse:
-    refusal = Refusal(error=error.message, remedy=error.remedy, busy=isinstance(error, FenceBusyError))
-    return JSONResponse(refusal.model_dump(), status_code=409)
+    busy = isinstance(error, FenceBusyError)
+    return JSONResponse(protocol.Refusal(error=error.message, remedy=error.remedy, busy=busy).model_dump(), 409)

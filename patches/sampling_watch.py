@@ -1,10 +1,11 @@
-"""Log requests that sample from another distribution than the trainer computes, once per set of fields.
+"""Log requests that sample from another distribution than the trainer assumes, once per set of fields.
 
-Such a request may come from an Atropos environment, on any of vLLM's routes. The engine sees every request with the
-model's own defaults filled in.
+They may come from an Atropos environment, on any of vLLM's routes. The engine sees every request with the model's
+defaults filled in.
 """
 
 import logging
+from functools import wraps
 from typing import Any
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes, in_words
@@ -19,27 +20,21 @@ vllm.config.model
 logger = logging.getLogger("vllm.bridge.sampling")
 
 
-class SamplingWatch:
-    """Wraps `add_request` of one engine client."""
+def watch(engine: Any) -> None:
+    """Wrap `add_request` of one engine client."""
+    add_request, logged = engine.add_request, set[frozenset[str]]()
 
-    def __init__(self, engine: Any) -> None:
-        self._logged: set[frozenset[str]] = set()
-        self._add_request = engine.add_request
-        engine.add_request = self.add_request
-
-    async def add_request(self, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass a request on unchanged."""
+    @wraps(add_request)
+    async def watched(request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(params, "temperature", None):  # else it is greedy, or samples nothing
-            self._look_at(params)
-        return await self._add_request(request_id, prompt, params, *args, **kwargs)
+            changed = changes({name: getattr(params, name, None) for name in (*WHOLE, *NO_DEFAULT)})
+            if changed and (fields := frozenset(changed)) not in logged:
+                logged.add(fields)
+                logger.warning(
+                    "Bridge: a request samples with %s if its completions are trained. It asked for this, or left it"
+                    " to the model's generation_config.json. Further requests with the same fields are not logged.",
+                    in_words(changed),
+                )
+        return await add_request(request_id, prompt, params, *args, **kwargs)
 
-    def _look_at(self, params: Any) -> None:
-        changed = changes({name: getattr(params, name, None) for name in (*WHOLE, *NO_DEFAULT)})
-        fields = frozenset(changed)
-        if changed and fields not in self._logged:
-            self._logged.add(fields)
-            logger.warning(
-                "Bridge: a request samples with %s if its completions are trained. The request asked for this, or"
-                " left it to the model's generation_config.json. Further requests with the same fields are not logged.",
-                in_words(changed),
-            )
+    engine.add_request = watched

@@ -1,13 +1,14 @@
-"""The server's side of an update: pause, let the holder write, publish; one holder at a time.
+"""The server's side of an update: who may update it (the lease), and pause, write, publish (the fence).
+
+A trainer takes the lease before it changes anything, and returns it when it ends. While it has the lease, only that
+trainer may pause to write; any process may pause to read.
 
 Cached keys and values are dropped as soon as the scheduler has stopped: nothing is computed until it resumes, and if
-vLLM refuses, no weight has changed yet. After that no request needs the KV cache, and its memory is the holder's until
-the engine resumes, if it asked for that.
-
-While a process has the lease (`server_lease.py`), only that process may pause to write; any process may pause to read.
+vLLM refuses, no weight has changed yet. Until then no request needs the KV cache, so the holder may have its memory.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from enum import Enum
@@ -15,8 +16,7 @@ from typing import Any, Literal
 
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import FenceState, Holder, PauseRequest, Status, Written
-from patches.server_lease import ServerLease, refuse_unseen
+from bridge.server.protocol import FenceState, Holder, Lease, PauseRequest, Status, Written
 
 PINS = """
 vllm.v1.engine.async_llm
@@ -32,7 +32,7 @@ vllm.v1.engine.core_client
 HasLeft = Callable[[], Awaitable[bool]]
 """Whether the caller no longer waits for the answer."""
 LOOK_S = 0.1
-"""Interval of the checks whether a process that waits for a pause, or reads inside one, is still alive."""
+"""How often to check that a process that waits for a pause, or reads inside one, is alive."""
 
 
 class Phase(Enum):
@@ -40,16 +40,16 @@ class Phase(Enum):
 
     SERVING = "serving"
     READING = "reading"
-    """Paused, and nothing is half-written: the holder reads, or it has published and the engine has not resumed yet."""
+    """Paused, and nothing is half-written: the holder reads, or has published and the engine has not resumed yet."""
     WRITING = "writing"
     REWRITING = "rewriting"
-    """Paused by a process that took over what was torn: only a publication ends this."""
+    """Paused by a holder that took over what was torn: only a publication ends this."""
     TORN = "torn"
     """A process of the holder died in one of the last two, whether it had begun to write or not."""
 
 
 Step = Literal["read", "write", "rewrite", "publish", "resume"]
-"""The first three are pauses: to read, to write, and to write all of what may be torn."""
+"""The first three are pauses: to read, to write, and to rewrite all of what may be torn."""
 PAUSES: tuple[Step, ...] = ("read", "write", "rewrite")
 NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.SERVING: {"read": Phase.READING, "write": Phase.WRITING, "rewrite": Phase.WRITING},
@@ -59,6 +59,44 @@ NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.TORN: {"rewrite": Phase.REWRITING},
 }
 """What is allowed next: to the holder, and once that is gone, to any process."""
+
+
+class ServerLease:
+    """Who may update one server. When all of a holder's processes have ended, its lease is free."""
+
+    def __init__(self) -> None:
+        self._taken: Lease | None = None
+
+    @property
+    def held(self) -> Lease | None:
+        """The lease, unless its holder is gone."""
+        return self._taken if self._taken and not self._taken.holder.is_gone() else None
+
+    @property
+    def trainer(self) -> str:
+        """The holder, for messages."""
+        assert self.held is not None
+        return f"trainer (pid {self.held.holder.pid}, run {self.held.run})"
+
+    def take(self, holder: Holder, run: str) -> None:
+        """Give the lease to `holder`, under a new name if it has it already, or raise AttachError."""
+        _refuse_unseen(holder)
+        self.refuse_others(holder)
+        self._taken = Lease(holder=holder, run=run, since=time.time())
+
+    def give_back(self, holder: Holder) -> None:
+        if self._taken and self._taken.holder == holder:
+            self._taken = None
+
+    def refuse_others(self, holder: Holder) -> None:
+        """Raise AttachError if another holder has the lease."""
+        held = self.held
+        if held and held.holder != holder:
+            raise AttachError(
+                f"another {self.trainer} is updating this server",
+                remedy=f"wait for it to finish, stop it (kill -INT {held.holder.pid}), or start a second server on"
+                " another port",
+            )
 
 
 class ServerFence:
@@ -79,24 +117,23 @@ class ServerFence:
         """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
         self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Holder, int] | None = None
-        """Who published last, and which version was served before."""
+        """Who published last, and the version before."""
         self._is_asleep = False
-        """In any phase but the first, a rank's KV cache may have no memory: all ranks must wake up before a token."""
+        """Whether a rank's KV cache may have no memory: all ranks must wake up before the next token."""
 
     @property
     def phase(self) -> Phase:
-        """Where the fence stands now."""
+        """The phase now: torn if a process of a writing holder has died."""
         is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.is_whole()
         return Phase.TORN if is_torn else self._phase
 
     @property
     def state(self) -> FenceState:
-        """Where the fence stands now, as clients see it."""
+        """The phase as clients see it."""
         phase = self.phase
         return "serving" if phase is Phase.SERVING else "torn" if phase is Phase.TORN else "paused"
 
     def status(self) -> Status:
-        """Report where the fence stands, who updates the server, and what would repair it."""
         return Status(
             model=self._exported.model,
             version=self.version,
@@ -110,22 +147,21 @@ class ServerFence:
         )
 
     def take_lease(self, holder: Holder, run: str) -> None:
-        """Let only `holder` write until it returns the lease or dies; FenceBusyError while another holds the fence."""
+        """Let only `holder` write until it returns the lease or dies; AttachError if another has the lease or fence."""
         self.lease.refuse_others(holder)
         self._refuse_busy(holder)
         self.lease.take(holder, run)
 
     def give_lease_back(self, holder: Holder) -> None:
-        """Free the lease of `holder`, unless it leaves the server paused: then the lease ends with that process."""
+        """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""
         if self.holder != holder:
             self.lease.give_back(holder)
 
     async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        Frozen requests compute their keys and values again under the new weights. A sleeping KV cache frees its memory
-        until the engine resumes. A holder that dies, or `has_left` without waiting for the answer, does not get the
-        fence.
+        Frozen requests recompute their keys and values under the new weights. A sleeping KV cache frees its memory
+        until the engine resumes. A holder that dies, or `has_left` before the answer, does not get the fence.
 
         Raises:
             FenceBusyError: another living process holds the fence.
@@ -145,7 +181,11 @@ class ServerFence:
                 after = self._after_pause(asked)  # another process may have taken the lease
             except BaseException:
                 if self.holder is None:
-                    await self._resume_for(asked.holder)
+                    try:
+                        await self._resume()
+                    except BaseException:  # as a reader, the holder may retry
+                        self.enter(Phase.READING, asked.holder)
+                        raise
                 raise
             self._published = None  # a late repetition of a publication must not end this pause
             self.enter(after, asked.holder)
@@ -157,8 +197,8 @@ class ServerFence:
         """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
 
         `after` is the version that was served before: a caller that missed the answer may retry. AttachError if another
-        version was served, `holder` does not hold the fence to write, or the KV cache finds no memory: it still holds
-        the fence then.
+        version was served, `holder` does not hold the fence to write, or the KV cache gets no memory; it then still
+        holds the fence.
         """
         async with self._lock:
             published, before = self._published or (None, None)
@@ -185,12 +225,11 @@ class ServerFence:
             await self._resume()
 
     def refuse_unless_writing(self, holder: Holder) -> None:
-        """Raise AttachError unless `holder` holds the fence, and paused to write."""
+        """Raise AttachError unless `holder` holds the fence to write."""
         self._refuse_unless_held(holder)
         self._after("publish")
 
     def enter(self, phase: Phase, holder: Holder | None) -> None:
-        """Switch to `phase`, held by `holder`."""
         self._phase, self.holder = phase, holder
         if phase is Phase.READING and holder is not None:
             self._watcher = asyncio.create_task(self._resume_after(holder))
@@ -202,19 +241,17 @@ class ServerFence:
             return NEXT[phase][step]
         assert self.holder is not None, (step, phase)
         if phase is Phase.READING:
-            raise AttachError(
-                f"process {self.holder.pid} paused the server to read, and may not write",
-                remedy="pause again, to write",
-            )
+            found = f"process {self.holder.pid} paused the server to read, and may not write"
+            raise AttachError(found, remedy="pause again, to write")
         self.status().refuse_torn()
         raise AttachError(
-            "the weights were torn when this process took them over, and have not been rewritten",
+            "the weights were half-written when this process took them over, and have not been rewritten",
             remedy=self.status().mending(),
         )
 
     def _after_pause(self, asked: PauseRequest) -> Phase:
         """Return the phase of a pause, or raise what `pause` raises."""
-        refuse_unseen(asked.holder)
+        _refuse_unseen(asked.holder)
         if asked.writes != "nothing":
             self.lease.refuse_others(asked.holder)
         self._refuse_busy(asked.holder)
@@ -247,14 +284,6 @@ class ServerFence:
         await self._engine.resume_generation()
         self.enter(Phase.SERVING, None)
 
-    async def _resume_for(self, holder: Holder) -> None:
-        """Resume after a failed pause; if that fails too, `holder` has paused to read, and may retry."""
-        try:
-            await self._resume()
-        except BaseException:
-            self.enter(Phase.READING, holder)
-            raise
-
     async def _resume_after(self, reader: Holder) -> None:
         """Resume if `reader` dies before the engine has resumed."""
         while self._phase is Phase.READING and self.holder == reader:
@@ -265,12 +294,10 @@ class ServerFence:
 
     async def _wake(self) -> None:
         """Let every rank allocate its KV cache again if it freed it; may be retried."""
-        if not self._is_asleep:
-            return
-        reasons = [reason for reason in await self._engine.collective_rpc("bridge_wake") if reason]
-        if reasons:
+        reasons = await self._engine.collective_rpc("bridge_wake") if self._is_asleep else []
+        if any(reasons):
             raise AttachError(
-                f"vLLM cannot allocate its KV cache again, so generation stands still: {'; '.join(reasons)}",
+                f"vLLM cannot allocate its KV cache again, so it does not generate: {'; '.join(filter(None, reasons))}",
                 remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().mending()}",
             )
         self._is_asleep = False
@@ -279,22 +306,23 @@ class ServerFence:
         if self.holder != holder:
             owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
             raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
-        if not holder.is_gone():  # what has died of it may have left something half-written
+        if not holder.is_gone():  # one of its processes may have died while it wrote
             self.status().refuse_torn()
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):
             raise AttachError(
-                f"the server serves version {self.version}, and this process expected version {expected}: another"
-                " process has published in between",
+                f"the server serves version {self.version}, expected version {expected}: another process has published"
+                " in between",
                 remedy="resume from the newest checkpoint: bridge train --resume",
             )
 
     def _refuse_busy(self, holder: Holder) -> None:
-        if self.holder and self.holder != holder and (self._phase is Phase.READING or not self.holder.is_gone()):
+        owner = self.holder
+        if owner and owner != holder and (self._phase is Phase.READING or not owner.is_gone()):
             raise FenceBusyError(
-                f"process {self.holder.pid} holds the fence, and only one process can at a time",
-                remedy=f"wait for it to finish, or stop it: kill {self.holder.pid}",
+                f"process {owner.pid} holds the fence, and only one process can at a time",
+                remedy=f"wait for it to finish, or stop it: kill {owner.pid}",
             )
 
 
@@ -314,3 +342,12 @@ async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+def _refuse_unseen(holder: Holder) -> None:
+    """Raise AttachError unless all of `holder` is running, and the server would notice its end."""
+    if not (holder.is_visible() and holder.is_whole()):
+        raise AttachError(
+            f"process {holder.pid} is not visible to the server, which could not notice its end",
+            remedy="run both in one PID namespace: docker run --pid=container:NAME",
+        )

@@ -42,7 +42,7 @@ def tie() -> None:
 def _end_after(pid: int | None, sentinel: int) -> None:
     _wait_for(pid, sentinel)
     sys.stderr.write(f"bridge: pid {pid}, which started this process, is gone: ending pid {os.getpid()}\n")
-    # The kernel's own alarm ends a process even while it hangs in its finalization, where this thread no longer runs.
+    # The kernel's alarm ends a process even while it hangs in its finalization, where this thread no longer runs.
     signal.alarm(GRACE_S + 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
@@ -60,8 +60,7 @@ def _wait_for(pid: int | None, sentinel: int) -> None:
             raise
         connection.wait([sentinel])  # second best: after a fork, siblings may hold its other end open
         return
-    if connection.wait([sentinel], timeout=0):  # it was gone before: the descriptor may be of a later process
-        return
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    poll.poll()
+    if not connection.wait([sentinel], timeout=0):  # else it ended before, and the descriptor may be of a later process
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()

@@ -1,4 +1,4 @@
-"""What Bridge asks of one of vLLM's workers: export, addresses, digests, single elements, LoRA slots, KV cache.
+"""The worker extension: it exports and inspects one rank's weights, and puts the rank's KV cache to sleep.
 
 vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server calls the methods by
 `collective_rpc`. Answers are JSON text or plain values, which every executor can carry.
@@ -30,7 +30,7 @@ vllm.lora.worker_manager: WorkerLoRAManager: _adapter_manager
 vllm.lora.model_manager: LoRAModelManager: lora_index_to_id
 """
 CHUNK = 2**24
-"""Elements checked at once."""
+"""Elements checked for NaN and infinity at once."""
 
 
 class BridgeWorker:
@@ -54,15 +54,12 @@ class BridgeWorker:
         return list(self.model_runner.bridge_places.moved())
 
     def bridge_sleep(self) -> None:
-        """Free this rank's KV cache."""
         memory_pool.sleep(self)
 
     def bridge_wake(self) -> str | None:
-        """Allocate this rank's KV cache again; return the reason if that fails."""
         return memory_pool.wake(self)
 
     def bridge_digests(self) -> dict[str, str]:
-        """Return a digest of every parameter."""
         return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
 
     def bridge_finiteness(self) -> tuple[int, list[str]]:
@@ -72,17 +69,15 @@ class BridgeWorker:
         return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
-        """Return the value of each of `elements`."""
         return [float(self._bridge_element(element)) for element in elements]
 
     def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
-        """Set each of `elements` to its value."""
         for element, value in zip(elements, values, strict=True):
             self._bridge_element(element).fill_(value)
         self.bridge_settle()
 
     def bridge_adapter_slot(self, adapter_id: int) -> int | None:
-        """Return the index of the slot that holds the adapter with vLLM's number `adapter_id`."""
+        """Return the slot of the adapter with vLLM's number `adapter_id`."""
         holders: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
         return holders.index(adapter_id) if adapter_id in holders else None
 
@@ -95,14 +90,15 @@ class BridgeWorker:
         return self._bridge_model().get_parameter(element.parameter).detach().view(-1)[element.index]
 
     def _bridge_shard(self) -> Shard:
-        model, config = self._bridge_model(), self.vllm_config.model_config
-        _refuse_foreign_types(model, config.dtype)
+        model, config = self._bridge_model(), self.vllm_config
+        _refuse_foreign_types(model, config.model_config.dtype)
         record, names, block = loading.record_of(model), loading.plain_names(model), model_runner.shared_block(model)
-        is_whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
+        is_whole = config.parallel_config.tensor_parallel_size == 1
         slots = lora_slots.find(model, record.views) if is_whole else {}
+        device = next(model.parameters()).device
         shard = Shard(
             rank=self.rank,
-            gpu_uuid=_gpu_uuid(model),
+            gpu_uuid=cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None,
             model_class=type(model).__name__,
             ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()},
             param_mappings={  # a parameter that is gone keeps its plain name, and is refused
@@ -130,13 +126,7 @@ def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Check every element, with little memory beside the tensor."""
     return all(bool(part.isfinite().all()) for part in tensor.contiguous().view(-1).split(CHUNK))
-
-
-def _gpu_uuid(model: nn.Module) -> str | None:
-    device = next(model.parameters()).device
-    return cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None
 
 
 def _handle(tensor: torch.Tensor, block: SharedBlock | None) -> AnyHandle:

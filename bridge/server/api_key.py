@@ -10,11 +10,7 @@ VARIABLE = "VLLM_API_KEY"
 
 
 def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the header that carries the key; empty if no key is set.
-
-    Raises:
-        UsageError: the key cannot be sent in an HTTP header.
-    """
+    """Return the header that carries the key, empty if none is set; UsageError if the key cannot be sent."""
     key = environment.get(VARIABLE, "")
     if not key:
         return {}

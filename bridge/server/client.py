@@ -3,12 +3,9 @@
 Requests to vLLM's own routes carry `VLLM_API_KEY`, if it is set; requests to `/bridge/*` carry the token from the
 manifest. A client that has a token sends it to vLLM's own routes too, in a separate header: a patched vLLM then knows
 that a change of its adapters comes from the trainer that holds the lease. Proxy settings are ignored.
-
-Not covered: retries of rollouts (`bridge/rollouts`), and how `bridge run` watches its server (`cli/health.py`).
 """
 
 import functools
-import ssl
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -20,33 +17,31 @@ from pydantic import BaseModel, Field, ValidationError
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
 from bridge.server import api_key, protocol
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import Holder, InFlight, Refusal, Status, Written
+from bridge.server.protocol import BRIDGE_ROUTES, Holder, InFlight, Refusal, Status, Written
 
 Answer = TypeVar("Answer", bound=BaseModel)
-BRIDGE_ROUTES = "/bridge/"
 CONFLICT = 409
 LOCKED = (401, 403)
-"""Statuses of a request that lacks the right key."""
+"""Statuses of a request with the wrong key."""
 CONNECT_LIMIT_S = 15.0
 """Connect timeout: the kernel of a running host accepts a connection at once."""
 CONTROL_LIMIT_S = 30.0
-"""Timeout of a call that takes a healthy server milliseconds. vLLM's API server survives a killed engine; without a
-timeout such a call would block forever, inside the fence, where Ctrl-C is held back."""
+"""Timeout of a call that takes a healthy server milliseconds. vLLM's API server survives a killed engine: without a
+timeout the call would block forever, inside the fence, where Ctrl-C is held back."""
 FAREWELL_LIMIT_S = 5.0
 """Timeout for returning the lease, which also ends with this process."""
 KEEPALIVE_S = 2.0
-"""Idle time after which a connection is not reused. vLLM's API server closes one after 5 s, which is also httpx's
-default: a call at that moment would be lost."""
+"""Idle time after which a connection is not reused. vLLM closes it after 5 s, also httpx's default: a call at that
+moment would be lost."""
 
 
 class Authorization(httpx.Auth):
-    """The credentials of each request, by its route."""
+    """Adds the token to requests to Bridge's own routes, and the API key to all others."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Add the token to Bridge's own routes, and the API key to any other."""
         if request.url.path.startswith(BRIDGE_ROUTES):
             request.headers["authorization"] = f"Bearer {self._token}"
         else:
@@ -57,11 +52,7 @@ class Authorization(httpx.Auth):
 
 
 def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_LIMIT_S) -> httpx.Client:
-    """Open connections to the server at `url`.
-
-    Raises:
-        UsageError: `url` is not a URL.
-    """
+    """Open connections to the server at `url`; UsageError if that is not a URL."""
     try:
         return httpx.Client(base_url=url, **_options(token, timeout_s))
     except httpx.InvalidURL as error:
@@ -80,20 +71,17 @@ def _options(token: str | None, timeout_s: float | None) -> dict[str, Any]:
         "timeout": httpx.Timeout(timeout_s, connect=connect_s),
         "limits": httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         "trust_env": False,
-        "verify": _tls(),
+        "verify": _tls(trust_env=False),
     }
 
 
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context(trust_env=False)  # slow enough to be made once
+_tls = functools.cache(httpx.create_ssl_context)  # slow: one for all clients
 
 
 class ServedModel(BaseModel):
     """One entry of `GET /v1/models`."""
 
     id: str
-    """Name of a model or an adapter."""
     owned_by: str | None = None
     """Who made the server: `vllm`, unless a proxy in front of it answers for itself."""
     max_model_len: int | None = None
@@ -104,7 +92,6 @@ class ServedModels(BaseModel):
     """The answer of `GET /v1/models`."""
 
     data: Annotated[tuple[ServedModel, ...], Field(min_length=1)]
-    """Models and adapters."""
 
 
 class VllmClient:
@@ -120,41 +107,29 @@ class VllmClient:
         self._control_limit_s = min(timeout_s, CONTROL_LIMIT_S)
 
     def __enter__(self) -> Self:
-        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
         self._http.close()
 
     def check_health(self) -> None:
-        """Return if the server is healthy, or has no route that would tell."""
+        """Raise ServerUnreachableError if the server reports that it is unhealthy."""
         response = self._send("GET", "/health", limit_s=self._control_limit_s)
         if response.is_server_error:
             raise unreachable(self.url, f"/health answered {response.status_code}")
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return the served models and adapters."""
-        route = "/v1/models"
-        response = self._send("GET", route, limit_s=self._control_limit_s)
-        if not response.is_success:
-            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
-        return self._parse(route, response, ServedModels).data
+        return self._answer("GET", "/v1/models", ServedModels, limit_s=self._control_limit_s).data
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Serve the adapter in `folder` as `name`.
-
-        Raises:
-            UsageError: the server takes no adapters, or not this one.
-        """
+        """Serve the adapter in `folder` as `name`; UsageError if the server takes no adapters, or not this one."""
         self._change_adapters("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, limit_s=None)
 
     def unload_adapter(self, name: str) -> None:
-        """Stop serving the adapter `name`."""
         self._change_adapters("/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_limit_s)
 
     def unload_earlier_adapters(self) -> None:
@@ -178,7 +153,7 @@ class VllmClient:
     def _send(
         self, method: str, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None
     ) -> httpx.Response:
-        """Return the response. Requests to `/bridge/*` are idempotent, and repeated once if the connection is lost."""
+        """Return the response. Requests to `/bridge/*` are idempotent, and retried once if the connection is lost."""
         limit = httpx.USE_CLIENT_DEFAULT if limit_s is None else httpx.Timeout(limit_s)
         lost = (httpx.NetworkError, httpx.RemoteProtocolError) if route.startswith(BRIDGE_ROUTES) else ()
         try:
@@ -192,7 +167,21 @@ class VllmClient:
             raise key_rejected(self.url, response)
         return response
 
-    def _parse(self, route: str, response: httpx.Response, kind: type[Answer]) -> Answer:
+    def _answer(
+        self,
+        method: str,
+        route: str,
+        kind: type[Answer],
+        body: BaseModel | None = None,
+        *,
+        limit_s: float | None = None,
+    ) -> Answer:
+        content = None if body is None else body.model_dump(mode="json")
+        response = self._send(method, route, content, limit_s=limit_s)
+        if refused := refusal_of(response):
+            raise (FenceBusyError if refused.busy else AttachError)(refused.error, remedy=refused.remedy)
+        if not response.is_success:
+            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
         try:
             return kind.model_validate_json(response.content)
         except ValidationError as error:
@@ -202,13 +191,12 @@ class VllmClient:
 class BridgeClient(VllmClient):
     """The routes under `/bridge/*` as well, for one trainer and one server.
 
-    Every call raises ServerUnreachableError as above, AttachError with the server's own message if it refuses, and
-    FenceBusyError if the same call may succeed soon.
+    Every call may raise AttachError too, with the server's own message if it refuses, or FenceBusyError if the same
+    call may succeed soon.
     """
 
     def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
-        self.token = manifest.token
         self._holder = Holder.current()
         self._leased = False
         self._paused_at: int | None = None
@@ -218,18 +206,16 @@ class BridgeClient(VllmClient):
         """Return the lease if this client took it, and close the connections."""
         if self._leased:
             with suppress(BridgeError):  # a dead server has no lease, and the end of this process frees any other
-                limit_s = min(FAREWELL_LIMIT_S, self._control_limit_s)
-                self._call("DELETE", "lease", Status, protocol.HolderRequest(holder=self._holder), limit_s=limit_s)
+                self._control("DELETE", "/bridge/lease", limit_s=min(FAREWELL_LIMIT_S, self._control_limit_s))
         self._leased = False
         super().close()
 
     def status(self) -> Status:
-        """Return the version and the state of the fence."""
-        return self._control("GET", "status", None)
+        return self._answer("GET", "/bridge/status", Status, limit_s=self._control_limit_s)
 
     def take_lease(self, run: str) -> Status:
-        """Become the one process that updates the server, until `close`; `run` names it in error messages."""
-        taken = self._control("POST", "lease", protocol.LeaseRequest(holder=self._holder, run=run))
+        """Become the only process that updates the server, until `close`; `run` names it in error messages."""
+        taken = self._control("POST", "/bridge/lease", protocol.LeaseRequest(holder=self._holder, run=run))
         self._leased = True
         return taken
 
@@ -245,9 +231,7 @@ class BridgeClient(VllmClient):
     ) -> Status:
         """Stop generation and take the fence; with `wait` this may take as long as a request does.
 
-        The server refuses if it does not serve `version`, the one that this process wrote or found last. A restore
-        from `last_checkpoint` repairs what this process leaves half written if it dies. Only a process that rewrites
-        everything may use `takeover`. With `sleep` the KV cache's memory is free until the fence is left.
+        See `PauseRequest`. The server refuses if it does not serve `version`.
         """
         body = protocol.PauseRequest(
             holder=self._holder,
@@ -259,35 +243,32 @@ class BridgeClient(VllmClient):
             sleep=sleep,
         )
         limit_s = None if in_flight == "wait" else self._control_limit_s
-        paused = self._call("POST", "pause", Status, body, limit_s=limit_s)
+        paused = self._answer("POST", "/bridge/pause", Status, body, limit_s=limit_s)
         self._paused_at = paused.version
         return paused
 
     def publish(self, version: int | None = None) -> Status:
         """Make what was written the next version, or `version` if that is later, and resume generation."""
         body = protocol.PublishRequest(holder=self._holder, after=self._paused_at, version=version)
-        return self._control("POST", "publish", body)
+        return self._control("POST", "/bridge/publish", body)
 
     def resume(self) -> Status:
         """Resume generation with the same version: nothing was written."""
-        return self._control("POST", "resume", protocol.HolderRequest(holder=self._holder))
+        return self._control("POST", "/bridge/resume")
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each of vLLM's parameters, computed by the server."""
-        return self._call("GET", "tensors/digest", protocol.Digests).digests
+        return self._answer("GET", "/bridge/tensors/digest", protocol.Digests).digests
 
     def read(self, elements: tuple[protocol.Element, ...]) -> tuple[float, ...]:
         """Return `elements` as the server reads them."""
-        return self._call("POST", "tensors/read", protocol.Values, protocol.ReadRequest(elements=elements)).values
+        body = protocol.ReadRequest(elements=elements)
+        return self._answer("POST", "/bridge/tensors/read", protocol.Values, body).values
 
     def write(self, elements: tuple[protocol.Element, ...], values: tuple[float, ...]) -> None:
         """Let the server set `elements`; only inside the fence."""
-        self._call(
-            "POST",
-            "tensors/write",
-            Status,
-            protocol.WriteRequest(holder=self._holder, elements=elements, values=values),
-        )
+        body = protocol.WriteRequest(holder=self._holder, elements=elements, values=values)
+        self._answer("POST", "/bridge/tensors/write", Status, body)
 
     def seat_adapter(self, folder: Path) -> int:
         """Let the server load the adapter in `folder` into a slot that does not move, and return the slot."""
@@ -297,41 +278,24 @@ class BridgeClient(VllmClient):
     def adapter(self, name: str, folder: Path) -> int:
         """Let the server load an adapter into such a slot under another name, and return the slot."""
         body = protocol.AdapterRequest(holder=self._holder, name=name, path=str(folder.absolute()))
-        return self._call("POST", "adapter", protocol.AdapterSlot, body).slot
+        return self._answer("POST", "/bridge/adapter", protocol.AdapterSlot, body).slot
 
     def release_adapter(self) -> None:
         """Let the server remove the adapter from its slot, if there is one."""
-        self._control("DELETE", "adapter", protocol.HolderRequest(holder=self._holder))
+        self._control("DELETE", "/bridge/adapter")
 
-    def _control(self, method: str, route: str, body: BaseModel | None) -> Status:
-        return self._call(method, route, Status, body, limit_s=self._control_limit_s)
-
-    def _call(
-        self,
-        method: str,
-        route: str,
-        kind: type[Answer],
-        body: BaseModel | None = None,
-        *,
-        limit_s: float | None = None,
-    ) -> Answer:
-        route = BRIDGE_ROUTES + route
-        content = None if body is None else body.model_dump(mode="json")
-        response = self._send(method, route, content, limit_s=limit_s)
-        if refused := refusal_of(response):
-            raise (FenceBusyError if refused.busy else AttachError)(refused.error, remedy=refused.remedy)
-        if not response.is_success:
-            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
-        return self._parse(route, response, kind)
+    def _control(self, method: str, route: str, body: BaseModel | None = None, limit_s: float | None = None) -> Status:
+        body = body or protocol.HolderRequest(holder=self._holder)
+        return self._answer(method, route, Status, body, limit_s=limit_s or self._control_limit_s)
 
 
 def max_model_len(url: str) -> int | None:
-    """Return the longest sequence, in tokens, of the server at `url`; None if it cannot be asked or does not say."""
+    """Return the longest sequence, in tokens, of the server at `url`; None if it does not report one."""
     try:
         with VllmClient(url) as server:
             lengths = [model.max_model_len for model in server.models() if model.max_model_len]
     except (ServerUnreachableError, UsageError):
-        return None  # the first rollout asks again, and reports the error
+        return None  # the first rollout fails the same way, and reports it
     return min(lengths, default=None)
 
 
@@ -346,7 +310,7 @@ def refusal_of(response: httpx.Response) -> Refusal | None:
 
 
 def words_of(response: httpx.Response) -> str:
-    """Return the server's own error message on one line, cut if it is long."""
+    """Return the server's own error message on one line, truncated."""
     try:
         words = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,9 @@
 """Find the running servers of this user by their processes: environment and working folder lead to the manifest.
 
-Not covered: the places that are searched first (`manifest.py`), and servers of other users or containers.
+Servers of other users and containers are not found.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,21 +20,19 @@ def running() -> dict[Path, Manifest]:
     """Return the manifest of each running server of this user, by its path."""
     found = {}
     for process in psutil.process_iter():
-        try:
-            path = _place(process)
-            manifest = manifests.read(path) if path else None
-        except (psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
-            continue
-        if path and manifest and manifest.server.pid == process.pid and manifest.server.is_alive():
-            found[path] = manifest
+        with suppress(psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
+            if path := _place(process):
+                manifest = manifests.read(path)
+                if manifest.server.pid == process.pid and manifest.server.is_alive():
+                    found[path] = manifest
     return found
 
 
 def find(given: Path | None = None) -> Path:
-    """Return what `manifest.find` does; if nothing is given or found, the manifest of the only running server.
+    """Return the manifest's path as `manifest.find` does, or else that of the only running server.
 
     Raises:
-        ManifestError: there is none, or there are several.
+        ManifestError: there is none, or there are several servers.
     """
     try:
         return manifests.find(given)
@@ -50,7 +49,7 @@ def find(given: Path | None = None) -> Path:
 
 
 def choice(path: Path, manifest: Manifest) -> str:
-    """Return the flag that chooses the server of the manifest at `path`, and which server that is."""
+    """Return the flag that chooses the server of `manifest`, and a description of the server."""
     return f"--vllm-config-path {path} ({manifest.model}, pid {manifest.server.pid})"
 
 

@@ -1,18 +1,14 @@
-"""Whom a rollout asks, and for what.
-
-Not covered: asking (`sampler.py`).
-"""
+"""Where rollouts are sampled, and from which model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What the rollouts ask, and for what."""
+    """A server for rollouts."""
 
     url: str
-    """Where the server answers."""
     model: str | None = None
     """The name in a request; None: the first that the server lists."""
     version: int | None = None
-    """Version of the weights behind it, where the server itself does not tell; None: it does."""
+    """Version of the weights behind it, for a server that does not report one; None: the server reports it."""

@@ -6,11 +6,11 @@
     publish    the version goes up, generation resumes
 
 Only the process that holds the server's lease may write. A process that only reads, such as `bridge verify` during
-training, may hold the fence too; the next process to arrive waits for it.
+training, may hold the fence too; the next process waits for it.
 
 Ctrl-C acts at once while the caller prepares: nothing has been written, and the server resumes unchanged. Anywhere else
-in the window it is held back until the end, so an interrupt never leaves half-written weights. An error during the
-write leaves the server paused, and torn once this process is gone: half-written weights are never served.
+in the window it is deferred, so an interrupt never leaves half-written weights. An error during the write leaves the
+server paused, and torn once this process is gone: half-written weights are never served.
 """
 
 import time
@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,17 +38,17 @@ class Update:
     """One change of what is served."""
 
     write: Callable[[], None]
-    """Writes it; an interrupt waits until it is done."""
+    """Writes it; an interrupt is deferred until then."""
     _: KW_ONLY
     prepare: Callable[[], None] | None = None
-    """Runs before `write` and changes nothing that is served. If it raises, the server resumes unchanged, and whatever
-    it computed is dropped. An interrupt acts at once."""
+    """Runs before `write` and changes nothing that is served. If it raises, the server resumes unchanged, and the
+    result is dropped. An interrupt acts at once."""
     sleep: bool = False
-    """Give both the KV cache's memory; they have to free it again."""
+    """Give both the KV cache's memory; they must free it again."""
     last_checkpoint: Path | None = None
     """What repairs the server if this process dies while it writes."""
     is_last: bool = False
-    """No request follows: a server that would have to be restarted is left alone."""
+    """No request follows: a mode that restarts its server does not."""
     version: int | None = None
     """Publish as this version, or as the next one if that is later; None: as the next one."""
     takeover: bool = False
@@ -59,13 +60,11 @@ class FenceTimes:
     """What one update took."""
 
     version: int
-    """The version that it published."""
+    """The published version."""
     pause_s: float
     """Seconds until the server had stopped."""
     prepare_s: float = 0.0
-    """Seconds of preparing; 0 if there was nothing to prepare."""
     write_s: float
-    """Seconds of writing."""
     publish_s: float
     """Seconds until the server generated again."""
 
@@ -80,31 +79,32 @@ def publish(
 ) -> FenceTimes:
     """Run `update` inside the fence.
 
-    The server refuses if it does not serve version `served`; None: any will do.
+    The server refuses if it does not serve version `served`; None: any.
 
     Raises:
         AttachError: the server refuses the fence, or has no memory for its KV cache afterwards.
         ServerUnreachableError: the server is gone.
     """
-
-    def pause() -> Status:
-        return client.pause(
-            in_flight,
-            version=served,
-            last_checkpoint=update.last_checkpoint,
-            writes=writes,
-            takeover=update.takeover,
-            sleep=update.sleep,
-        )
+    pause = partial(
+        client.pause,
+        in_flight,
+        version=served,
+        last_checkpoint=update.last_checkpoint,
+        writes=writes,
+        takeover=update.takeover,
+        sleep=update.sleep,
+    )
 
     def publish() -> int:
         if update.sleep:
             torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
         return client.publish(update.version).version
 
-    def abandon(error: BaseException) -> None:
+    def abandon(error: BaseException | None) -> None:
         if update.sleep:
-            _forget(error)
+            while error is not None:  # the local variables of every frame it passed through hold the memory to free
+                traceback.clear_frames(error.__traceback__)
+                error = error.__context__
             torch.cuda.empty_cache()
         client.resume()
 
@@ -120,7 +120,7 @@ def run(
 ) -> FenceTimes:
     """Run and time `update`: `pause`, prepare, write, and `publish`, which returns the new version.
 
-    By default no server is paused, for weights that only this process holds. `abandon` is called if preparing fails.
+    Without `pause` no server is paused: only this process holds the weights. `abandon` is called if preparing fails.
     """
     with deferred_interrupt():
         start = paused = time.perf_counter()
@@ -154,7 +154,7 @@ def run(
 def frozen(client: BridgeClient) -> Iterator[bool]:
     """Pause the server without publishing; yield whether the block may write, if it restores what it found.
 
-    It may only read while another process holds the lease: that process computes with the weights at any time.
+    While another process holds the lease, it may only read: that process may compute with the weights at any time.
     """
 
     def pause() -> Status:
@@ -174,11 +174,7 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
 
 
 def when_free(call: Callable[[], Status]) -> Status:
-    """Return what `call` returns once no other process holds the fence; an interrupt acts at once while it waits.
-
-    Raises:
-        FenceBusyError: another process has held it for `BUSY_LIMIT_S`.
-    """
+    """Retry `call` while another process holds the fence, up to `BUSY_LIMIT_S`; an interrupt acts while it waits."""
     deadline = time.monotonic() + BUSY_LIMIT_S
     while True:
         try:
@@ -199,10 +195,3 @@ def _pause(client: BridgeClient, pause: Callable[[], Status]) -> Status:
         with suppress(BridgeError):
             client.resume()
         raise
-
-
-def _forget(error: BaseException | None) -> None:
-    """Drop the local variables of every frame that `error` passed through: they hold the memory to free."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

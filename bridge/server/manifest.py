@@ -1,6 +1,6 @@
 """The manifest: what a server exports so that a trainer can attach, and the file that holds it.
 
-Not covered: opening the handles (`bridge/weights/attach.py`).
+`bridge/weights/attach.py` opens its handles.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -26,8 +26,7 @@ DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  documented; a manife
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 REWRITTEN = "restart the server, which rewrites it"
 KEYS = {"ipc_handles", "param_mappings", "single_copy_enabled"}
-"""Keys of every manifest, whatever version of Bridge wrote it. A file that has all of them may be replaced."""
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""Keys of a manifest of any version of Bridge. A file that has all of them may be replaced."""
 
 Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
 """torch's name of an element type that can be trained."""
@@ -47,9 +46,7 @@ class View(Record):
     offset: int = Field(ge=0)
     """Elements between the parameter's first element and the view's."""
     shape: tuple[int, ...]
-    """Shape in elements."""
     stride: tuple[int, ...]
-    """Stride in elements."""
 
 
 class Handle(Record):
@@ -62,11 +59,8 @@ class Handle(Record):
     tensor_offset: int = Field(default=0, ge=0)
     """Elements between the start of the storage and the parameter's first element."""
     shape: tuple[int, ...]
-    """Shape in elements."""
     stride: tuple[int, ...]
-    """Stride in elements."""
     dtype: Dtype
-    """torch's name of the element type, such as `bfloat16`."""
 
 
 class CudaHandle(Handle):
@@ -84,7 +78,6 @@ class CudaHandle(Handle):
     event_handle_b64: str
     """The CUDA IPC event handle; empty when there is nothing to wait for."""
     event_sync_required: bool
-    """Whether the importer has to wait for the event."""
 
 
 class SharedMemoryHandle(Handle):
@@ -92,7 +85,6 @@ class SharedMemoryHandle(Handle):
 
     kind: Literal["shared_memory"] = "shared_memory"
     path: str = Field(pattern=r"^/[^\x00]+$")
-    """The file to map."""
 
 
 AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind")]
@@ -112,7 +104,6 @@ class Shard(Record):
     """What one tensor-parallel rank of a server exports."""
 
     rank: int
-    """Tensor-parallel rank."""
     gpu_uuid: str | None
     """UUID of the GPU that holds it; None on the CPU."""
     model_class: str = ""
@@ -120,16 +111,16 @@ class Shard(Record):
     ipc_handles: dict[str, AnyHandle]
     """vLLM's parameters by vLLM's name."""
     param_mappings: dict[str, View]
-    """Hugging Face parameter -> where it lies."""
+    """Hugging Face parameter -> where it is."""
     padding: dict[str, Annotated[int, Field(ge=0)]]
     """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
     lora_slots: dict[str, LoraSlot] = {}
-    """Hugging Face module, such as `model.layers.0.self_attn.q_proj` -> its slots. Empty when the server serves no
-    adapters; modules whose slots have another layout are left out."""
+    """Hugging Face module, such as `model.layers.0.self_attn.q_proj` -> its slots, if their layout is the plain one.
+    Empty when the server serves no adapters."""
 
 
 class _Server(Record):
-    """What is true of the whole server."""
+    """What all ranks of a server share."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     """Format of the file."""
@@ -150,13 +141,11 @@ class _Server(Record):
     param_names: tuple[str, ...]
     """The Hugging Face parameters, sorted."""
     shared_weights_enabled: bool
-    """True in every manifest that Bridge writes."""
     single_copy_enabled: bool
-    """True in every manifest that Bridge writes."""
+    """Both are true in every manifest that Bridge writes."""
     host: str
     """The server's host name, for messages."""
     boot_id: str
-    """Id of this boot of the host."""
     server: ProcessIdentity
     """The API server's process."""
     url: Urls = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
@@ -174,7 +163,6 @@ class Manifest(_Server):
     """In the order of ranks."""
 
     def shard(self, rank: int) -> Shard:
-        """Return what tensor-parallel `rank` exports."""
         return self.shards[rank]
 
 
@@ -203,11 +191,7 @@ def search_path() -> tuple[Path, ...]:
 
 
 def resolve_path(given: Path | None) -> Path:
-    """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it.
-
-    Raises:
-        ManifestError: the path cannot be looked up.
-    """
+    """Turn `--vllm-config-path` into the file to read or write: a folder means the file in it, None the default."""
     if given is None:
         return search_path()[0]
     with _one_line_errors(given):
@@ -215,11 +199,7 @@ def resolve_path(given: Path | None) -> Path:
 
 
 def find(given: Path | None = None) -> Path:
-    """Return the path of the manifest to use; a given path is the only one that is tried.
-
-    Raises:
-        ManifestError: there is none.
-    """
+    """Return the path of the manifest to use, or raise ManifestError; a given path is the only one that is tried."""
     paths = search_path() if given is None else (resolve_path(given),)
     for path in paths:
         with _one_line_errors(path):
@@ -234,11 +214,7 @@ def find(given: Path | None = None) -> Path:
 
 
 def load(given: Path | None = None) -> Manifest:
-    """Find, read and check the manifest of a live server on this host.
-
-    Raises:
-        ManifestError: `find`, `read` or `check_server` does.
-    """
+    """Find, read and check the manifest of a live server on this host, or raise ManifestError."""
     path = find(given)
     manifest = read(path)
     check_server(manifest, path)
@@ -249,11 +225,11 @@ def read(path: Path) -> Manifest:
     """Read and validate the manifest at `path`; its server may be dead.
 
     Raises:
-        ManifestError: it is missing, another user's, not JSON, truncated, of another schema, or edited.
+        ManifestError: it is missing, another user's, truncated, edited, or has another schema.
     """
     try:
         document = json.loads(_content(path))
-    except (ValueError, RecursionError) as error:  # not JSON, not text, a number of 5,000 digits, 5,000 brackets
+    except (ValueError, RecursionError) as error:
         raise ManifestError(
             f"{path} is not a complete JSON document ({error}): it was truncated or edited",
             remedy=f"{REWRITTEN}; {START_SERVER}",
@@ -281,21 +257,8 @@ def read(path: Path) -> Manifest:
         ) from error
 
 
-def is_manifest(path: Path) -> bool:
-    """Return whether the file at `path` is a manifest of this user, of any version of Bridge."""
-    try:
-        document = json.loads(_content(path))
-    except (ManifestError, ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.keys() >= KEYS
-
-
 def check_server(manifest: Manifest, path: Path) -> None:
-    """Check that the server that wrote `manifest` is a live process on this host.
-
-    Raises:
-        ManifestError: another host, an earlier boot, another PID namespace, or a dead server.
-    """
+    """Raise ManifestError unless the server that wrote `manifest` is a live process on this host."""
     if manifest.boot_id != boot_id():
         here = socket.gethostname()
         cause = (
@@ -333,8 +296,14 @@ def write(manifest: Manifest, path: Path) -> None:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Raise ManifestError if there is a file at `path` that is not a manifest."""
-    if os.path.lexists(path) and not is_manifest(path):
+    """Raise ManifestError if there is a file at `path` that is not a manifest of this user, of any version."""
+    if not os.path.lexists(path):
+        return
+    try:
+        document = json.loads(_content(path))
+    except (ManifestError, ValueError, RecursionError):
+        document = None
+    if not (isinstance(document, dict) and document.keys() >= KEYS):
         raise ManifestError(
             f"{path} is not a manifest of Bridge, and is kept",
             remedy=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
@@ -343,19 +312,13 @@ def refuse_other_file(path: Path) -> None:
 
 def remove_own(path: Path, server: ProcessIdentity) -> None:
     """Remove the manifest at `path` if `server` wrote it."""
-    try:
+    with suppress(ManifestError, OSError):
         if read(path).server == server:
             path.unlink()
-    except (ManifestError, OSError):
-        return
 
 
 def _content(path: Path) -> bytes:
-    """Return what is in the file. It is opened once: the file that was checked is the file that is read.
-
-    Raises:
-        ManifestError: it cannot be opened, is a link or not a regular file, or another user owns it or may write to it.
-    """
+    """Return what is in the file. It is opened once: the file that was checked is the file that is read."""
     with _one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
         with os.fdopen(descriptor, "rb") as file:
@@ -371,7 +334,7 @@ def _check_opened(path: Path, found: os.stat_result) -> None:
             f"{path} belongs to user {found.st_uid}, expected {os.getuid()}: another user's server cannot be used",
             remedy=START_SERVER,
         )
-    if found.st_mode & OTHERS_WRITE:
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ManifestError(
             f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):04o}), expected 0600",
             remedy=f"{REWRITTEN}; or, if nobody has changed it: chmod 600 {path}",

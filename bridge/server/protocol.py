@@ -1,27 +1,27 @@
-"""The messages between trainer and server under `/bridge/*`, and the request of a rollout for completions.
-
-Not covered: the answers to rollouts, and servers without Bridge (`bridge/rollouts/openai_api.py`).
-"""
+"""The messages between trainer and server under `/bridge/*`, and the request of a rollout for completions."""
 
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
+from bridge.server.manifest import Record
 
 VERSION_HEADER = "x-bridge-weight-version"
 """Response header of every generation: `3`, or `3-4` if the weights changed while it ran."""
 TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a name
 """Request header for the manifest's token on vLLM's own routes, where `authorization` carries the server's key."""
+BRIDGE_ROUTES = "/bridge/"
+"""Routes that take the manifest's token instead of the API key."""
 COMPLETIONS = "/v1/bridge/completions"
 """The route for rollouts. vLLM's `--api-key` guards everything under `/v1`."""
 ADAPTER = "bridge-adapter"
-"""The name of the adapter that is trained. If it is published by disk, a version follows."""
+"""The name of the trained adapter. If it is published by disk, a version follows."""
 SEED_LIMIT = 2**63
-"""vLLM keeps a seed in 64 bits with a sign."""
+"""vLLM keeps a seed in a signed 64-bit integer."""
 
 Version = Annotated[int, Field(ge=0, lt=2**53)]
 """A version of the weights. Some readers of JSON cannot hold larger numbers exactly."""
@@ -34,21 +34,14 @@ Written = Literal["weights", "adapter", "nothing"]
 """What the holder of the fence writes: weights of the model, an adapter in its slot, or nothing, because it reads."""
 
 
-class Body(BaseModel):
-    """A frozen message that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Holder(Body):
-    """The processes that update or read a server as one: the ranks of a trainer, or a single process."""
+class Holder(Record):
+    """Processes that update or read a server as one: the ranks of a trainer, or a single process."""
 
     processes: tuple[ProcessIdentity, ...] = Field(min_length=1)
-    """The leader first. Each of them may make the holder's calls."""
+    """The leader first. Each may make the holder's calls."""
 
     @classmethod
     def current(cls) -> Self:
-        """Return the calling process as a holder of its own."""
         return cls(processes=(ProcessIdentity.current(),))
 
     @property
@@ -61,26 +54,23 @@ class Holder(Body):
         return all(process.is_visible() for process in self.processes)
 
     def is_whole(self) -> bool:
-        """Return whether every process is running."""
         return all(process.is_alive() for process in self.processes)
 
     def is_gone(self) -> bool:
-        """Return whether every process has ended."""
         return not any(process.is_alive() for process in self.processes)
 
 
-class Lease(Body):
+class Lease(Record):
     """The right to update a server; one holder has it until it returns it or all of its processes end."""
 
     holder: Holder
-    """Who has it."""
     run: str
     """The run directory or the command, for messages."""
     since: float
     """When it was taken, in seconds since 1970."""
 
 
-class Status(Body):
+class Status(Record):
     """The answer of `GET /bridge/status`, and of every change of the fence."""
 
     model: str
@@ -88,7 +78,6 @@ class Status(Body):
     version: int
     """Version of the weights; each publication since the server loaded increments it."""
     state: FenceState
-    """State of the fence."""
     holder: Holder | None = None
     """Who paused the server."""
     server: ProcessIdentity
@@ -103,7 +92,6 @@ class Status(Body):
     """The lease of a running trainer; None: it is free."""
 
     def refuse_torn(self) -> None:
-        """Raise AttachError if something is torn."""
         if self.state == "torn":
             raise AttachError(self.torn(), remedy=self.mending())
 
@@ -128,27 +116,23 @@ class Status(Body):
         return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model works; {first})"
 
 
-class LeaseRequest(Body):
-    """`POST /bridge/lease`: become the only trainer that updates this server."""
+class HolderRequest(Record):
+    """`DELETE /bridge/lease`, `DELETE /bridge/adapter`, and `POST /bridge/resume` if nothing was written."""
 
     holder: Holder
-    """The caller."""
+    """The caller: who takes or has the lease, or pauses or paused the server."""
+
+
+class LeaseRequest(HolderRequest):
+    """`POST /bridge/lease`: become the only trainer that updates this server."""
+
     run: str
     """The run directory or the command, for messages."""
 
 
-class HolderRequest(Body):
-    """`DELETE /bridge/lease`, `DELETE /bridge/adapter`, and `POST /bridge/resume` if nothing was written."""
-
-    holder: Holder
-    """Who took the lease, or paused the server."""
-
-
-class PauseRequest(Body):
+class PauseRequest(HolderRequest):
     """`POST /bridge/pause`: stop generating, so that weights can be written or read."""
 
-    holder: Holder
-    """The caller."""
     version: Version | None = None
     """The version that the caller expects to be served; None: any."""
     in_flight: InFlight = "keep"
@@ -163,38 +147,34 @@ class PauseRequest(Body):
     """Free the KV cache's memory until the server resumes."""
 
 
-class PublishRequest(Body):
+class PublishRequest(HolderRequest):
     """`POST /bridge/publish`: what was written is the next version. A repetition does nothing."""
 
-    holder: Holder
-    """Who paused the server."""
     after: Version | None = None
     """The version that was served when the server paused; None: any, and this is not a repetition."""
     version: Version | None = None
     """The version to publish, or the next one if that is higher; None: the next one."""
 
 
-class Element(Body):
+class Element(Record):
     """One element of one of vLLM's parameters."""
 
     parameter: str
     """vLLM's name of the parameter."""
     index: int = Field(ge=0)
-    """Elements from the parameter's first, in row-major order."""
+    """Its index in row-major order."""
 
 
-class ReadRequest(Body):
+class ReadRequest(Record):
     """`POST /bridge/tensors/read`: return single elements as the server sees them."""
 
     elements: tuple[Element, ...]
     """What to read."""
 
 
-class WriteRequest(Body):
+class WriteRequest(HolderRequest):
     """`POST /bridge/tensors/write`: set single elements; only for the holder of the fence."""
 
-    holder: Holder
-    """Who paused the server."""
     elements: tuple[Element, ...]
     """What to write."""
     values: tuple[float, ...]
@@ -207,7 +187,7 @@ class WriteRequest(Body):
         return self
 
 
-class Values(Body):
+class Values(Record):
     """The answer to a read."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
@@ -216,14 +196,14 @@ class Values(Body):
     """One value per requested element, in the same order; NaN and infinity as strings, since JSON has neither."""
 
 
-class Digests(Body):
+class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
     """vLLM's parameter -> digest of its bytes (`bridge.weights.digest`)."""
 
 
-class Finiteness(Body):
+class Finiteness(Record):
     """The answer of `GET /bridge/tensors/finite`."""
 
     num_tensors: int
@@ -232,25 +212,22 @@ class Finiteness(Body):
     """Those that contain NaN or infinity."""
 
     def found(self) -> str:
-        """Return the result in words."""
         if not self.not_finite:
             return f"every number in {self.num_tensors} tensors is finite"
         names = ", ".join(self.not_finite[:3])
         return f"NaN or infinity in {len(self.not_finite)} of {self.num_tensors} tensors, the first: {names}"
 
 
-class AdapterRequest(Body):
-    """`POST /bridge/adapter`: serve an adapter from a slot that stays put, so that the caller can write it in place."""
+class AdapterRequest(HolderRequest):
+    """`POST /bridge/adapter`: serve an adapter from a slot that does not move, so that the caller can write it."""
 
-    holder: Holder
-    """Who will write it."""
     name: str = Field(min_length=1)
     """The name that requests use as their model; an adapter that has it already is replaced."""
     path: str = Field(pattern=r"^/[^\x00]+$")
     """Folder with `adapter_config.json` on the server's host, absolute."""
 
 
-class AdapterSlot(Body):
+class AdapterSlot(Record):
     """The answer to an `AdapterRequest`."""
 
     name: str
@@ -259,7 +236,7 @@ class AdapterSlot(Body):
     """Its index in the manifest's `lora_slots`."""
 
 
-class CompletionsRequest(Body):
+class CompletionsRequest(Record):
     """`POST /v1/bridge/completions`: sample from the whole distribution."""
 
     model: str
@@ -282,7 +259,7 @@ class CompletionsRequest(Body):
         return self
 
 
-class Refusal(Body):
+class Refusal(Record):
     """The answer with status 409: the request cannot be served."""
 
     error: str

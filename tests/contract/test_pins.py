@@ -88,7 +88,7 @@ raise ImportError
 
 @pytest.mark.parametrize("statement", ["call f", "wraps f()", "NAME = 3", "f lists x", "C : a"])
 def test_what_is_no_statement_is_an_error(statement: str) -> None:
-    with pytest.raises(ValueError, match="is no statement about m"):
+    with pytest.raises(ValueError, match="is not a statement about m"):
         pin(statement).fault(None)
 
 

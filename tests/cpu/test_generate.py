@@ -193,7 +193,7 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
         ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers=headers)
         assert ours.status_code == 200
         waiting = http.post("/generate", json=ASKED)
-        assert (waiting.status_code, "not served at this moment" in waiting.text) == (503, True)
+        assert (waiting.status_code, "not being served right now" in waiting.text) == (503, True)
         client.release_adapter()
     assert answered(http)
 

@@ -11,7 +11,7 @@ from bridge.server.protocol import ADAPTER, TOKEN_HEADER, Holder
 from patches import routes
 from patches.adapter import AdapterClaim
 from patches.admission import Rules
-from patches.server_lease import ServerLease
+from patches.server_fence import ServerLease
 from tests.unit.checks_sample import dead_holder, manifest
 from tests.unit.test_generate import FakeModels
 

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
 from patches import generate, routes
 from patches.adapter import AdapterClaim
-from patches.server_lease import ServerLease
+from patches.server_fence import ServerLease
 
 ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
 KEY = "Bearer the key"
@@ -210,7 +210,7 @@ def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm
     vllm.models.lora_requests.clear()  # as while it is replaced
     refused = vllm.http.post("/generate", json=ASKED)
     assert (refused.status_code, vllm.asked) == (503, [])
-    assert "not served at this moment" in refused.json()["detail"]
+    assert "not being served right now" in refused.json()["detail"]
     assert vllm.http.post("/generate", json={**ASKED, "model": "base"}).status_code == 200
     claim._lease.give_back(Holder.current())
     asyncio.run(claim.load(first))

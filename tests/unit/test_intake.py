@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from patches.admission import HeadSweeper, Intake, sweep_heads
+from patches.admission import Intake, Waiting, sweep_heads, swept
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"
@@ -95,7 +95,7 @@ def test_half_a_body_times_out(body: bytes) -> None:
     with listening(app()) as address:
         answer = exchanged(address, POST + body)
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body was not there within 0.3 s"}
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.3 s"}
 
 
 @pytest.mark.parametrize("sent", [b"", POST, b"GET /length HTTP/1.1\r\nhost: x\r\n\r\nGET /half"])
@@ -133,11 +133,10 @@ class Connection:
 
 
 def test_only_a_connection_that_has_waited_all_the_time_is_closed() -> None:
-    times = iter(range(0, 21, 5))
-    sweeper = HeadSweeper(limit_s=10, clock=lambda: next(times))
+    waiting: Waiting = {}
     silent, busy = Connection(), Connection(SimpleNamespace(response_complete=False))
     active, upgraded = Connection(SimpleNamespace(response_complete=True)), object()
-    for _ in range(5):
+    for now in range(0, 21, 5):
         active.cycle = SimpleNamespace(response_complete=True)  # another request since the last look
-        sweeper.sweep([silent, busy, active, upgraded])
+        waiting = swept([silent, busy, active, upgraded], waiting, now, 10)
     assert [each.transport.closed for each in (silent, busy, active)] == [True, False, False]

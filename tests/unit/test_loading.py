@@ -15,7 +15,7 @@ from bridge.server.manifest import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
 from patches import loading, model_runner
-from patches.loading import RECORDS, Record, record_of, watching
+from patches.loading import RECORDS, Record, record_of, watched
 from patches.worker import BridgeWorker
 
 HIDDEN, HEAD = 8, 4
@@ -368,11 +368,10 @@ class Loader:
 def loaded(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> Record:
     monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: skeleton(SHAPES))
     loader = Loader(process)
-    with watching(loader, CONFIG) as watch:
-        model = loader.load_model(CONFIG)
+    model = watched(lambda: loader.load_model(CONFIG), loader, CONFIG)
     assert loader.order == ["load"]
     assert "load_weights" not in vars(loader)
-    return watch.finish(model)
+    return RECORDS.pop(model)
 
 
 def test_a_model_that_stays_as_it_was_loaded_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

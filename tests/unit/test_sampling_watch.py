@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
-from patches.sampling_watch import SamplingWatch
+from patches import sampling_watch
 
 NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
 
@@ -24,7 +24,7 @@ class Engine:
 
 def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any]) -> list[str]:
     engine = Engine()
-    SamplingWatch(engine)
+    sampling_watch.watch(engine)
     with caplog.at_level(logging.WARNING, logger="vllm.bridge"):
         for request in requests:
             params = SimpleNamespace(**{**NEUTRAL, **request})
@@ -67,7 +67,7 @@ def test_the_whole_distribution_and_a_greedy_request_are_not(
 
 def test_a_request_that_samples_nothing_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    SamplingWatch(engine)
+    sampling_watch.watch(engine)
     assert asyncio.run(engine.add_request("1", "p", SimpleNamespace(task="embed"))) == "queue"
     assert caplog.records == []
 

@@ -293,7 +293,7 @@ def test_who_took_torn_weights_over_cannot_serve_them_as_they_are() -> None:
         async with torn(engine) as fence:
             await fence.pause(asking(ME, "keep", takeover=True))
             for refused in (fence.release(ME), fence.pause(asking(ME, "keep"))):
-                with pytest.raises(AttachError, match="were torn when this process took them over"):
+                with pytest.raises(AttachError, match="were half-written when this process took them over"):
                     await refused
             assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
 
@@ -535,7 +535,7 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
 
     async def passage() -> None:
         engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
-        with pytest.raises(AttachError, match="stands still"):
+        with pytest.raises(AttachError, match="cannot allocate its KV cache again"):
             await fence.pause(asking(holder, "keep", sleep=True))
         assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
         if ends:
@@ -564,7 +564,7 @@ def test_a_kv_cache_that_finds_no_memory_leaves_the_fence_held_until_it_does(
         await fence.pause(asking(ME, "keep", last_checkpoint=str(tmp_path), sleep=True))
         engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
         for _ in range(2):
-            with pytest.raises(AttachError, match=r"stands still: 9\.00 GiB are needed") as refused:
+            with pytest.raises(AttachError, match=r"does not generate: 9\.00 GiB are needed") as refused:
                 await leave(fence, ME)
             assert refused.value.remedy.endswith(f"then bridge restore {tmp_path}")
             assert (fence.state, fence.holder, fence.version, engine.paused) == ("paused", ME, 0, True)
