@@ -11,7 +11,7 @@ Shape suffixes: R blocks, B elements of a block.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -239,7 +239,7 @@ class SplitMasterAdamW(InPlaceOptimizer):
         for piece in pieces:
             group = piece.members[0].group
             assert len({_hyperparameters(member.group) for member in piece.members}) == 1, "changed since then"
-            coefficients.append(astuple(Coefficients.of(group, piece.step, max_norm)))
+            coefficients.append(Coefficients.of(group, piece.step, max_norm))
             places.append((key(self._seed, piece.slab.number, piece.step), piece.rows.start))
         columns = (coefficients, torch.float32), (places, torch.int32)
         yield from zip(*(_on_device(rows, dtype, self._device) for rows, dtype in columns), strict=True)

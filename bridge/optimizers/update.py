@@ -14,9 +14,9 @@ Source: TransformerEngine's `FusedAdam` (`store_param_remainders`) for the split
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -61,26 +61,18 @@ KINDS: Mapping[str, Kind] = {
 """By the value of `--optimizer`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coefficients:
+class Coefficients(NamedTuple):
     """The scalars of one update of one parameter, in the order in which `update` unpacks them."""
 
-    decay: float
-    """Factor of the weight: 1 - lr * weight_decay."""
-    lerp1: float
-    """1 - beta1."""
+    decay: float  # factor of the weight: 1 - lr * weight_decay
+    lerp1: float  # 1 - beta1
     beta2: float
-    lerp2: float
-    """1 - beta2."""
-    step_size: float
-    """Learning rate over the first moment's bias correction."""
-    root_bias2: float
-    """Square root of the second moment's bias correction."""
+    lerp2: float  # 1 - beta2
+    step_size: float  # learning rate over the first moment's bias correction
+    root_bias2: float  # square root of the second moment's bias correction
     eps: float
-    largest: float
-    """Largest ratio of first moment to denominator that exact moments can have, whatever the gradients."""
-    max_norm: float
-    """Norm to which the gradient is clipped."""
+    largest: float  # largest ratio of first moment to denominator that exact moments can have, whatever the gradients
+    max_norm: float  # norm to which the gradient is clipped
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int, max_norm: float = math.inf) -> Self:
@@ -184,7 +176,7 @@ def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: tor
         zeros(torch.int16 if weight == torch.bfloat16 else weight),
         zeros(gradient),
         {name: zeros(part.dtype, part.elements) for name, part in kind.parts(weight).items()},
-        torch.tensor(astuple(Coefficients.of(group, 1)), device=device),
+        torch.tensor(Coefficients.of(group, 1), device=device),
         torch.ones((), device=device),
         torch.zeros(2, dtype=torch.int32, device=device),
     )
