@@ -18,12 +18,9 @@ _VALUE_IN_URL = re.compile(r"(://[^\s?#]*\?|&)([^\s=&#]+)=[^\s&#]+")
 
 def shown(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return `choices` with their secrets hidden."""
-    return {
-        name: HIDDEN
-        if name in PRIVATE_CHOICES and value is not None
-        else (shown_line(value) if isinstance(value, str) else value)
-        for name, value in choices.items()
-    }
+    lines = {name: shown_line(value) for name, value in choices.items() if isinstance(value, str)}
+    hidden = {name: HIDDEN for name in PRIVATE_CHOICES if choices.get(name) is not None}
+    return {**choices, **lines, **hidden}
 
 
 def shown_line(text: str) -> str:
