@@ -23,7 +23,7 @@ from benchmarks import _results
 from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.optimizers import factory
-from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.run import loop
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
@@ -77,12 +77,6 @@ class Rival(InPlaceOptimizer):
             live.data.copy_(stepped)
         self._num_changed = [(old != new).sum() for old, new in zip(before, self._live, strict=True)]
 
-    @property
-    def state_bytes(self) -> StateBytes:
-        masters = sum(s.nbytes for s, p in zip(self._stepped, self._live, strict=True) if s is not p)
-        moments = sum(v.nbytes for state in self._inner.state.values() for v in state.values())
-        return StateBytes(masters + moments, 0)
-
     def allocate(self) -> None:
         """Do nothing: what it takes is of no interest here."""
 
@@ -92,13 +86,8 @@ class Rival(InPlaceOptimizer):
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         raise AssertionError(parameter.shape)
 
-    described_parts = parts
-
-    def num_updates(self, parameter: Tensor) -> int:
-        raise AssertionError(parameter.shape)
-
-    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
-        raise AssertionError(num_updates)
+    def _state(self) -> Iterable[Tensor]:
+        return ()
 
 
 def main() -> None:

@@ -1,11 +1,8 @@
-"""The error tree: every failure a user can cause or mend is a leaf here.
-
-Not covered: mistakes of ours, which are plain `assert`s and end in exit code 1.
-"""
+"""The error tree: failures that a user can cause or fix. Bugs are plain `assert`s and end in exit code 1."""
 
 
 class BridgeError(Exception):
-    """Something a person can mend: what is wrong, what was found and expected, and the remedy."""
+    """Something a person can fix: what happened, what was found and expected, and the remedy."""
 
     exit_code = 1
 
@@ -15,12 +12,11 @@ class BridgeError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        """Return the message and the remedy as two lines."""
         return f"{self.message}\nhint: {self.remedy}"
 
 
 class UsageError(BridgeError, ValueError):
-    """A flag, a file or an environment that the caller named does not fit."""
+    """A flag, a file or an environment that the caller named cannot be used."""
 
     exit_code = 2
 
@@ -30,7 +26,7 @@ class RewardError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is not whole, or does not hold what is wanted of it."""
+    """A checkpoint is incomplete or lacks what is needed."""
 
 
 class AttachError(BridgeError, RuntimeError):
@@ -40,7 +36,7 @@ class AttachError(BridgeError, RuntimeError):
 
 
 class FenceBusyError(AttachError):
-    """Another process holds the fence, for a moment as a rule."""
+    """Another process holds the fence, usually for a moment."""
 
 
 class ManifestError(AttachError):
@@ -52,11 +48,11 @@ class UnsupportedModelError(AttachError):
 
 
 class IncompatibleVersionError(AttachError):
-    """The installed vLLM does not fit the patches."""
+    """The patches do not support the installed vLLM."""
 
 
 class ServerUnreachableError(BridgeError, ConnectionError):
-    """The server does not answer, or answered that it is unwell."""
+    """The server does not answer, or reports that it is unhealthy."""
 
     exit_code = 5
 

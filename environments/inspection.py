@@ -1,13 +1,10 @@
-"""Checks of an environment: it has problems, each is one, and something scores them.
+"""Checks of an environment: it has problems, each of them is valid, and something scores them.
 
-The first problems are checked before anything is started, the others as they are read: there may be no last one.
-
-Not covered: finding it (`registry.py`, `own_code.py`), and calling the score (`bridge/scoring`).
+The first problems are checked before anything starts, the others as they are read: there may be no last one.
 """
 
 import inspect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -17,7 +14,7 @@ from bridge.types import Problem
 
 EXAMPLE = "{'prompt': '3+4='}"
 NUM_FIRST = 64
-"""Problems that are checked before anything is started."""
+"""Problems that are checked before anything starts."""
 SCORE = "def score(self, problem: dict, completion: str) -> float"
 
 
@@ -40,12 +37,12 @@ def check_score(environment: Any, name: str) -> None:
 
 
 def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
-    """Check the first problems of `environment`, and all that it holds out, which are returned.
+    """Check the first problems of `environment` and all held-out ones; return the latter.
 
-    `reward` compares with their answers; empty: none does.
+    `reward` names a reward that compares with their answers; empty: none does.
 
     Raises:
-        RewardError: its code raised, it has no problems, or one of them is no problem or lacks its answer.
+        RewardError: its code raised, it has no problems, or one of them is invalid or lacks its answer.
     """
     file = source_file(type(environment))
     with foreign_code(f"environment {name}: listing its problems", file):
@@ -54,8 +51,8 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
         iterator = iter(environment)
         if iterator is environment or iterator is iter(environment):
             _refuse(name, "is an iterator, so a second pass would be empty", "return a new iterator from __iter__")
-    if not list(_checked(islice(_each(iterator, name, file), NUM_FIRST), name, "problem", reward)):
-        _refuse(name, "has no problems", f"give it at least one, such as {EXAMPLE}")
+    if not list(islice(checked(iterator, name, reward, file), NUM_FIRST)):
+        _refuse(name, "has no problems", f"add at least one, such as {EXAMPLE}")
     if not hasattr(environment, "held_out"):
         return []
     with foreign_code(f"environment {name}: listing its held-out problems", file):
@@ -63,33 +60,30 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
     if not isinstance(held_out, list):
         _refuse(name, f"has a held_out that returned a {type(held_out).__name__}", "return a list of problems")
     if not held_out:
-        _refuse(name, "has no held-out problems", f"give it at least one, such as {EXAMPLE}")
-    return list(_checked(held_out, name, "held-out problem", reward))
+        _refuse(name, "has no held-out problems", f"add at least one, such as {EXAMPLE}")
+    return list(checked(held_out, name, reward, file, noun="held-out problem"))
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The problems of an environment, each checked as it is read."""
+def checked(problems: Iterable[Any], name: str, reward: str, file: str, *, noun: str = "problem") -> Iterator[Problem]:
+    """Yield the problems of one pass, each checked; `file` has the code that lists them.
 
-    environment: Any
-    """Where they come from."""
-    name: str
-    """How a person named it."""
-    reward: str
-    """Compares with their answers; empty: none does."""
-
-    def __iter__(self) -> Iterator[Problem]:
-        """Yield the problems of one pass.
-
-        Raises:
-            RewardError: as `check_problems`.
-        """
-        file = source_file(type(self.environment))
-        yield from _checked(_each(self.environment, self.name, file), self.name, "problem", self.reward)
+    Raises:
+        RewardError: as `check_problems`.
+    """
+    with foreign_code(f"environment {name}: listing its {noun}s", file):
+        for index, problem in enumerate(problems):
+            if fault := problem_fault(problem):
+                _refuse(name, f"has a bad {noun} {index}: {fault}", f"make each a dict such as {EXAMPLE}")
+            if reward and (lack := answer_fault(problem)):
+                raise RewardError(
+                    f"environment {name}: {noun} {index} {lack}, and the reward {reward} compares with it",
+                    remedy="give every problem an answer that is text or a number, or choose another --reward",
+                )
+            yield problem
 
 
 def answer_fault(problem: Any) -> str:
-    """Say what is wrong with the answer of `problem`, as the rest of a sentence about it, or nothing."""
+    """Return what is wrong with the answer of `problem`, as a predicate; empty if nothing is."""
     if "answer" not in problem:
         return "has no answer"
     answer = problem["answer"]
@@ -99,7 +93,7 @@ def answer_fault(problem: Any) -> str:
 
 
 def problem_fault(problem: object) -> str:
-    """Say what is wrong with `problem`, or nothing."""
+    """Return what is wrong with `problem`; empty if nothing is."""
     if not isinstance(problem, dict):
         return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
     if "prompt" not in problem:
@@ -112,26 +106,9 @@ def problem_fault(problem: object) -> str:
     return ""
 
 
-def _each(problems: Iterable[object], name: str, file: str) -> Iterator[object]:
-    with foreign_code(f"environment {name}: listing its problems", file):
-        yield from problems
-
-
-def _checked(problems: Iterable[Any], name: str, noun: str, reward: str) -> Iterator[Problem]:
-    for index, problem in enumerate(problems):
-        if fault := problem_fault(problem):
-            _refuse(name, f"has a bad {noun} {index}: {fault}", f"make each a dict such as {EXAMPLE}")
-        if reward and (lack := answer_fault(problem)):
-            raise RewardError(
-                f"environment {name}: {noun} {index} {lack}, and the reward {reward} compares with it",
-                remedy="give every problem an answer that is text or a number, or choose another --reward",
-            )
-        yield problem
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _refuse(name: str, fault: str, remedy: str) -> NoReturn:
     raise RewardError(f"environment {name} {fault}", remedy=remedy)
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,28 +1,24 @@
-"""Problems of one's own, a JSON object a line: a prompt, text or chat messages, and an answer if there is one.
-
-Not covered: reading the file (`rows.py`), and comparing with the answer (`rewards.py`).
-"""
+"""Your own problems, one JSON object per line: a prompt (text or chat messages) and an optional answer."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from bridge.types import Problem
 from environments.inspection import problem_fault
-from environments.rows import BadRowError, column
-from environments.task import Columns, Format
+from environments.rows import BadRowError, Format, column
 
 
-def problem(values: Mapping[str, Any], columns: Columns) -> Problem:
-    """Return the problem of one row; its other columns stay with it, for rewards of one's own.
+def problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
+    """Return the problem of one row; other columns stay in it, for your own rewards.
 
     Raises:
         BadRowError: it has no prompt.
     """
-    made: Any = {**values, "prompt": column(values, columns.prompt)}
-    if columns.answer in values:
-        made["answer"] = values[columns.answer]
+    made: Any = {**values, "prompt": column(values, prompt_column)}
+    if answer_column in values:
+        made["answer"] = values[answer_column]
     if fault := problem_fault(made):
-        raise BadRowError(f"is no problem: {fault}")
+        raise BadRowError(f"is not a problem: {fault}")
     checked: Problem = made
     return checked
 

@@ -1,4 +1,4 @@
-"""What every package needs and what knows none of them: processes, signals, secrets, and files written whole.
+"""What every package needs: processes, signals, secrets, foreign code, and files that appear whole.
 
 May import: `bridge.errors`, `bridge.types`.
 """

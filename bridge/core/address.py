@@ -1,7 +1,4 @@
-"""Hosts and URLs that can be used as such: a malformed one is refused where it is given.
-
-Not covered: whether anybody answers there.
-"""
+"""Types of hosts and URLs in the configuration, which refuse malformed ones."""
 
 import ipaddress
 import re
@@ -20,16 +17,15 @@ def _host(text: str) -> str:
 
 
 def _urls(text: str) -> str:
-    """Check one URL, or several that are separated by commas."""
     if not all(_is_url(part.strip()) for part in text.split(",")):
         raise ValueError("must be a URL such as http://127.0.0.1:8000")
     return text
 
 
 Host = Annotated[str, AfterValidator(_host)]
-"""A name or an address of a machine."""
+"""Name or address of a machine."""
 Urls = Annotated[str, AfterValidator(_urls)]
-"""One or several URLs of servers."""
+"""One or more server URLs, separated by commas."""
 
 
 def _is_host(text: str) -> bool:
@@ -47,5 +43,5 @@ def _is_url(text: str) -> bool:
     try:
         found = urlsplit(text)
         return found.scheme in {"http", "https"} and _is_host(found.hostname or "") and found.port != 0
-    except ValueError:  # a port that is none, or brackets around what is no address
+    except ValueError:  # an invalid port, or brackets around something else than an address
         return False

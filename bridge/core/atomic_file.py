@@ -1,7 +1,4 @@
-"""Files that are there whole or not at all, and one line where the disk refuses.
-
-Not covered: folders (`whole_folder.py`), and a power cut: a file may be lost then, but is never half there.
-"""
+"""Files that appear whole or not at all (a power cut may lose one), and one-line errors when a disk refuses."""
 
 import os
 import secrets
@@ -14,10 +11,10 @@ from bridge.errors import UsageError
 
 
 def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Put `content` in the place of the file `path`, if there is one, in one step; `mode` is subject to the umask.
+    """Write `content` to `path` in one step; `mode` is subject to the umask.
 
     Raises:
-        UsageError: the disk is full or refuses; `path` is as it was.
+        UsageError: the disk is full or refuses; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     with one_line_errors(path):
@@ -32,16 +29,12 @@ def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def one_line_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says when `path` is written into an error that names it and the room that is left.
-
-    Raises:
-        UsageError: the disk is full or refuses.
-    """
+    """Turn an OSError while writing `path` into a UsageError that names it and the free space."""
     try:
         yield
     except OSError as error:
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
         raise UsageError(
             f"cannot write {path}: {error.strerror} (with {shutil.disk_usage(nearest).free} bytes free)",
-            remedy="make room there, and go on with --resume",
+            remedy="make room there, and resume with --resume",
         ) from error

@@ -1,4 +1,4 @@
-"""Claims: one process at a time works in a folder. The kernel keeps the lock, and releases it when the process ends.
+"""Claims: one process at a time works in a folder. The kernel releases a claim when its process ends.
 
 The lock is on the folder itself, so that nothing is left to clean up after `kill -9`. On file systems that cannot lock
 a folder (NFS) every claim is granted.
@@ -19,12 +19,12 @@ _held: dict[tuple[int, int], int] = {}
 
 
 def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
-    """Make `folder`, claim it until this process ends, and return the folders that were made, innermost first.
+    """Create `folder`, claim it until this process ends, and return the folders that were created, innermost first.
 
-    `what` is its name in error messages; `flag` is the option that chooses another.
+    `what` is its name in error messages, `flag` the option that chooses another.
 
     Raises:
-        UsageError: it cannot be made, or another process has claimed it.
+        UsageError: it cannot be created, or another process has claimed it.
     """
     try:
         missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
@@ -46,14 +46,14 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
 
 
 def remove_unused(made: Sequence[Path]) -> None:
-    """Remove those of the folders `made`, innermost first, that are empty."""
+    """Remove the empty folders among those that `make` created."""
     for folder in made:
         with suppress(OSError):
             folder.rmdir()
 
 
 def is_claimed(folder: Path) -> bool:
-    """Return whether a process has claimed `folder`; True where a folder cannot be locked."""
+    """Return whether a process has claimed `folder`; True if a folder cannot be locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -66,13 +66,11 @@ def is_claimed(folder: Path) -> bool:
 
 def holder(inode: int) -> str | None:
     """Return the pid of the process that has locked `inode`; None if the kernel does not report it."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    for fields in map(str.split, lines):  # 7: FLOCK ADVISORY WRITE 4711 fe:00:131074 0 EOF
-        if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode) and int(fields[4]) > 0:
-            return fields[4]
+    with suppress(OSError):
+        for fields in map(str.split, Path("/proc/locks").read_text().splitlines()):
+            # 7: FLOCK ADVISORY WRITE 4711 fe:00:131074 0 EOF
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode) and int(fields[4]) > 0:
+                return fields[4]
     return None
 
 

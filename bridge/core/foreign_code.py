@@ -1,7 +1,4 @@
-"""Run code that is not ours, and turn whatever it raises into an error that names the exception and its line.
-
-Not covered: what the code returns (`bridge/scoring/score.py`, `environments/registry.py`).
-"""
+"""Run users' code, and turn whatever it raises into an error that names the exception and the line."""
 
 import inspect
 import sysconfig
@@ -12,38 +9,31 @@ from pathlib import Path
 
 from bridge.errors import BridgeError, RewardError
 
-MAX_SHOWN_CHARACTERS = 60
 LIBRARIES = (
     "<",
     f"{Path(__file__).parents[1]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""How the names of files begin whose lines nobody is asked to mend."""
+"""Prefixes of files that error messages never point at."""
 
 
 @contextmanager
 def foreign_code(doing: str, file: str) -> Iterator[None]:
-    """Turn whatever foreign code raises inside into an error that names the exception and its line.
-
-    `file` is theirs, wherever it lies.
-
-    Raises:
-        RewardError: "`doing` raised ...".
-    """
+    """Turn whatever is raised inside into a RewardError, "`doing` raised ..."; `file` is the user's code."""
     try:
         yield
-    except BridgeError:  # ours, and clear already
+    except BridgeError:
         raise
-    except (Exception, SystemExit) as error:  # foreign code may raise anything, and may even call sys.exit
+    except (Exception, SystemExit) as error:  # foreign code may raise anything, and even call sys.exit
         place = place_of(error, file) or Path(file).name
         raise RewardError(
             f"{doing} raised {type(error).__name__}{said(error)} ({place})",
-            remedy=f"mend {place}, then run the same command again",
+            remedy=f"fix {place}, then run the same command again",
         ) from error
 
 
 def said(error: BaseException) -> str:
-    """Return ": " and what the exception says, on one line; nothing where it says nothing."""
+    """Return ": " and the exception's message on one line; nothing if it is empty."""
     try:
         words = str(error)
     except Exception:  # noqa: BLE001  its own __str__ is foreign code too
@@ -51,14 +41,14 @@ def said(error: BaseException) -> str:
     return f": {shortened(words, 200)}" if words else ""
 
 
-def shortened(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Return `value` on one line of at most `limit` characters; strings inside are as Python quotes them."""
+def shortened(value: object, limit: int = 60) -> str:
+    """Return `value` as text on one line of at most `limit` characters."""
     line = " ".join(str(value).split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 def source_file(kind: type) -> str:
-    """Return the file that defines the class `kind`, or its module's name when there is none."""
+    """Return the file that defines the class `kind`, or its module's name if there is none."""
     try:
         return inspect.getfile(kind)
     except (TypeError, OSError):  # defined interactively, or in C
@@ -66,7 +56,7 @@ def source_file(kind: type) -> str:
 
 
 def place_of(error: BaseException, file: str) -> str | None:
-    """Return where to mend what raised `error`: the last line that ran in `file`, or in any file of no library."""
+    """Return the last line of `file`, or of any file outside the libraries, that ran before `error` was raised."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:  # no frame of the file ever ran
         return f"{Path(error.filename).name} line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -74,7 +64,7 @@ def place_of(error: BaseException, file: str) -> str | None:
 
 
 def place_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
-    """Return the last of the `frames` (file, line) in `file` or in any file of no library; None where none is."""
+    """Return the last of the `frames` (file, line) in `file` or outside the libraries; None if there is none."""
     theirs = [frame for frame in frames if frame[0] == file or not frame[0].startswith(LIBRARIES)]
     if not theirs:
         return None

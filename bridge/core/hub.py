@@ -1,12 +1,10 @@
-"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that there is none.
-
-Not covered: what the configuration says (`bridge/checks/model.py`), and weights.
-"""
+"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that there is none."""
 
 import difflib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from bridge.core.foreign_code import shortened
@@ -21,7 +19,7 @@ ELSEWHERE = "VLLM_USE_MODELSCOPE"
 
 
 def fetch_config(model: str) -> Path | None:
-    """Return the folder in the hub's cache with the configuration of `model`, a name on the hub; download it if needed.
+    """Return the folder with the configuration of `model` in the hub's cache; download it if needed.
 
     None if vLLM would look for the model elsewhere.
 
@@ -38,7 +36,7 @@ def fetch_config(model: str) -> Path | None:
 
 
 def _explained(error: Exception, model: str) -> tuple[str, str]:
-    """Return why the configuration of `model` could not be fetched, and what to do."""
+    """Return why the configuration could not be fetched, and what to do."""
     from huggingface_hub import constants, errors
 
     hub = f"the hub at {constants.ENDPOINT}"
@@ -50,13 +48,18 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
         return f"{hub} has no such model, or hides it from you", "for a private model: hf auth login"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
-    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} does not answer{_root(error)}"
-    download = f"give a folder, or download it where there is a network: hf download {model}"
-    return f"not downloaded yet, and {reason}", download
+    root: BaseException = error  # huggingface_hub wraps the first cause in advice
+    while root.__cause__ is not None:
+        root = root.__cause__
+    silent = f"{hub} does not answer ({shortened(root, 100) or f'within {LIMIT_S:g} s'})"
+    return (
+        f"not downloaded yet, and {'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else silent}",
+        f"give a folder, or download it where there is a network: hf download {model}",
+    )
 
 
 def _downloading(model: str) -> Callable[[], Path]:
-    """Return the download. The library is imported here, so that the time limit is the network's alone."""
+    """Return the download. The library is imported here, so that the time limit covers the network alone."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -75,36 +78,24 @@ def _downloading(model: str) -> Callable[[], Path]:
 
 
 def _within(seconds: float, action: Callable[[], Path]) -> Path:
-    """Return what `action` returns, or raise what it raises, or TimeoutError; it is not stopped then."""
-    results: list[Path | BaseException] = []
+    """Return or raise the outcome of `action`; raise TimeoutError, and let it run on, after `seconds`."""
+    outcome = Future[Path]()
 
     def run() -> None:
         try:
-            results.append(action())
-        except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
-            results.append(error)
+            outcome.set_result(action())
+        except BaseException as error:  # noqa: BLE001  raised in the caller's thread
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    result = results[0] if results else TimeoutError(f"no answer in {seconds:g} s")
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    threading.Thread(target=run, daemon=True).start()  # an executor's thread would keep the process from exiting
+    return outcome.result(seconds)
 
 
 def _did_you_mean(model: str) -> str:
-    """Suggest similar names in the hub's cache, whose folders are called `models--ORGANISATION--NAME`."""
+    """Suggest similar names from the hub's cache, whose folders are called `models--ORGANISATION--NAME`."""
     from huggingface_hub import constants
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")
     names = {folder.name.removeprefix("models--").replace("--", "/") for folder in folders} - {model}
     near = difflib.get_close_matches(model, sorted(names), n=2, cutoff=0.8)
     return f"did you mean {', or '.join(near)}? " if near else ""
-
-
-def _root(error: BaseException) -> str:
-    """Return the first cause of an error that huggingface_hub has wrapped in advice."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f" ({shortened(error, 100)})" if str(error) else ""

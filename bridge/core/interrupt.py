@@ -1,7 +1,6 @@
-"""When signals that end a process act: at the end of a block, or at once inside of one that holds them back.
+"""When signals that end a process act: at the end of a block that defers them, or at once inside such a block.
 
-Not covered: what they do, which is their handlers' own; `bridge` lets them raise KeyboardInterrupt (`cli/signals.py`).
-Timers that a process sets itself, such as SIGALRM, which end nothing unless it asks for that.
+What they do is up to their handlers; `bridge` lets them raise KeyboardInterrupt (`cli/signals.py`).
 """
 
 import signal
@@ -15,18 +14,18 @@ from typing import Any
 SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
-"""What ends a process that does not handle it, and comes from outside: from a person, a terminal that closes, or a
+"""Signals that come from outside and end a process without a handler: from a person, a terminal that closes, or a
 scheduler (Slurm sends SIGUSR1 or SIGXCPU before it kills)."""
 
 
 @dataclass(frozen=True)
-class _HeldBack:
-    """The handler of one signal in one block that holds it back."""
+class _Deferred:
+    """The handler of one signal in one block that defers it."""
 
     waiting: list[int]
-    """The signals that came, of the whole block."""
+    """The signals that arrived, of the whole block."""
     outside: Any
-    """The handler outside of the block."""
+    """The handler outside the block."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         self.waiting.append(number)
@@ -34,9 +33,9 @@ class _HeldBack:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold back every signal of `SIGNALS` until the end of the block, then let the last that came act."""
+    """Defer every signal of `SIGNALS` until the end of the block, then let the last one act."""
     waiting: list[int] = []
-    with _handled_by(lambda handler: _HeldBack(waiting, handler)):
+    with _handled_by(lambda handler: _Deferred(waiting, handler)):
         yield
     if waiting:
         signal.raise_signal(waiting[-1])
@@ -44,13 +43,15 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def acting_interrupt() -> Iterator[None]:
-    """Let every signal of `SIGNALS` act at once, those too that came before, whatever blocks around hold them back.
+    """Let every signal of `SIGNALS` act at once, including deferred ones, whatever blocks around defer them.
 
-    One that nobody handles is a KeyboardInterrupt here: ended by it, the process could not undo what it began.
+    A signal without a handler raises KeyboardInterrupt here: if it ended the process, nothing could be undone.
     """
     with _handled_by(_outermost) as before:
-        blocks = (block for handler in before.values() for block in _blocks(handler))
-        came = [number for block in blocks for number in _taken(block.waiting)]
+        came = []
+        for block in (block for handler in before.values() for block in _blocks(handler)):
+            came += block.waiting
+            block.waiting.clear()
         if came:
             signal.raise_signal(came[-1])
         yield
@@ -58,9 +59,9 @@ def acting_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, Any]]:
-    """Let `change` of its handler handle each signal, and yield the handlers of before; none are in other threads.
+    """Replace each signal's handler by `change(handler)` and yield the old ones; none outside the main thread.
 
-    A signal that is ignored, as `nohup` does, stays ignored; one that is handled outside of Python is left alone.
+    An ignored signal, as with `nohup`, stays ignored; one that is handled outside Python is left alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield {}
@@ -76,9 +77,9 @@ def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, A
             signal.signal(number, handler)
 
 
-def _blocks(handler: Any) -> Iterator[_HeldBack]:
-    """Yield the blocks that hold a signal back, the innermost first."""
-    while isinstance(handler, _HeldBack):
+def _blocks(handler: Any) -> Iterator[_Deferred]:
+    """Yield the blocks that defer a signal, innermost first."""
+    while isinstance(handler, _Deferred):
         yield handler
         handler = handler.outside
 
@@ -87,9 +88,3 @@ def _outermost(handler: Any) -> Any:
     for block in _blocks(handler):
         handler = block.outside
     return signal.default_int_handler if handler == signal.SIG_DFL else handler
-
-
-def _taken(waiting: list[int]) -> list[int]:
-    taken = waiting.copy()
-    waiting.clear()
-    return taken

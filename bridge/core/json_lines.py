@@ -1,8 +1,6 @@
-"""Files of one JSON object a line: they grow step by step, and are cut back where a run goes on from an earlier step.
+"""Files with one JSON object per line, which grow step by step and are cut back when a run resumes.
 
-A line is in the operating system's hands when `append` returns; a killed process can leave half a line, at the end.
-
-Not covered: what the objects say (`records.py`, `bridge/run/metrics.py`).
+A line is in the operating system's hands when `append` returns. A killed process can leave half a line at the end.
 """
 
 import json
@@ -17,12 +15,12 @@ from bridge.core.atomic_file import one_line_errors
 
 
 def line(document: Mapping[str, Any]) -> str:
-    """Return `document` as a JSON object on one line, in ASCII: no character in it ends a line for any reader."""
+    """Return `document` as JSON on one line, in ASCII: no character in it ends a line for any reader."""
     return json.dumps(plain(document), allow_nan=False)
 
 
 def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line a document.
+    """Append one line per document.
 
     Raises:
         UsageError: the disk is full or refuses.
@@ -33,9 +31,9 @@ def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
 
 
 def cut(path: Path, step: int) -> int | None:
-    """Move everything from the first line of a later step than `step` on aside; return the step of the last line kept.
+    """Move everything from the first line of a later step to `lost(path)`; return the step of the last line kept.
 
-    What is kept is never held in memory, and never written again.
+    The lines kept are neither held in memory nor rewritten.
 
     Raises:
         UsageError: the disk is full or refuses.
@@ -51,26 +49,29 @@ def cut(path: Path, step: int) -> int | None:
         file.seek(end)
         rest = file.read()
     if rest:
-        _append_once(lost(path), rest if rest.endswith(b"\n") else rest + b"\n")
+        rest = rest if rest.endswith(b"\n") else rest + b"\n"
+        before = lost(path).read_bytes() if lost(path).exists() else b""
+        if not before.endswith(rest):  # else a process was killed right after it had moved them
+            atomic_file.replace(lost(path), before + rest)
         with one_line_errors(path):
             os.truncate(path, end)
     return last
 
 
 def lost(path: Path) -> Path:
-    """Return the file of the lines that were moved aside."""
+    """Return the file of the lines that `cut` moved."""
     return path.with_name(f"{path.stem}_lost{path.suffix}")
 
 
 def settle(path: Path) -> None:
-    """Wait until the lines are on the disk, where there are any."""
+    """Wait until the lines, if any, are on disk."""
     if path.exists():
         with one_line_errors(path), path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can hold of `value`: a number that is not finite becomes null, an unknown object its repr."""
+    """Return `value` as JSON can hold it: numbers that are not finite become null, unknown objects their repr."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -82,15 +83,8 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else repr(value)
 
 
-def _append_once(path: Path, lines: bytes) -> None:
-    """Append `lines`, unless a process that was killed right afterwards has done so."""
-    before = path.read_bytes() if path.exists() else b""
-    if not before.endswith(lines):
-        atomic_file.replace(path, before + lines)
-
-
 def _step_of(line: bytes) -> float:
-    """Return the step of a line; infinity where a killed process has cut it short."""
+    """Return the step of a line; infinity if the line is incomplete."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):

@@ -1,9 +1,7 @@
-"""The mark of a folder that Bridge made. In a folder without it, files are never replaced or removed.
+"""The mark of a folder that Bridge made. Without it, files in a folder are never replaced or removed.
 
-The file is hidden, so that `cp run/* elsewhere` leaves it behind.
-
-Not covered: checkpoints and manifests, which are recognized by their content (`bridge/run/checkpoint.py`,
-`bridge/server/manifest.py`).
+The file is hidden, so that `cp run/* elsewhere` leaves it behind. Checkpoints and manifests have no mark: they are
+recognized by their content (`bridge/run/checkpoint.py`, `bridge/server/manifest.py`).
 """
 
 import json
@@ -46,7 +44,7 @@ def remove_if_alone(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, names: Collection[str], *, flag: str) -> None:
-    """Raise UsageError if `folder` has no mark, and files in it have `names` that Bridge is about to write.
+    """Raise UsageError if `folder` has no mark and Bridge would replace files in it that have these `names`.
 
     `flag` is the option that chooses another folder.
     """
@@ -79,7 +77,7 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
     if foreign:
         raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", remedy=elsewhere)
     claim.make(folder, what="folder", flag=flag)
-    for path in found:  # the mark is the last, so that this can be repeated if it is interrupted
+    for path in found:  # the mark comes last, so that this can be repeated if it is interrupted
         if _is_folder(path):
             shutil.rmtree(path)
         else:

@@ -1,17 +1,23 @@
 """How much main memory this process may still take, within the limits of its cgroups."""
 
-import os
+import shutil
 from pathlib import Path
 
 CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, use, and the key in memory.stat of what the kernel gives back at once: cgroup v2, then v1."""
+"""Limit, usage, and the key in memory.stat of memory that the kernel reclaims at once: cgroup v2, then v1."""
+
+
+def left_bytes() -> int:
+    """Return the smaller of `available_bytes` and `cgroup_left_bytes`."""
+    left = cgroup_left_bytes()
+    return available_bytes() if left is None else min(available_bytes(), left)
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return what the kernel would hand out without swapping."""
+    """Return what the kernel can provide without swapping."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -19,7 +25,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def cgroup_left_bytes(root: Path = Path("/")) -> int | None:
-    """Return what the tightest cgroup of this process still allows; None: no limit is set."""
+    """Return what the tightest cgroup of this process still allows; None if there is no limit."""
     left = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, inside = line.split(":", 2)
@@ -32,12 +38,6 @@ def cgroup_left_bytes(root: Path = Path("/")) -> int | None:
                 break
             left.extend(_left_at(level))
     return min(left, default=None)
-
-
-def left_bytes() -> int:
-    """Return what this process may still take: what is available, within the limits of its cgroups."""
-    left = cgroup_left_bytes()
-    return available_bytes() if left is None else min(available_bytes(), left)
 
 
 def _left_at(folder: Path) -> list[int]:
@@ -53,10 +53,6 @@ def _left_at(folder: Path) -> list[int]:
     return []
 
 
-def shm_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: S108  asked for its size alone
-    """Return the free space of /dev/shm; None: there is none."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+def shm_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: S108  only its size is read
+    """Return the free space of /dev/shm; None if there is none."""
+    return shutil.disk_usage(folder).free if folder.exists() else None

@@ -1,6 +1,6 @@
-"""Leave passwords, tokens and keys out of what others may read: reports, curves, events, printed commands.
+"""Hide passwords, tokens and keys in what others may read: reports, curves, events, printed commands.
 
-Not covered: files whose owner alone may read them, which hold everything (`config.json`, `serve.log`, the manifest).
+Files that only their owner may read hold everything (`config.json`, `serve.log`, the manifest).
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 HIDDEN = "***"
 PRIVATE_CHOICES = ("start_command",)
-"""Choices of which nothing is shown: a command line can hold a secret in any form."""
+"""Choices that are hidden as a whole: a command line can hold a secret in any form."""
 SECRET_FLAG = re.compile(r"--?[\w-]*(key|token|secret|password|credentials?)$", re.IGNORECASE)
 FREE_FLAGS = ("--start-command", "--start_command")
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
@@ -17,18 +17,20 @@ _VALUE_IN_URL = re.compile(r"(://[^\s?#]*\?|&)([^\s=&#]+)=[^\s&#]+")
 
 
 def shown(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `choices` as others may see them."""
-    return {name: _shown(name, value) for name, value in choices.items()}
+    """Return `choices` with their secrets hidden."""
+    lines = {name: shown_line(value) for name, value in choices.items() if isinstance(value, str)}
+    hidden = {name: HIDDEN for name in PRIVATE_CHOICES if choices.get(name) is not None}
+    return {**choices, **lines, **hidden}
 
 
 def shown_line(text: str) -> str:
-    """Return `text` without the user names, passwords and query values of the URLs in it."""
+    """Hide the user names, passwords and query values of the URLs in `text`."""
     text = _USER_OF_URL.sub(HIDDEN, text)
     return _VALUE_IN_URL.sub(rf"\1\2={HIDDEN}", text)
 
 
 def shown_arguments(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield a command's arguments, the values of those flags hidden that hold a secret by their name."""
+    """Yield a command's arguments, with the values of flags hidden whose names suggest a secret."""
     hides_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -38,9 +40,3 @@ def shown_arguments(arguments: Sequence[str]) -> Iterator[str]:
         else:
             yield f"{name}={HIDDEN}" if is_secret and equals else shown_line(argument)
         hides_next = is_secret and not equals
-
-
-def _shown(name: str, value: object) -> object:
-    if name in PRIVATE_CHOICES and value is not None:
-        return HIDDEN
-    return shown_line(value) if isinstance(value, str) else value

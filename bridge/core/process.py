@@ -1,6 +1,5 @@
-"""Which process is which: identities that survive neither a reuse of the pid nor a reboot.
+"""Identities of processes that stay unique when a pid is reused or the machine reboots.
 
-Not covered: starting and stopping processes (`cli/children.py`).
 Source: proc(5): field 22 of `/proc/PID/stat` is the start time in clock ticks since boot.
 """
 
@@ -10,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 ENDED = "ZX"
-"""States of a process that has ended: not reaped yet, or just about to vanish."""
+"""States of a process that has ended: not reaped yet, or about to vanish."""
 
 
 class ProcessIdentity(BaseModel):
@@ -19,15 +18,15 @@ class ProcessIdentity(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     pid: int
-    """Process id, as its own namespace counts."""
+    """Process id in its own namespace."""
     start_ticks: int
-    """Clock ticks between boot and the process's start."""
+    """Clock ticks from boot to the start of the process."""
     pid_namespace: str
-    """The namespace in which `pid` means anything."""
+    """The namespace in which `pid` is valid."""
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        """Identify the process `pid`, which may have ended as long as its parent has not reaped it.
+        """Identify the process `pid`, which may be a zombie.
 
         Raises:
             ProcessLookupError: there is no such process.
@@ -39,15 +38,14 @@ class ProcessIdentity(BaseModel):
 
     @classmethod
     def current(cls) -> "ProcessIdentity":
-        """Identify the calling process."""
         return cls.of(os.getpid())
 
     def is_visible(self) -> bool:
-        """Tell whether the caller lives in the same pid namespace, so that `is_alive` means anything."""
+        """Return whether the caller is in the same pid namespace; otherwise `is_alive` means nothing."""
         return self.pid_namespace == _pid_namespace()
 
     def is_alive(self) -> bool:
-        """Tell whether this very process still runs (a zombie does not)."""
+        """Return whether this very process still runs; a zombie does not."""
         found = _state_and_start(self.pid)
         return found is not None and found[0] not in ENDED and found[1] == self.start_ticks
 

@@ -1,9 +1,7 @@
-"""Folders that are there whole or not at all: written beside their place, then put there in one step.
+"""Folders that appear whole or not at all: written beside their place, then moved there in one step.
 
-A scratch folder's name tells who writes it: what a killed process left is removed by the next one to write there.
-
-Not covered: what the folders hold, and leftovers whose writer cannot be seen from here: on another host, in another
-container.
+A scratch folder's name identifies the process that writes it, so that the next writer removes what a killed one left.
+Leftovers of writers on another host or in another container stay.
 """
 
 import ctypes
@@ -30,13 +28,13 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable: bool = True) -> Iterator[Path]:
-    """Give a scratch folder beside `folder`, and put it in that place at the end of the block.
+    """Yield a scratch folder beside `folder`, and move it there at the end of the block.
 
-    After an error `folder` is as it was. `replaceable` tells whether what lies there may go; an empty folder always
-    may. `durable`: everything is on the disk before the name appears. Files and folders get the umask's mode.
+    After an error `folder` is unchanged. `replaceable` decides whether an existing folder may be replaced; an empty one
+    always may. With `durable`, everything is on disk before the name appears. Modes follow the umask.
 
     Raises:
-        UsageError: what lies there may not go, or the disk is full or refuses.
+        UsageError: the existing folder may not be replaced, or the disk is full or refuses.
     """
     folder = folder.resolve()
     scratch = _beside(folder)
@@ -44,7 +42,10 @@ def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable:
         with _one_line_errors(folder, scratch):
             _check_replaceable(folder, replaceable)
             scratch.mkdir(parents=True)
-            _remove_leftovers(folder.parent)
+            for path in folder.parent.iterdir():
+                writer = _SCRATCH_NAME.fullmatch(path.name)
+                if writer and _is_gone(writer):
+                    shutil.rmtree(path, ignore_errors=True)
             yield scratch
             _open_alike(scratch)
             for path in (*scratch.rglob("*"), scratch) if durable else ():
@@ -57,10 +58,10 @@ def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable:
 
 
 def remove(folder: Path) -> None:
-    """Remove `folder`, of which no half is ever seen under its name.
+    """Remove `folder`, which is never seen half removed.
 
     Raises:
-        OSError: it cannot be renamed; it is as it was.
+        OSError: it cannot be renamed and is unchanged.
     """
     scratch = _beside(folder)
     folder.rename(scratch)
@@ -68,22 +69,16 @@ def remove(folder: Path) -> None:
 
 
 def _beside(folder: Path) -> Path:
-    """Return a new hidden name beside `folder` that tells this process from all others."""
+    """Return a new hidden name beside `folder` that identifies this process."""
     here = ProcessIdentity.current()
-    writer = f"{here.pid}-{here.start_ticks}-{_number(here.pid_namespace)}-{_short(boot_id())}-{_short(_host())}"
+    namespace = here.pid_namespace.removeprefix("pid:[").removesuffix("]")
+    writer = f"{here.pid}-{here.start_ticks}-{namespace}-{_short(boot_id())}-{_short(os.uname().nodename)}"
     return folder.with_name(f".{folder.name}.{writer}-{secrets.token_hex(4)}.scratch")
 
 
-def _remove_leftovers(parent: Path) -> None:
-    for path in parent.iterdir():
-        writer = _SCRATCH_NAME.fullmatch(path.name)
-        if writer and _is_gone(writer):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _is_gone(writer: re.Match[str]) -> bool:
-    """Tell whether the process in a scratch folder's name has certainly ended."""
-    if writer["host"] != _short(_host()):
+    """Return whether the process in a scratch folder's name has certainly ended."""
+    if writer["host"] != _short(os.uname().nodename):
         return False
     if writer["boot"] != _short(boot_id()):  # before this host's last boot
         return True
@@ -93,25 +88,15 @@ def _is_gone(writer: re.Match[str]) -> bool:
     return identity.is_visible() and not identity.is_alive()
 
 
-def _number(pid_namespace: str) -> str:
-    """Return the number in what the kernel calls `pid:[4026531836]`."""
-    return pid_namespace.removeprefix("pid:[").removesuffix("]")
-
-
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _host() -> str:
-    return os.uname().nodename
 
 
 def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool]) -> None:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not (folder.is_dir() and replaceable(folder)):
         raise UsageError(
-            f"{folder} exists and is not ours to replace",
-            remedy="move it away, or name another folder with --save-path",
+            f"{folder} exists, and Bridge did not write it", remedy="move it away, or choose another with --save-path"
         )
 
 
@@ -119,21 +104,20 @@ def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool]) -> Non
 def _one_line_errors(folder: Path, scratch: Path) -> Iterator[None]:
     try:
         yield
-    except BridgeError:  # some of them are the system's errors too
+    except BridgeError:  # some of them are OSErrors
         raise
-    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error in its own
+    except (OSError, SafetensorError) as error:  # safetensors wraps the OSError in its own
         nearest = next(path for path in folder.parents if os.access(path, os.F_OK))
-        free_bytes = shutil.disk_usage(nearest).free
         num_bytes = sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
-        reason = " ".join(str(error).split())
         raise UsageError(
-            f"cannot write {folder}: {reason} (after {num_bytes} bytes, with {free_bytes} bytes free)",
-            remedy="make room there, or name another folder with --save-path",
+            f"cannot write {folder}: {' '.join(str(error).split())} (after {num_bytes} bytes, with "
+            f"{shutil.disk_usage(nearest).free} bytes free)",
+            remedy="make room there, or choose another folder with --save-path",
         ) from error
 
 
 def _open_alike(scratch: Path) -> None:
-    """Give everything in `scratch` its own mode, which is the umask's: safetensors makes its files 0600."""
+    """Give everything in `scratch` the umask's mode: safetensors makes its files 0600."""
     folders = scratch.stat().st_mode & 0o777
     for path in (path for path in scratch.rglob("*") if not path.is_symlink()):
         path.chmod(folders if path.is_dir() else folders & 0o666)
@@ -148,11 +132,11 @@ def _fsync(path: Path) -> None:
 
 
 def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool]) -> None:
-    """Put `scratch` in the place of `folder`; what was there lies in `scratch` afterwards, if anywhere."""
+    """Move `scratch` to `folder`; an older `folder` is in `scratch` afterwards."""
     _check_replaceable(folder, replaceable)
     if not folder.exists() or not any(folder.iterdir()):
         scratch.rename(folder)
-    elif not _exchange(scratch, folder):  # a file system that cannot: for an instant there is no `folder`
+    elif not _exchange(scratch, folder):  # unsupported by the file system: for an instant there is no `folder`
         old = _beside(folder)
         folder.rename(old)
         scratch.rename(folder)
@@ -160,7 +144,7 @@ def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool]) -> N
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one system call; tell whether this system can. Source: renameat2(2)."""
+    """Swap two folders in one system call; return False if this system cannot. Source: renameat2(2)."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,8 +1,7 @@
-"""AdamW on weights that somebody else also reads: written in place, with nothing lost to bf16.
+"""AdamW that writes shared weights in place and loses no update to bf16.
 
-Words: *master* (the float32 value of a weight, half of it the weight itself), *moments* (AdamW's two averages),
-*slab* (the state of parameters that are stepped together), *release* (a gradient is used and dropped as it comes),
-*offload* (states on the host).
-May import: torch, `bridge.config`, `bridge.errors`; nothing that knows a model, a server or a loss. `state_bytes.py`
-imports no torch.
+Words: *master* (a weight's float32 value, of which the bf16 weight is the upper half), *moments* (AdamW's two running
+averages), *slab* (state of parameters that are stepped together), *release* (a gradient is used and dropped as soon as
+it is complete), *offload* (state in host memory).
+May import: torch, `bridge.config`, `bridge.errors`. `state_bytes.py` imports no torch.
 """

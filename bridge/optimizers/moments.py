@@ -1,19 +1,18 @@
-"""How AdamW's two moments are held: as float32, bf16, or codes of 8 or 4 bits with a float32 scale per block.
+"""How AdamW's two moments are stored: as float32, bf16, or codes of 8 or 4 bits with a float32 scale per block.
 
-A code c of a block stands for scale * (c / largest code) ** power: the power makes the steps between small values
-small, as a table of levels would, without one. Both moments are rounded by chance, so that they are right on average:
-a value that decays by less than half the distance between two codes never moves if it is rounded to the nearest. At
-beta2 = 0.999 that is every second moment; at beta1 = 0.9 it is any first moment of 4 bits and a small one of 8 bits,
-whose weights moved on for ever after their gradients had ended. Only the first moment has a code for zero.
+A code c of a block stands for scale * (c / largest code) ** power. The power makes steps between small values small,
+without a table of levels. Both moments are rounded stochastically, so that they are right on average: rounded to
+nearest, a value never moves if it decays by less than half the distance between two codes. At beta2 = 0.999 that holds
+for every second moment; at beta1 = 0.9 for any first moment of 4 bits and small ones of 8 bits, whose weights kept
+moving long after their gradients had ended. Only the first moment has a code for zero.
 
 Measured against float32 moments in a simulation, gradients of two and of three decades in a block that change places
 after half of 1,000 steps, noise alone and noise around a mean of 0.3 deviations, beta2 = 0.999. 8 bits: the sum of the
-updates is 1.01 to 1.02 times as long, cosine 0.994 and more; with a second moment rounded to the nearest 1.2 times as
-long after the change; with Dettmers' dynamic tree single updates of 20 and more, for its zero. 4 bits: 0.8 to 1.3
+updates is 1.01 to 1.02 times as long, cosine 0.994 and more; with a second moment rounded to nearest 1.2 times as long
+after the change; with Dettmers' dynamic tree single updates of 20 and more, because of its zero. 4 bits: 0.8 to 1.3
 times, cosine 0.63 to 0.93; a linear second moment errs towards small steps (0.5 to 0.8 times), a cubic one towards
 large ones.
 
-Not covered: the update itself (`split_master.py`).
 Shape suffixes: R blocks, B elements of a block.
 Source: block-wise 8-bit states, arXiv 2110.02861; 4 bits, and a second moment without zero (linear there), arXiv
 2309.01507.
@@ -21,7 +20,6 @@ Source: block-wise 8-bit states, arXiv 2110.02861; 4 bits, and a second moment w
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,36 +37,8 @@ class Part:
     """One tensor of the state."""
 
     dtype: torch.dtype
-    """Its element type."""
     elements: int = 1
     """Elements of the parameter that one element of it stands for."""
-
-
-class Moments(Protocol):
-    """One way to hold both moments; zeros everywhere are moments of zero."""
-
-    @property
-    def block(self) -> int:
-        """Elements of a block."""
-        ...
-
-    @property
-    def by_chance(self) -> bool:
-        """Whether `encode` needs random bits, and an update has to be bounded against what coding lost."""
-        ...
-
-    @property
-    def parts(self) -> Mapping[str, Part]:
-        """The tensors that hold them, by name."""
-        ...
-
-    def decode(self, state: State) -> tuple[Tensor, Tensor]:
-        """Return both moments as float32 [R, B]."""
-        ...
-
-    def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
-        """Return what holds them; `bits_RB` are random."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,47 +46,44 @@ class PlainMoments:
     """Moments in a floating-point type."""
 
     dtype: torch.dtype
-    """It; bf16 cannot shrink a second moment at a beta2 of more than 0.99."""
+    """With bf16, a second moment cannot shrink at a beta2 above 0.99."""
     block: int = BLOCK_OF_8_BIT
     by_chance: bool = False
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Two tensors of the parameter's shape."""
         return {FIRST: Part(self.dtype), SECOND: Part(self.dtype)}
 
     def decode(self, state: State) -> tuple[Tensor, Tensor]:
-        """Widen them."""
         return state[FIRST].float(), state[SECOND].float()
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
-        """Round them to the nearest."""
+        """Round them to nearest; the bits are for `CodedMoments`."""
         del bits_RB
         return {FIRST: first_RB.to(self.dtype), SECOND: second_RB.to(self.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodedMoments:
-    """Moments as codes of a few bits, block by block."""
+    """Moments as codes of a few bits, block by block; zeros everywhere are moments of zero."""
 
     bits: int
-    """Of a code: 8 or 4."""
+    """Of a code: 8 or 4. Two codes of 4 bits share a byte."""
     block: int
+    """Elements that share a scale."""
     first_power: int
-    """Of the first moment's levels."""
     second_power: int
-    """Of the second's."""
     by_chance: bool = True
+    """Whether `encode` needs random bits, and an update has to be bounded because coding loses precision."""
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Codes of the parameter's shape, both in a byte if they have 4 bits, and a scale for each block."""
         codes = {FIRST: Part(torch.int8), SECOND: Part(torch.uint8)} if self.bits == 8 else {BOTH: Part(torch.uint8)}
         scale = Part(torch.float32, self.block)
         return {**codes, FIRST_SCALE: scale, SECOND_SCALE: scale}
 
     def decode(self, state: State) -> tuple[Tensor, Tensor]:
-        """Look the codes' levels up."""
+        """Return both moments as float32 [R, B]."""
         first_RB, second_RB = (state[FIRST], state[SECOND]) if self.bits == 8 else unpack(state[BOTH])
         return (
             signed_level(first_RB, self.bits, self.first_power) * state[FIRST_SCALE],
@@ -124,30 +91,31 @@ class CodedMoments:
         )
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
-        """Scale each block by its largest value and choose codes."""
+        """Scale each block by its largest value and choose codes by the random `bits_RB`."""
         assert bits_RB is not None
         first_scale, second_scale = first_RB.abs().amax(1, keepdim=True), second_RB.amax(1, keepdim=True)
-        chances = uniform(remixed(bits_RB)), uniform(bits_RB)  # the bits' lower half rounds the weight
+        chances = uniform(remixed(bits_RB)), uniform(bits_RB)  # the lower half of the bits rounds the weight
         first_RB = signed_code(_divided(first_RB, first_scale), self.bits, self.first_power, chances[0])
         second_RB = positive_code(_divided(second_RB, second_scale), self.bits, self.second_power, chances[1])
         codes = {FIRST: first_RB, SECOND: second_RB} if self.bits == 8 else {BOTH: pack(first_RB, second_RB)}
         return {**codes, FIRST_SCALE: first_scale, SECOND_SCALE: second_scale}
 
 
+Moments = PlainMoments | CodedMoments
 FLOAT32, BFLOAT16 = PlainMoments(torch.float32), PlainMoments(torch.bfloat16)
 EIGHT_BIT = CodedMoments(bits=8, block=BLOCK_OF_8_BIT, first_power=4, second_power=8)
 FOUR_BIT = CodedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=2)
 
 
 def signed_level(code: Tensor, bits: int, power: int) -> Tensor:
-    """Return what a signed code stands for, from -1 to 1."""
+    """Return the value of a signed code, from -1 to 1."""
     share = code.float() / (2 ** (bits - 1) - 1)
     level: Tensor = share.sign() * share.abs().pow(power)
     return level
 
 
 def signed_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
-    """Return one of the two codes, int8, around a value from -1 to 1, so that its level is right on average."""
+    """Return one of the two int8 codes around a value from -1 to 1, so that its level is right on average."""
     size, largest = value.abs(), 2 ** (bits - 1) - 1
     lower = (_root(size, power) * largest).floor().clamp(0, largest - 1)
     low, high = signed_level(lower, bits, power), signed_level(lower + 1, bits, power)
@@ -156,15 +124,15 @@ def signed_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
 
 
 def positive_level(code: Tensor, bits: int, power: int) -> Tensor:
-    """Return what an unsigned code stands for, above 0 and up to 1."""
+    """Return the value of an unsigned code, above 0 and up to 1."""
     level: Tensor = ((code.float() + 1) / 2**bits).pow(power)
     return level
 
 
 def positive_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
-    """Return one of the two codes, uint8, around a value from 0 to 1, so that its level is right on average.
+    """Return one of the two uint8 codes around a value from 0 to 1, so that its level is right on average.
 
-    What is below the lowest level gets that.
+    Values below the lowest level get the lowest.
     """
     lower = (_root(value, power) * 2**bits - 1).floor().clamp(0, 2**bits - 2)
     low, high = positive_level(lower, bits, power), positive_level(lower + 1, bits, power)
@@ -173,7 +141,7 @@ def positive_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tenso
 
 
 def pack(first: Tensor, second: Tensor) -> Tensor:
-    """Put the signed and the unsigned code of 4 bits of one element in a byte: no element then waits for another."""
+    """Put an element's signed and unsigned 4-bit codes into one byte: no element then depends on another."""
     return (first.byte() & 15) | (second << 4)
 
 
@@ -183,7 +151,7 @@ def unpack(both: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _root(value: Tensor, power: int) -> Tensor:
-    """Return value ** (1 / power), by square roots as far as they go: they cost a GPU less."""
+    """Return value ** (1 / power), by square roots where possible: they are cheaper on a GPU."""
     while power % 2 == 0:
         value, power = value.sqrt(), power // 2
     return value if power == 1 else value.pow(1 / power)

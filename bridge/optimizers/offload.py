@@ -1,15 +1,15 @@
-"""AdamW with a float32 master and its moments in host memory, for models whose state does not fit beside them.
+"""AdamW with a float32 master and its moments in host memory, for models whose state does not fit beside the weights.
 
-    gradient, on the device ---> staging, pinned ---> float32, summed or one chunk of it
-    weight, on the device   <--- staging, pinned <--- float32 master, stepped by torch's fused AdamW
+    gradient, on the device ---> pinned buffer ---> float32 sum, or one chunk
+    weight, on the device   <--- pinned buffer <--- float32 master, stepped by torch's fused AdamW
 
-Chunk by chunk, so that neither side needs a second copy.
-
-Not covered: the copies (`staging.py`), moments of fewer bits (`split_adamw.py` has them).
+It works chunk by chunk, so that neither side needs a second copy. torch rounds pinned memory up to a power of two, so
+the buffers have such a size, and nothing larger is pinned.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,44 +18,44 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes, norm_of
+from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
 from bridge.optimizers.release import each_gradient
-from bridge.optimizers.staging import CHUNK_ELEMENTS, ToDevice, ToHost
 
 PARTS = "master", "exp_avg", "exp_avg_sq"
+CHUNK_ELEMENTS = 2**22
+"""Elements of a copy: a buffer takes 16 MiB, and the host's temporaries reuse memory that the allocator keeps."""
+BUFFER_BYTES = 4 * CHUNK_ELEMENTS
+IN_FLIGHT = 3
+"""Copies to the host that may be in flight while it works on earlier ones."""
 
 
 class OffloadedAdamW(InPlaceOptimizer):
-    """AdamW with a float32 master in host memory: bit for bit what torch's fused AdamW makes of float32 weights.
+    """AdamW with a float32 master in host memory: bit for bit torch's fused AdamW on float32 weights.
 
-    With `streams` gradients are added up in host memory as soon as they are there.
+    With `streams`, gradients are summed in host memory as soon as they are complete.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
     """
 
+    flags = "--optimizer adamw --offload-optimizer"
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-6,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = EPS,
-        weight_decay: float = 0.0,
         *,
         streams: bool = False,
+        **hyperparameters: Any,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.flags = "--optimizer adamw --offload-optimizer"
+        super().__init__(params, **hyperparameters)
         self._streams = streams
         self._held: dict[Tensor, dict[str, Tensor]] = {}
         self._sums: dict[Tensor, Tensor] = {}
-        self._steps = dict.fromkeys(self._parameters(), 0)
         self._is_summed: set[Tensor] = set()
-        device = next(self._parameters()).device
-        self._to_host, self._to_device = ToHost(device), ToDevice(device)
+        device = next(iter(self._steps)).device
+        self._to_host, self._to_device = _ToHost(device), _ToDevice(device)
 
     def allocate(self) -> None:
-        """Take all memory that the state needs, unless that was done."""
         for parameter in self._steps if not self._held else ():
             self._held[parameter] = {name: _zeros(parameter) for name in PARTS}
             if self._streams:
@@ -63,52 +63,32 @@ class OffloadedAdamW(InPlaceOptimizer):
 
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
-        """Add each gradient to its sum in host memory as soon as it is there, and drop it.
+        """Add each gradient to its sum in host memory as soon as it is complete, then drop it.
 
-        The sums begin with zero and are of all backward passes inside; `step` scales them down, as one.
+        The sums start at zero and cover all backward passes inside; `step` clips them by their global norm.
         """
         del max_norm
         assert self._streams, "made without sums"
         self.allocate()
         self._is_summed.clear()
         try:
-            with each_gradient(self._parameters(), self._add):
+            with each_gradient(self._steps, self._add):
                 yield
         finally:
             self._to_host.finish()
 
     def global_norm(self) -> float:
-        """Return the L2 norm of all gradients together, or of their sums (waits for the device)."""
         if self._is_summed:
             summed = (parameter for parameter in self._steps if parameter in self._is_summed)
             return norm_of((self._sums[parameter], self._factors[parameter]) for parameter in summed)
         return super().global_norm()
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of `parameter`, allocated and as it is held, to be read or written."""
         self.allocate()
         return {name: tensor.view(parameter.shape) for name, tensor in self._held[parameter].items()}
 
-    def described_parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what `parts` returns, without memory."""
-        return {name: torch.empty(parameter.shape, dtype=torch.float32, device="meta") for name in PARTS}
-
-    def num_updates(self, parameter: Tensor) -> int:
-        """Return how many updates `parameter` had."""
-        return self._steps[parameter]
-
-    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
-        """Set every state to zero, and the numbers of updates to these; a master begins with its first update."""
-        self._steps = {parameter: num_updates.get(parameter, 0) for parameter in self._steps}
-        for tensors in self._held.values():
-            for tensor in tensors.values():
-                tensor.zero_()
-
-    @property
-    def state_bytes(self) -> StateBytes:
-        """Return what it holds now."""
-        tensors = [tensor for held in self._held.values() for tensor in held.values()]
-        return StateBytes(device=0, host=sum(tensor.nbytes for tensor in (*tensors, *self._sums.values())))
+    def _state(self) -> Iterable[Tensor]:
+        return [*(tensor for held in self._held.values() for tensor in held.values()), *self._sums.values()]
 
     def _step(self, norm: float, max_norm: float) -> None:
         self.allocate()
@@ -123,7 +103,7 @@ class OffloadedAdamW(InPlaceOptimizer):
 
     def _step_parameter(self, parameter: Tensor, group: Mapping[str, Any], factor: float) -> None:
         held, weight = self._held[parameter], parameter.detach().view(-1)
-        if not self._steps[parameter]:
+        if not self._steps[parameter]:  # not in `allocate`: a checkpoint may be loaded into the weights after it
             held["master"].copy_(weight)
         self._steps[parameter] += 1
         is_summed = parameter in self._is_summed
@@ -139,7 +119,7 @@ class OffloadedAdamW(InPlaceOptimizer):
     def _step_chunk(
         self, state: Sequence[Tensor], group: Mapping[str, Any], number: int, factor: float, gradient: Tensor
     ) -> None:
-        """Step one chunk of the master by a gradient in host memory, and send the weight on its way."""
+        """Step one chunk of the master by a gradient in host memory, and start sending the weight."""
         weight, master, first, second = state
         gradient, before = gradient.float() * factor, master.to(weight.dtype, copy=True)
         beta1, beta2 = group["betas"]
@@ -149,7 +129,8 @@ class OffloadedAdamW(InPlaceOptimizer):
             maximize=False,
         )  # fmt: skip
         after = master.to(weight.dtype)
-        self._num_changed.append((_words(after) != _words(before)).sum())
+        words = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
+        self._num_changed.append((after.view(words) != before.view(words)).sum())
         self._to_device.send(after, weight)
 
     def _add(self, parameter: Tensor) -> None:
@@ -160,14 +141,73 @@ class OffloadedAdamW(InPlaceOptimizer):
             self._to_host.take(gradient, total.copy_ if is_first else total.add_)
 
 
+class _ToHost:
+    """Copies from the device, some of them in flight while the host uses earlier ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._free: list[Tensor] = []
+        self._in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor, Callable[[Tensor], object]]] = deque()
+
+    def take(self, tensor: Tensor, use: Callable[[Tensor], object]) -> None:
+        """Copy a flat tensor and, at the latest in `finish`, call `use` with the copy; the tensor may be freed."""
+        if not self._is_cuda:
+            use(tensor)
+            return
+        if len(self._in_flight) == IN_FLIGHT:
+            self._use_oldest()
+        buffer = self._free.pop() if self._free else _pinned()
+        copy = buffer.view(tensor.dtype)[: tensor.numel()]
+        copy.copy_(tensor, non_blocking=True)
+        self._in_flight.append((_recorded(), buffer, copy, use))
+
+    def finish(self) -> None:
+        while self._in_flight:
+            self._use_oldest()
+
+    def _use_oldest(self) -> None:
+        event, buffer, copy, use = self._in_flight.popleft()
+        event.synchronize()
+        use(copy)
+        self._free.append(buffer)
+
+
+class _ToDevice:
+    """Copies to the device, from one of two buffers while the host fills the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._sent: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def send(self, tensor: Tensor, target: Tensor) -> None:
+        """Write a flat tensor into `target` on the device, in stream order."""
+        if not self._is_cuda:
+            target.copy_(tensor)
+            return
+        if len(self._sent) < 2:
+            buffer = _pinned()
+        else:
+            event, buffer = self._sent.popleft()
+            event.synchronize()
+        staged = buffer.view(tensor.dtype)[: tensor.numel()].copy_(tensor)
+        target.copy_(staged, non_blocking=True)
+        self._sent.append((_recorded(), buffer))
+
+
+def _pinned() -> Tensor:
+    return torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def _zeros(parameter: Tensor) -> Tensor:
-    """Return float32 zeros in host memory that is taken at once, not when it is first written."""
+    """Return float32 zeros in host memory that is committed now, not on the first write."""
     return torch.empty(parameter.numel(), dtype=torch.float32).zero_()
 
 
 def _chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(CHUNK_ELEMENTS) for tensor in flat), strict=True)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)

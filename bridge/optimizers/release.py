@@ -1,7 +1,4 @@
-"""What happens to a gradient as soon as it is complete, in the middle of a backward pass: taken away, or widened.
-
-Not covered: what is done with those taken away (`split_adamw.py` steps, `offload.py` adds them up in host memory).
-"""
+"""Handle each gradient as soon as a backward pass has completed it: take it away, or widen it to float32."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,9 +9,9 @@ from torch import Tensor
 
 @contextmanager
 def each_gradient(parameters: Iterable[Tensor], take: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `take` with each parameter when a backward pass inside has completed its gradient, and drop the gradient.
+    """Call `take` with each parameter whose gradient a backward pass inside has completed, then drop the gradient.
 
-    A parameter that is used in several places, such as tied embeddings, is complete once, with the sum.
+    A parameter that is used in several places, such as tied embeddings, is completed once, with the sum.
     """
 
     @torch.no_grad()
@@ -24,25 +21,25 @@ def each_gradient(parameters: Iterable[Tensor], take: Callable[[Tensor], None]) 
 
     with ExitStack() as hooks:
         for parameter in parameters:
-            assert parameter.grad is None, "a gradient from before would be added to the first that is released"
+            assert parameter.grad is None, "an older gradient would be added to the first one released"
             hooks.callback(parameter.register_post_accumulate_grad_hook(taken).remove)
         yield
 
 
 @contextmanager
 def added_in_float32(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Add up in float32 the gradients of the backward passes inside, whatever the type of the parameters.
+    """Accumulate the gradients of the backward passes inside in float32, whatever the dtype of the parameters.
 
-    The first gradient of a parameter is widened when it is complete, the next ones are added to it where it lies: no
-    more than one gradient exists in both types. They stay float32 until they are dropped.
+    A parameter's first gradient is widened when it is complete and later ones are added to it, so that at most one
+    gradient exists in both dtypes. They stay float32 until they are dropped.
     """
 
     def widen(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        parameter.grad = parameter.grad.float()  # the same tensor, where it is float32 already
+        parameter.grad = parameter.grad.float()  # the same tensor if it is float32 already
 
     with ExitStack() as hooks:
         for parameter in parameters:
-            parameter.grad_dtype = None  # torch then adds to a gradient of any type
+            parameter.grad_dtype = None  # lets torch add to a gradient of any dtype
             hooks.callback(parameter.register_post_accumulate_grad_hook(widen).remove)
         yield

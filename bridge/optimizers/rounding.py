@@ -1,10 +1,9 @@
-"""Rounding by chance: random bits that are a function of (seed, step, place), and a bf16 that is right on average.
+"""Stochastic rounding, with random bits that are a function of (seed, step, place).
 
-A counter that is hashed needs no state, is the same after a resume, and compiles into the kernel that uses it.
+A hashed counter needs no state, is the same after a resume, and compiles into the kernel that uses it.
 
-Not covered: rounding the codes of moments (`moments.py`).
 Shape suffixes: R blocks, B elements of a block.
-Source: the hash is `lowbias32` of https://github.com/skeeto/hash-prospector; rounding a bf16 weight by chance is
+Source: the hash is `lowbias32` of https://github.com/skeeto/hash-prospector; stochastic rounding of bf16 weights is
 arXiv 2010.06192.
 """
 
@@ -18,7 +17,7 @@ _GOLDEN = 0x9E3779B9 - 2**32
 
 
 def key(*numbers: int) -> int:
-    """Return a signed 32-bit word that stands for these numbers, such as seed, tensor and step."""
+    """Hash numbers such as seed, slab and step into a signed 32-bit word."""
     digest = hashlib.blake2s(repr(numbers).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -36,15 +35,15 @@ def random_bits(place: Tensor, like_RB: Tensor) -> Tensor:
 
 
 def round_by_chance(master: Tensor, bits: Tensor) -> Tensor:
-    """Return one of the two bf16 around each finite float32, as int16 bits: the nearer, the likelier; on average exact.
+    """Round each finite float32 to one of the two bf16 around it, right on average, by the lower half of `bits`.
 
-    Uses the lower half of `bits`.
+    Returns the int16 bits of the bf16.
     """
     return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
 
 
 def remixed(bits: Tensor) -> Tensor:
-    """Return as many random bits again, made of `bits` without another key."""
+    """Derive as many new random bits from `bits`."""
     return _mixed(bits ^ _GOLDEN)
 
 

@@ -1,28 +1,135 @@
 """AdamW with its state beside the weights, stepped after a backward pass or in the middle of one.
 
-Not covered: the elementwise update (`split_master.py`), which parameters are stepped together (`slabs.py`), states in
-host memory (`offload.py`).
+A *slab* is the state of one large parameter, or of many small ones in a row. Each row is one block, and each parameter
+starts a new row, so that it gets the same result together with others as alone. A *piece* is a range of a slab's rows
+that is stepped in one call. A large parameter is stepped in its own memory. Small ones are gathered into a copy and
+scattered back, because hundreds of small kernels take longer to launch than to run.
+
+Shape suffixes: R blocks, B elements of a block.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bridge.errors import UsageError
-from bridge.optimizers.compiled import Update, compiled, eager
-from bridge.optimizers.in_place import EPS, InPlaceOptimizer, StateBytes
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.release import each_gradient
 from bridge.optimizers.rounding import key
-from bridge.optimizers.slabs import Piece, hyperparameters, slabs
-from bridge.optimizers.split_master import KINDS, Coefficients, Kind
+from bridge.optimizers.update import KINDS, Coefficients, Kind, Update, compiled, update
+
+SMALL_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
+"""Parameters up to this size are gathered: a GPU finishes one, copies included, before another kernel is launched."""
+SLAB_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
+"""Most elements of parameters that are gathered; their weights and gradients are copied for a moment."""
+PIECE_ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
+"""Most elements of a large parameter per call: a GPU's one kernel has no temporaries; a CPU's should fit its caches."""
+LEAST_ROWS = 2
+"""Fewest rows of a parameter, and of a piece of one: torch specializes on tensors of one row."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter's place in a slab."""
+
+    parameter: Tensor
+    """Its memory may move between steps."""
+    group: Mapping[str, Any]
+    """Its hyperparameters."""
+    rows: range
+    """Its blocks; the last ones may be partly filled."""
+
+
+@dataclass(eq=False)
+class Slab:
+    """The state of parameters with the same dtype and hyperparameters."""
+
+    kind: Kind
+    number: int
+    """Its index among the optimizer's slabs."""
+    members: Sequence[Member]
+    """In the order of their rows."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors [R, elements of a block] by name; empty before `allocate`."""
+
+    def allocate(self) -> None:
+        """Allocate the state, zeroed, unless that is done."""
+        weight = self.members[0].parameter
+        for name, part in self.kind.parts(weight.dtype).items() if not self.state else ():
+            shape = self.members[-1].rows.stop, self.kind.moments.block // part.elements
+            self.state[name] = torch.zeros(shape, dtype=part.dtype, device=weight.device)
+
+    def parts(self, member: Member) -> dict[str, Tensor]:
+        """Return views of one member's state, without the padding of its last block."""
+        rows, made = slice(member.rows.start, member.rows.stop), {}
+        for name, part in self.kind.parts(member.parameter.dtype).items():
+            entries = self.state[name][rows].view(-1)[: -(-member.parameter.numel() // part.elements)]
+            made[name] = entries.view(member.parameter.shape) if part.elements == 1 else entries
+        return made
+
+    def pieces(self, indices: Iterable[int], steps: Mapping[Tensor, int]) -> Iterator["Piece"]:
+        """Yield the pieces of these members, in order; neighbours with as many `steps` so far share one."""
+        runs = groupby(enumerate(indices), key=lambda each: (each[1] - each[0], steps[self.members[each[1]].parameter]))
+        for (_, step), run in runs:
+            members = [self.members[index] for _, index in run]
+            first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start
+            most_rows = PIECE_ELEMENTS[members[0].parameter.device.type] // self.kind.moments.block
+            num_pieces = -(-num_rows // most_rows) if len(members) == 1 else 1
+            bounds = [first + number * num_rows // num_pieces for number in range(num_pieces + 1)]
+            for start, end in pairwise(bounds):
+                yield Piece(self, members, slice(start, end), step + 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a slab: some of one member's, or all of several members'."""
+
+    slab: Slab
+    members: Sequence[Member]
+    rows: slice
+    step: int
+    """Number of the update for its members, from 1."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor[self.rows] for name, tensor in self.slab.state.items()}
+
+    def blocks(self, tensor_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `tensor_of` the members as [R, B]: a view if possible, else a copy padded with zeros."""
+        flat, lengths = self._spans(tensor_of)
+        block = self.slab.kind.moments.block
+        if len(flat) == 1 and flat[0].numel() == lengths[0]:
+            return flat[0].view(-1, block)
+        zeros = flat[0].new_zeros(LEAST_ROWS * block)
+        filled = ((tensor, zeros[: length - tensor.numel()]) for tensor, length in zip(flat, lengths, strict=True))
+        return torch.cat([part for pair in filled for part in pair]).view(-1, block)
+
+    def put_back(self, blocks_RB: Tensor, tensor_of: Callable[[Tensor], Tensor]) -> None:
+        """Write the result of `blocks` back into the members, unless it is a view of them."""
+        flat, lengths = self._spans(tensor_of)
+        if blocks_RB.data_ptr() != flat[0].data_ptr():
+            spans = blocks_RB.view(-1).split(lengths)
+            torch._foreach_copy_(flat, [span[: tensor.numel()] for span, tensor in zip(spans, flat, strict=True)])
+
+    def _spans(self, tensor_of: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Return each member's elements in these rows, flat, and the sizes of those rows."""
+        block = self.slab.kind.moments.block
+        flat = [tensor_of(member.parameter).reshape(-1) for member in self.members]
+        if len(self.members) > 1:
+            return flat, [len(member.rows) * block for member in self.members]
+        start, end = (row - self.members[0].rows.start for row in (self.rows.start, self.rows.stop))
+        return [flat[0][start * block : end * block]], [(end - start) * block]
 
 
 class SplitMasterAdamW(InPlaceOptimizer):
-    """AdamW that by default loses no update to bf16; on a GPU its update is compiled by `allocate`.
+    """AdamW that by default loses no update to bf16; on a GPU `allocate` compiles its update.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
@@ -31,52 +138,48 @@ class SplitMasterAdamW(InPlaceOptimizer):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-6,
-        betas: tuple[float, float] | None = None,
-        eps: float = EPS,
-        weight_decay: float = 0.0,
         *,
         kind: Kind = KINDS["adamw"],
         seed: int = 0,
         compiles: bool | None = None,
+        **hyperparameters: Any,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas or (0.9, kind.beta2), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, **{"betas": (0.9, kind.beta2), **hyperparameters})
         self.flags = f"--optimizer {kind.name} --no-offload-optimizer"
         self._kind, self._seed = kind, seed
-        self._device = next(self._parameters()).device
+        self._device = next(iter(self._steps)).device
         self._compiles = self._device.type == "cuda" if compiles is None else compiles
-        self._slabs = slabs(kind, self.param_groups)
+        self._slabs = _slabs(kind, self.param_groups)
         self._places = {
             member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
         }
         self._released: list[Tensor] = []
-        """Norms of the gradients that were released since the last step."""
+        """Norms of the gradients released since the last step."""
 
     def allocate(self) -> None:
-        """Take all memory that the state needs, and compile, unless that was done."""
         for slab in self._slabs:
             slab.allocate()
             weight = slab.members[0].parameter
             self._update(weight.dtype, weight.grad_dtype or weight.dtype)
 
     def expect(self, gradients: torch.dtype) -> None:
-        """Compile for gradients of this type, unless that was done or nothing is compiled."""
         for slab in self._slabs:
             self._update(slab.members[0].parameter.dtype, gradients)
 
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
-        """Step each parameter as soon as its gradient is there, and drop the gradient: one backward pass is one update.
+        """Step each parameter as soon as its gradient is complete, then drop the gradient.
 
-        The norm of all gradients is not known by then: each one is scaled down to `max_norm` on its own.
+        One backward pass is one update. The global norm is not known by then, so each gradient is clipped to `max_norm`
+        by itself.
 
         Raises:
-            UsageError: some gradients were not finite; their parameters were not touched, others were.
+            UsageError: some gradients were not finite; their parameters were left unchanged, the others were stepped.
         """
         self.allocate()
         self._num_changed, self._released = [], []
         waiting: dict[Tensor, list[tuple[Piece, Sequence[Tensor]]]] = {}
-        pieces = [piece for slab, index in self._places.values() for piece in slab.pieces([index])]
+        pieces = [piece for slab, index in self._places.values() for piece in slab.pieces([index], self._steps)]
         for piece, scalars in zip(pieces, self._scalars(pieces, max_norm), strict=True):
             waiting.setdefault(piece.members[0].parameter, []).append((piece, scalars))
 
@@ -87,48 +190,32 @@ class SplitMasterAdamW(InPlaceOptimizer):
             self._released.append(norm * self._factors[parameter])
             for piece, scalars in waiting.pop(parameter):
                 self._step_piece(piece, self._released[-1], scalars)
-            self._count([parameter])
+            self._steps[parameter] += 1
 
-        with each_gradient(self._parameters(), take):
+        with each_gradient(self._steps, take):
             yield
-        self._check_released()
+        norms = torch.stack(self._released).tolist() if self._released else []
+        if num_bad := sum(not math.isfinite(norm) for norm in norms):
+            raise UsageError(
+                f"{num_bad} of {len(norms)} gradients were not finite: the parameters of all others were stepped",
+                remedy="resume from the last checkpoint with a lower --lr",
+            )
 
     def global_norm(self) -> float:
-        """Return the L2 norm of all gradients together, or of those that were released (waits for the device)."""
         if self._released:
             return float(torch.linalg.vector_norm(torch.stack(self._released)))
         return super().global_norm()
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of `parameter`, allocated and as it is held, to be read or written."""
         slab, index = self._places[parameter]
         slab.allocate()
         return slab.parts(slab.members[index])
 
-    def described_parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what `parts` returns, without memory."""
-        return self._kind.described_parts(parameter)
-
-    def num_updates(self, parameter: Tensor) -> int:
-        """Return how many updates `parameter` had."""
-        slab, index = self._places[parameter]
-        return slab.steps[index]
-
-    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
-        """Set every state to zero, and the numbers of updates to these."""
-        for slab in self._slabs:
-            slab.steps = [num_updates.get(member.parameter, 0) for member in slab.members]
-            for tensor in slab.state.values():
-                tensor.zero_()
-
-    @property
-    def state_bytes(self) -> StateBytes:
-        """Return what it holds now; on a CPU that is the device."""
-        tensors = [tensor for slab in self._slabs for tensor in slab.state.values()]
-        return StateBytes(device=sum(tensor.nbytes for tensor in tensors), host=0)
+    def _state(self) -> Iterable[Tensor]:
+        return [tensor for slab in self._slabs for tensor in slab.state.values()]
 
     def _step(self, norm: float, max_norm: float) -> None:
-        if self._released:  # every parameter was stepped when its gradient was there
+        if self._released:  # every parameter was stepped when its gradient was complete
             self._released = []
             return
         self._num_changed = []
@@ -136,53 +223,61 @@ class SplitMasterAdamW(InPlaceOptimizer):
         if not ready:
             return
         self.allocate()
-        pieces = list(self._pieces(ready))
+        members: dict[Slab, list[int]] = {}
+        for slab, index in (self._places[parameter] for parameter in ready):
+            members.setdefault(slab, []).append(index)
+        pieces = [piece for slab, indices in members.items() for piece in slab.pieces(indices, self._steps)]
         norm_on_device = _on_device([norm], torch.float32, self._device)[0]
         for piece, scalars in zip(pieces, self._scalars(pieces, max_norm), strict=True):
             self._step_piece(piece, norm_on_device, scalars)
-        self._count(ready)
-
-    def _pieces(self, parameters: Iterable[Tensor]) -> Iterator[Piece]:
-        ready: dict[int, list[int]] = {}
-        for slab, index in (self._places[parameter] for parameter in parameters):
-            ready.setdefault(slab.number, []).append(index)
-        for number, indices in ready.items():
-            yield from self._slabs[number].pieces(indices)
+        for parameter in ready:
+            self._steps[parameter] += 1
 
     def _scalars(self, pieces: Sequence[Piece], max_norm: float) -> Iterator[Sequence[Tensor]]:
-        """Yield each piece's coefficients and place on the device, copied there all at once."""
+        """Yield each piece's coefficients and place on the device, copied in one go."""
         coefficients, places = [], []
         for piece in pieces:
             group = piece.members[0].group
-            assert len({hyperparameters(member.group) for member in piece.members}) == 1, "they were alike before"
-            coefficients.append(Coefficients.of(group, piece.step, max_norm).values())
+            assert len({_hyperparameters(member.group) for member in piece.members}) == 1, "changed since then"
+            coefficients.append(Coefficients.of(group, piece.step, max_norm))
             places.append((key(self._seed, piece.slab.number, piece.step), piece.rows.start))
         columns = (coefficients, torch.float32), (places, torch.int32)
         yield from zip(*(_on_device(rows, dtype, self._device) for rows, dtype in columns), strict=True)
 
     def _step_piece(self, piece: Piece, norm: Tensor, scalars: Sequence[Tensor]) -> None:
-        coefficients, place = scalars
         weight_RB, gradient_RB = piece.blocks(_bits), piece.blocks(_gradient)
-        update = self._update(piece.members[0].parameter.dtype, gradient_RB.dtype)
-        num_changed_R = update(weight_RB, gradient_RB, piece.state, coefficients, norm, place)
-        self._num_changed.append(num_changed_R.sum())  # out of the kernel, which would add them up in one block
+        step = self._update(piece.members[0].parameter.dtype, gradient_RB.dtype)
+        num_changed_R = step(weight_RB, gradient_RB, piece.state, scalars[0], norm, scalars[1])
+        self._num_changed.append(num_changed_R.sum())  # outside the kernel, which would sum them in one block
         piece.put_back(weight_RB, _bits)
 
     def _update(self, weight: torch.dtype, gradient: torch.dtype) -> Update:
-        return compiled(self._kind, weight, gradient, self._device) if self._compiles else eager(self._kind)
+        return compiled(self._kind, weight, gradient, self._device) if self._compiles else partial(update, self._kind)
 
-    def _count(self, parameters: Iterable[Tensor]) -> None:
-        for slab, index in (self._places[parameter] for parameter in parameters):
-            slab.steps[index] += 1
 
-    def _check_released(self) -> None:
-        norms = torch.stack(self._released).tolist() if self._released else []
-        num_bad = sum(not math.isfinite(norm) for norm in norms)
-        if num_bad:
-            raise UsageError(
-                f"{num_bad} of {len(norms)} gradients were not finite: the parameters of all others were stepped",
-                remedy="go on from the last checkpoint with a lower --lr",
-            )
+def _slabs(kind: Kind, groups: Iterable[Mapping[str, Any]]) -> list[Slab]:
+    """Assign the parameters of all groups to slabs."""
+    dealt: list[list[Member]] = []
+    open_slabs: dict[tuple[object, ...], list[Member]] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            key = (parameter.dtype, parameter.device, *_hyperparameters(group))
+            is_small = parameter.numel() <= SMALL_ELEMENTS[parameter.device.type]
+            members = open_slabs.get(key, []) if is_small else []
+            num_rows = max(LEAST_ROWS, -(-parameter.numel() // kind.moments.block))
+            start = members[-1].rows.stop if members else 0
+            if (start + num_rows) * kind.moments.block > SLAB_ELEMENTS[parameter.device.type]:
+                members, start = [], 0
+            if not members:
+                dealt.append(members)
+            if is_small:
+                open_slabs[key] = members
+            members.append(Member(parameter, group, range(start, start + num_rows)))
+    return [Slab(kind, number, members) for number, members in enumerate(dealt)]
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
+    return (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
 
 
 def _bits(parameter: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ LARGEST_SHARE = 0.9
 ENGINE_MARGIN_BYTES = 2 * GIB
 """For what vLLM takes beyond its estimate, which its KV cache would lose."""
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
-"""A step inside a backward pass: bytes per element, and the elements stepped at once (`bridge/optimizers/slabs.py`);
+"""A step inside a backward pass: bytes per element, and elements stepped at once (`bridge/optimizers/split_adamw.py`);
 master, gradient and moments in float32, and two temporaries."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 """Values of `--trainer-device` that are taken for the server's GPU."""

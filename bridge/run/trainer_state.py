@@ -76,7 +76,7 @@ def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOp
     files = sorted(place.glob("optimizer-*.safetensors"))
     refuse_misfits(str(place), dict.fromkeys(state.steps, "trained"), dict.fromkeys(trained, "trained"))
     found = {key: text for path in files for key, text in headers(path).items()}
-    expected = {key: describe(part) for key, part in _stepped(state.steps, trained, optimizer.described_parts)}
+    expected = {key: describe(part) for key, part in _stepped(state.steps, trained, optimizer.parts)}
     refuse_misfits(str(place), found, expected)
     optimizer.reset({trained[name]: step for name, step in state.steps.items()})
     for path in files:

@@ -233,7 +233,7 @@ def test_a_model_whose_config_is_broken_is_refused_before_vllm_starts(bridge: Br
     [
         ("arithmetics", "no environment 'arithmetics', expected arithmetic, gsm8k, jsonl or path/to/file.py:ClassName"),
         ("nowhere.py:Task", "cannot read nowhere.py: there is no such file"),
-        ("mine.py", "names no class"),
+        ("mine.py", "does not name a class"),
         ("mine.py:Other", "no class 'Other' in mine.py, it defines Task"),
         ("mine.py:Task", "Task needs constructor arguments (size), expected none"),
     ],

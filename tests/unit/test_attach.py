@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, BridgeError, ManifestError, UnsupportedModelError, UsageError
-from bridge.optimizers.factory import SplitMasterAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.server.manifest import Manifest
 from bridge.weights import shared_memory
 from bridge.weights.attach import AttachedModel, attach

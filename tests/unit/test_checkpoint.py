@@ -243,7 +243,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_an_empty_one_is_used(tmp_path:
     folder = tmp_path / "step_3"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
-    with pytest.raises(UsageError, match="step_3 exists and is not ours to replace"):
+    with pytest.raises(UsageError, match="step_3 exists, and Bridge did not write it"):
         save(tmp_path)
     assert names(folder) == ["thesis.txt"]
     (folder / "thesis.txt").unlink()

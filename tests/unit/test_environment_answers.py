@@ -89,7 +89,7 @@ def test_part_of_a_formula_is_not_the_answer() -> None:
 
 @pytest.mark.parametrize("answer", ["??", "", "Lima", "#### two of them"])
 def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> None:
-    with pytest.raises(RewardError, match="is no number or formula") as caught:
+    with pytest.raises(RewardError, match="is not a number or formula") as caught:
         answers.is_right(answer, "#### 42")
     assert f"the answer {answer!r}" in caught.value.message
 

@@ -177,13 +177,13 @@ def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> N
         b'{"prompt": "a", "answer": [1]}\n{"prompt": "a", "answer": ""}\n'
     )
     message = refusal("jsonl", data=str(path)).message
-    assert message.startswith(f"{path}: 9 of 10 rows are bad: line 3 is no JSON (Unterminated string")
+    assert message.startswith(f"{path}: 9 of 10 rows are bad: line 3 is not JSON (Unterminated string")
     for fault in (
         "line 4 is [1], expected a JSON object",
-        "line 5 is no UTF-8 at byte 1",
+        "line 5 is not UTF-8 at byte 1",
         "line 6 has no column 'prompt', found answer",
-        "line 7 is no problem: its prompt is empty",
-        "line 8 is no problem: its prompt is 7",
+        "line 7 is not a problem: its prompt is empty",
+        "line 8 is not a problem: its prompt is 7",
         "line 9 has no answer, and the reward exact compares with the column 'answer'",
         "line 10 has the answer [1], expected text or a number",
         "line 11 has an empty answer",
@@ -194,7 +194,7 @@ def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> N
 def test_many_bad_lines_are_counted_past_the_first_ten(write: Write) -> None:
     message = refusal("jsonl", data=str(write(*["{"] * 25))).message
     assert "25 of 25 rows are bad" in message
-    assert message.count("no JSON") == rows.MAX_SHOWN_ROWS
+    assert message.count("not JSON") == rows.MAX_SHOWN_ROWS
     assert message.endswith("; and 15 more")
 
 
@@ -265,11 +265,9 @@ def test_a_class_without_a_score_will_do_where_rewards_are_chosen_that_fit_its_p
 
 def test_choices_that_an_environment_has_no_use_for_are_refused() -> None:
     error = refusal("arithmetic", data="x.jsonl", answer_column="a")
-    assert error.message == (
-        "--data, --answer-column mean nothing with --environment arithmetic, only with gsm8k and jsonl"
-    )
+    assert error.message == ("--data, --answer-column: only for --environment gsm8k and jsonl, not arithmetic")
     for choice in registry.OF_DATA:
-        assert "means nothing" in refusal("arithmetic", **{choice: "x"}).message
+        assert "only for --environment" in refusal("arithmetic", **{choice: "x"}).message
     assert "no environment 'gsm8'" in refusal("gsm8", data="x").message
 
 

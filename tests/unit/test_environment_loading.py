@@ -96,7 +96,8 @@ def test_a_file_without_a_class_name_says_how_to_name_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("gone.py:Task", "no such file"), (".:Task", "folder"), ("README.md:Task", "no ")]
+    ("name", "message"),
+    [("gone.py:Task", "no such file"), (".:Task", "folder"), ("README.md:Task", "is not a Python file")],
 )
 def test_what_is_no_python_file_is_refused(
     name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -97,7 +97,7 @@ def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
 @pytest.mark.parametrize("weight", ["", "two", "nan", "inf", "1=2"])
 def test_a_weight_that_is_no_finite_number_is_refused(weight: str) -> None:
     error = refusal(f"math={weight}")
-    assert f"--reward math={weight}: the weight {weight!r} is no finite number" in error.message
+    assert f"--reward math={weight}: the weight {weight!r} is not a finite number" in error.message
     assert error.remedy == "--reward math=0.5"
 
 
@@ -105,7 +105,7 @@ def test_two_rewards_of_one_name_and_rewards_of_no_weight_are_refused(write: Wri
     assert "two rewards are called math" in refusal("math,math=2").message
     path = write("def math(problem, completion):\n    return 0\n")
     assert "two rewards are called math" in refusal(f"math,{path}:math").message
-    assert "no reward has a weight other than 0" in refusal("math=0").message
+    assert "every weight is 0" in refusal("math=0").message
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_two_rewards_of_one_name_and_rewards_of_no_weight_are_refused(write: Wri
         ("async def mine(problem, completion): ...", "is an async function"),
         ("class mine: ...", "mine in"),
         ("def other(problem, completion): ...", "it defines other"),
-        ("mine = 3", "is no function"),
+        ("mine = 3", "is not a function"),
         ("1 / 0", "raised ZeroDivisionError: division by zero (mine.py line 1)"),
     ],
 )

@@ -20,7 +20,7 @@ from bridge.learn.gradients import Learnt
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossStatistics
 from bridge.optimizers import factory
-from bridge.optimizers.in_place import InPlaceOptimizer, StateBytes
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import budget
 from bridge.types import Completion, Group
@@ -151,17 +151,8 @@ class Descent(InPlaceOptimizer):
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         raise AssertionError(parameter.shape)
 
-    described_parts = parts
-
-    def num_updates(self, parameter: Tensor) -> int:
-        raise AssertionError(parameter.shape)
-
-    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
-        raise AssertionError(num_updates)
-
-    @property
-    def state_bytes(self) -> StateBytes:
-        return StateBytes(0, 0)
+    def _state(self) -> Iterable[Tensor]:
+        return ()
 
 
 # The same in as few words as possible: one completion at a time, the whole vocabulary, torch's own autograd.
@@ -814,7 +805,7 @@ def test_a_learning_rate_that_nobody_chose_is_reported() -> None:
 def test_a_weight_decay_that_float32_rounds_away_is_reported(lr: float, decay: float, effect: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(256))
     weight.grad = torch.zeros(256)
-    factory.SplitMasterAdamW([factory.scaled_group(weight, 4.0, lr=lr, weight_decay=decay)]).step()
+    SplitMasterAdamW([factory.scaled_group(weight, 4.0, lr=lr, weight_decay=decay)]).step()
     assert bool((weight != 1).any()) == (effect and decay > 0)
     told = [line for line in notes_of(lr=lr, weight_decay=decay) if "weight decay does nothing" in line]
     assert len(told) == (0 if effect else 1)

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.optimizers.factory import SplitMasterAdamW, scaled_group
+from bridge.optimizers.factory import scaled_group
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes.preparation import recompute_activations
 from bridge.weights.adapter import Adapter
 from tests.models import tiny

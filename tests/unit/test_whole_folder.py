@@ -86,7 +86,7 @@ def test_what_may_not_go_is_refused_before_anything_is_written(tmp_path: Path) -
     (tmp_path / "folder" / "thesis.txt").write_text("precious")
     (tmp_path / "file").write_text("precious")
     for name in ("folder", "file"):
-        with pytest.raises(UsageError, match=f"{name} exists and is not ours to replace"):
+        with pytest.raises(UsageError, match=f"{name} exists, and Bridge did not write it"):
             write(tmp_path / name, "new")
     assert names(tmp_path) == ["file", "folder"]
     assert names(tmp_path / "folder") == ["thesis.txt"]
@@ -100,7 +100,7 @@ def test_what_came_in_the_way_meanwhile_is_not_replaced_either(tmp_path: Path) -
         folder.mkdir()
         (folder / "thesis.txt").touch()
 
-    with pytest.raises(UsageError, match="not ours to replace"):
+    with pytest.raises(UsageError, match="Bridge did not write it"):
         filled(folder, come)
     assert names(tmp_path) == ["folder"]
     assert names(folder) == ["thesis.txt"]

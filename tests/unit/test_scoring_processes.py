@@ -302,7 +302,7 @@ def test_a_recipe_that_raises_ends_the_run_by_one_clear_line(processes: int) -> 
     place = f"scores_sample.py line {scores_sample.broken.__code__.co_firstlineno + 1}"
     error = refused(scores_sample.broken, processes=processes)
     assert error.message == f"making what scores completions raised ValueError: no luck ({place})"
-    assert error.remedy == f"mend {place}, then run the same command again"
+    assert error.remedy == f"fix {place}, then run the same command again"
 
 
 def test_a_recipe_that_ends_its_process_says_how() -> None:

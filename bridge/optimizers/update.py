@@ -1,22 +1,22 @@
-"""One AdamW update, elementwise: on a float32 weight, or on a master split into a bf16 weight and the rest of it.
+"""One elementwise AdamW update, eager or compiled: of a float32 weight, or of a master split into bf16 and a remainder.
 
     float32 master   s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm
                      the bf16 weight    | int16 remainder        master = (weight's bits << 16) + remainder
 
-The weight is the master rounded to nearest (a tie away from zero), so the remainder is signed and a carry reaches the
-exponent as it should. Where no remainder is kept the weight is the master rounded by chance.
+The weight is the master rounded to nearest (ties away from zero), so the remainder is signed and a carry reaches the
+exponent. Without a remainder, the weight is the master rounded stochastically.
 
-What changes from step to step is a tensor, so that a compiled update stays compiled.
+Whatever changes from step to step is in a tensor, so that nothing is recompiled.
 
-Not covered: which tensors, in which pieces (`slabs.py`), compiling (`compiled.py`), low-bit moments (`moments.py`).
 Shape suffixes: R blocks, B elements of a block.
 Source: TransformerEngine's `FusedAdam` (`store_param_remainders`) for the split; AdamW, arXiv 1711.05101, algorithm 2.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,33 +25,28 @@ from bridge.optimizers.moments import BFLOAT16, EIGHT_BIT, FLOAT32, FOUR_BIT, Mo
 from bridge.optimizers.rounding import random_bits, round_by_chance
 
 REMAINDER = "remainder"
+TRIAL_BLOCKS = 3
+"""Blocks of the call that compiles: torch specializes on sizes 0 and 1."""
+Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor, Tensor], Tensor]
+"""`update` of one kind: (weight, gradient, state, coefficients, norm, place) -> words changed in each block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One way to keep AdamW's state beside the weights."""
+    """One way to store AdamW's state beside the weights."""
 
     name: str
     """Value of `--optimizer`."""
     moments: Moments
-    """How it holds the moments."""
     has_master: bool = True
-    """Whether a bf16 weight has a remainder; else it is rounded by chance."""
+    """Whether a bf16 weight has a remainder; otherwise it is rounded stochastically."""
     beta2: float = 0.999
-    """Decay of the second moment when none is given."""
+    """Default decay of the second moment."""
 
     def parts(self, dtype: torch.dtype) -> dict[str, Part]:
-        """Return the tensors of state of a weight of `dtype`, by name."""
+        """Return the state tensors of a weight of `dtype`, by name."""
         is_split = self.has_master and dtype == torch.bfloat16
         return {**self.moments.parts, **({REMAINDER: Part(torch.int16)} if is_split else {})}
-
-    def described_parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of one parameter, without memory."""
-        described = {}
-        for name, part in self.parts(parameter.dtype).items():
-            shape = parameter.shape if part.elements == 1 else (-(-parameter.numel() // part.elements),)
-            described[name] = torch.empty(shape, dtype=part.dtype, device="meta")
-        return described
 
 
 KINDS: Mapping[str, Kind] = {
@@ -66,32 +61,22 @@ KINDS: Mapping[str, Kind] = {
 """By the value of `--optimizer`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coefficients:
-    """The scalars of one AdamW update of one parameter, in the order in which `update` takes them."""
+class Coefficients(NamedTuple):
+    """The scalars of one update of one parameter, in the order in which `update` unpacks them."""
 
-    decay: float
-    """Factor of the weight: 1 - lr * weight_decay."""
-    lerp1: float
-    """1 - decay of the first moment."""
+    decay: float  # factor of the weight: 1 - lr * weight_decay
+    lerp1: float  # 1 - beta1
     beta2: float
-    """Decay of the second moment."""
-    lerp2: float
-    """1 - beta2."""
-    step_size: float
-    """Learning rate over the first moment's bias correction."""
-    root_bias2: float
-    """Square root of the second moment's bias correction."""
+    lerp2: float  # 1 - beta2
+    step_size: float  # learning rate over the first moment's bias correction
+    root_bias2: float  # square root of the second moment's bias correction
     eps: float
-    """Added to the denominator."""
-    largest: float
-    """Largest ratio of first moment to denominator that any gradients can make of exact moments."""
-    max_norm: float
-    """Norm to which the gradient is scaled down."""
+    largest: float  # largest ratio of first moment to denominator that exact moments can have, whatever the gradients
+    max_norm: float  # norm to which the gradient is clipped
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int, max_norm: float = math.inf) -> Self:
-        """Derive them from a parameter group's hyperparameters and the number of the step, from 1."""
+        """Derive them from a parameter group and the step's number, from 1."""
         beta1, beta2 = group["betas"]
         return cls(
             decay=1 - group["lr"] * group["weight_decay"],
@@ -105,10 +90,6 @@ class Coefficients:
             max_norm=max_norm,
         )
 
-    def values(self) -> tuple[float, ...]:
-        """Return them in order."""
-        return astuple(self)
-
 
 def join(upper: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 master of the bf16 bits `upper` and `remainder`, both int16."""
@@ -116,7 +97,7 @@ def join(upper: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bf16 bits nearest to float32 `master` and the remainder, both int16; `join` undoes it exactly."""
+    """Return the bf16 bits nearest to float32 `master` and the remainder, both int16; `join` is the exact inverse."""
     bits = master.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.short(), (bits - (upper << 16)).short()
@@ -131,12 +112,12 @@ def update(
     norm: Tensor,
     place: Tensor,
 ) -> Tensor:
-    """Apply one AdamW update in place and return how many words of each block changed; nothing waits for the device.
+    """Apply one AdamW update in place, without a device sync; return how many words of each block changed.
 
-    A gradient whose norm is above `max_norm` is scaled down to it; one whose norm is not finite changes nothing.
+    A gradient with a norm above `max_norm` is scaled down to it; a norm that is not finite leaves everything unchanged.
 
-    Shapes: `weight_RB` float32, or the int16 bits of bf16; `state` what `Kind.parts` says, R blocks of each;
-    `coefficients` float32 as `Coefficients` has them; `norm` float32 []; `place` as `random_bits` wants it.
+    Shapes: `weight_RB` float32, or the int16 bits of bf16; `state` R blocks of each of `Kind.parts`; `coefficients`
+    float32, the fields of `Coefficients`; `norm` float32 []; `place` as in `random_bits`.
         -> [R] int32.
     """
     decay, lerp1, beta2, lerp2, step_size, root_bias2, eps, largest, max_norm = coefficients.unbind()
@@ -155,17 +136,10 @@ def update(
     if is_bf16 and REMAINDER in state:
         new_RB, new[REMAINDER] = split(join(weight_RB, state[REMAINDER]) * decay - change_RB)
     elif is_bf16:
-        assert bits_RB is not None, "without a master there is chance"
+        assert bits_RB is not None, "without a master, rounding is stochastic"
         new_RB = round_by_chance((weight_RB.int() << 16).view(torch.float32) * decay - change_RB, bits_RB)
     else:
         new_RB = weight_RB * decay - change_RB
-    return _written(weight_RB, new_RB, keep, state, new)
-
-
-def _written(
-    weight_RB: Tensor, new_RB: Tensor, keep: Tensor, state: Mapping[str, Tensor], new: Mapping[str, Tensor]
-) -> Tensor:
-    """Put what is new into its place, if `keep`, and count the words that differ in each block: one pass on a GPU."""
     new_RB = torch.where(keep, new_RB, weight_RB)
     differs_RB = (
         new_RB.view(torch.int32) != weight_RB.view(torch.int32) if new_RB.is_floating_point() else new_RB != weight_RB
@@ -175,6 +149,38 @@ def _written(
     for name, tensor in state.items():
         tensor.copy_(torch.where(keep, new[name], tensor))
     return num_changed_R
+
+
+@cache
+@torch.no_grad()  # as in later calls: a change of grad mode would recompile
+def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: torch.device) -> Update:
+    """Compile `update` into one kernel for any number of blocks of these dtypes, by running it once on zeros."""
+
+    def update_of_kind(*tensors: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        weight_RB, gradient_RB, *scalars = tensors
+        return update(kind, weight_RB, gradient_RB, state, *scalars)
+
+    update_of_kind.__code__ = update_of_kind.__code__.replace()  # torch limits the compilations of one code object
+    compiled_update = torch.compile(update_of_kind, fullgraph=True)
+
+    def call(weight_RB: Tensor, gradient_RB: Tensor, state: Mapping[str, Tensor], *scalars: Tensor) -> Tensor:
+        return compiled_update(weight_RB, gradient_RB, *scalars, state=state)
+
+    def zeros(dtype: torch.dtype, elements: int = 1) -> Tensor:
+        made = torch.zeros(TRIAL_BLOCKS, kind.moments.block // elements, dtype=dtype, device=device)
+        torch._dynamo.mark_dynamic(made, 0)
+        return made
+
+    group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    call(
+        zeros(torch.int16 if weight == torch.bfloat16 else weight),
+        zeros(gradient),
+        {name: zeros(part.dtype, part.elements) for name, part in kind.parts(weight).items()},
+        torch.tensor(Coefficients.of(group, 1), device=device),
+        torch.ones((), device=device),
+        torch.zeros(2, dtype=torch.int32, device=device),
+    )
+    return call
 
 
 def _largest(beta1: float, beta2: float, step: int) -> float:

@@ -66,7 +66,7 @@ def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
     found = fault(scoring(value))
     assert found.kind == "Task.score returned something other than a finite number"
     assert found.line.startswith("Task.score returned ")
-    assert "expected a finite number (test_rewards.py line" in found.line
+    assert "expected a finite number (test_scoring.py line" in found.line
     assert found.line.endswith("on prompt '3+4=' and completion '7'")
 
 
@@ -95,7 +95,7 @@ def test_an_error_of_ours_is_told_as_it_is_and_known_by_what_it_came_from(tmp_pa
                 return score(completion)
 
     found = fault(Task(), "b")
-    assert found.line.startswith("reward brief raised ValueError: invalid literal for int() with base 10: 'b' (test_re")
+    assert found.line.startswith("reward brief raised ValueError: invalid literal for int() with base 10: 'b' (test_sc")
     assert found.kind == fault(Task(), "c").kind
 
 
@@ -104,7 +104,7 @@ def test_an_exception_that_cannot_even_be_printed_is_a_fault_too() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert fault(scoring(MuteError())).line.startswith("Task.score raised MuteError (test_rewards.py line")
+    assert fault(scoring(MuteError())).line.startswith("Task.score raised MuteError (test_scoring.py line")
     assert fault(scoring(SystemExit(3))).line.startswith("Task.score raised SystemExit: 3 (")
 
 
