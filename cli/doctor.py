@@ -12,18 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import typer
 from rich.text import Text
 
 import bridge
-from bridge.checks import environment, facts, hardware, processes, server, sharing, software
+from bridge.checks import environment, facts, hardware, processes, sharing, software
 from bridge.checks import model as model_checks
 from bridge.checks.facts import Facts
 from bridge.checks.result import Check, any_failed, failed, passed
-from bridge.checks.server import Examined
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT
 from bridge.core import memory
@@ -33,6 +32,9 @@ from bridge.server.manifest import Manifest
 from cli import console
 from cli.options import Json, option
 from patches import compatibility
+
+if TYPE_CHECKING:
+    from bridge.checks.server import Examined
 
 FAILURE_FOUND = 3
 """Exit code if a check failed."""
@@ -93,6 +95,8 @@ def doctor(
 
 def examine(port: int | None, given: Path | None, asked: Asked, model: str | None = None) -> Iterator[Section]:
     """Yield every check, section by section; outside Linux only the first one can be made."""
+    from bridge.checks import server  # loads httpx, which the help text does not need
+
     system = software.operating_system(sys.platform)
     if system.status == "FAIL":
         yield "Software", [system]
@@ -156,7 +160,9 @@ def trial_gpu(known: Facts, live: Manifest | None) -> str | None:
     return own if own in visible else next(iter(visible), None)
 
 
-def _server(examined: Examined, known: Facts, port: int | None, *, searched: bool) -> Iterator[Check]:
+def _server(examined: "Examined", known: Facts, port: int | None, *, searched: bool) -> Iterator[Check]:
+    from bridge.checks import server
+
     live = examined.live
     if live:
         transformers = software.installed_version("transformers")

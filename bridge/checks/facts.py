@@ -102,7 +102,7 @@ def probe() -> None:
         return
     _say(driver_cuda=_driver_cuda())
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         _say(cuda_error=_first_line(error))
         return

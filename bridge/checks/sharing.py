@@ -153,7 +153,7 @@ def _write(uuid: str) -> None:
 
     handle = CudaHandle.model_validate_json(sys.stdin.read())
     device = cuda_ipc.device_of(uuid)
-    torch.cuda.init()  # type: ignore[no-untyped-call] # the opener expects an initialized CUDA
+    torch.cuda.init()  # the opener expects an initialized CUDA
     tensor = torch.empty(0, dtype=getattr(torch, handle.dtype), device=device)
     tensor.set_(cuda_ipc.open_storage(handle, device), handle.tensor_offset, handle.shape, handle.stride)
     tensor[PLACE] = MARK
