@@ -1,4 +1,4 @@
-"""Put a run, or several, on a page: one file, whose own policy lets it load nothing else."""
+"""Put a run, or several, on a page: one file, whose content security policy lets it load nothing else."""
 
 import base64
 import hashlib
@@ -29,10 +29,10 @@ MOST_EVENTS = 200
 GENERATOR = "bridge report"
 PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that differ between any two runs."""
-
-
 Choice = tuple[str, str, str, str]
 """Flag, value, default and meaning."""
+Choices = tuple[list[Choice], list[Choice]]
+"""Those that differ from their defaults, and the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,16 @@ class View:
     run: Run
     status: tuple[str, str]
     """In a word, and in a sentence."""
-    figures: Mapping[str, tuple[str, float | None]]
+    figures: Mapping[str, tuple[str, Any]]
     """Name in `--json` -> title and value."""
     samples: samples.Samples
-    choices: tuple[list[Choice], list[Choice]]
-    """Those that differ from their defaults, and the others."""
-    server_choices: tuple[list[Choice], list[Choice]]
+    choices: Choices
+    server_choices: Choices
     notes: Sequence[str]
 
     @property
-    def values(self) -> dict[str, float | None]:
-        """Return the figures' values alone."""
+    def values(self) -> dict[str, Any]:
+        """Return the values of the figures."""
         return {key: value for key, (_, value) in self.figures.items()}
 
 
@@ -70,9 +69,8 @@ def view(name: str, run: Run, *, num_runs: int = 1) -> View:
 
 def html(views: Sequence[View]) -> str:
     """Return the page of one run, or of several side by side."""
-    results = {"status": [each.status[0] for each in views]} | {
-        title: [shown(each.values[key]) for each in views] for key, (title, _) in views[0].figures.items()
-    }
+    results = {"status": [each.status[0] for each in views]}
+    results |= {title: [shown(each.values[key]) for each in views] for key, (title, _) in views[0].figures.items()}
     artist = charts.Artist({each.name: each.run for each in views})
     sections = {
         title: [drawing for chart in group for drawing in artist.drawings(chart)]
@@ -92,7 +90,7 @@ def html(views: Sequence[View]) -> str:
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         finalize=lambda value: visible(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters |= {"shown": shown, "duration": duration}
+    environment.filters |= {"shown": shown, "duration": duration, "as_text": as_text}
     return environment.get_template("report.html.j2").render(
         views=views, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
         script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
@@ -102,7 +100,7 @@ def html(views: Sequence[View]) -> str:
     )  # fmt: skip
 
 
-def figures(run: Run) -> dict[str, tuple[str, float | None]]:
+def figures(run: Run) -> dict[str, tuple[str, Any]]:
     """Return the numbers that sum up a run."""
     rewards, published = run.column("reward_mean"), run.column("fence_publish_s")
     few = max(1, min(20, len(rewards) // 10))
@@ -134,10 +132,8 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
     }
 
 
-def choices(
-    config: Mapping[str, Any], kind: type[Config], derived: Collection[str] = ()
-) -> tuple[list[Choice], list[Choice]]:
-    """Return the choices that differ from their defaults, and the rest, with those that were `derived`."""
+def choices(config: Mapping[str, Any], kind: type[Config], derived: Collection[str] = ()) -> Choices:
+    """Return the choices that differ from their defaults, and the others with those that were `derived`."""
     changed, unchanged = list[Choice](), list[Choice]()
     for name, value in config.items():
         known, default, about = kind.choices().get(name), "–", "This version of Bridge does not know it."
@@ -157,9 +153,16 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
 
-def shown(value: float | None, digits: int = 4) -> str:
-    """Return a number with its significant digits."""
-    if value is None or not np.isfinite(value):
+def as_text(value: object) -> str:
+    """Return a JSON value as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def shown(value: object, digits: int = 4) -> str:
+    """Return a number with its significant digits, and anything else as text."""
+    if value is None or not isinstance(value, int | float):
+        return "–" if value is None else as_text(value)
+    if not np.isfinite(value):
         return "–"
     if value and abs(value) < 1e-4:
         return f"{value:.2e}".replace("e-0", "e-")
@@ -188,4 +191,4 @@ def _written(value: object) -> str:
         return "absent"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)
+    return str(value) if isinstance(value, Path) else as_text(value)
