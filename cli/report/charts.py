@@ -216,7 +216,7 @@ class Artist:
             low, high = HEALTHY_NATS
             plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))
             yield f"rounding alone, in bf16: {low} to {high}", HEALTHY
-            if self._single and (alarm := self._single.config.get("mismatch_alarm")):
+            if self._single and isinstance(alarm := self._single.config.get("mismatch_alarm"), int | float):
                 plot.add_layout(Span(location=alarm, dimension="width", line_color=ALARM, line_dash="dashed"))
                 yield f"--mismatch-alarm {alarm:g}", ALARM
         events = [each for each in self._single.events if each.step is not None] if self._single else []

@@ -43,7 +43,7 @@ class View:
     run: Run
     status: tuple[str, str]
     """In a word, and in a sentence."""
-    figures: Mapping[str, tuple[str, Any]]
+    figures: Mapping[str, tuple[str, float | None]]
     """Name in `--json` -> title and value."""
     samples: samples.Samples
     choices: Choices
@@ -51,7 +51,7 @@ class View:
     notes: Sequence[str]
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, float | None]:
         """Return the values of the figures."""
         return {key: value for key, (_, value) in self.figures.items()}
 
@@ -90,7 +90,7 @@ def html(views: Sequence[View]) -> str:
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         finalize=lambda value: visible(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters |= {"shown": shown, "duration": duration, "as_text": as_text}
+    environment.filters |= {"shown": shown, "duration": duration, "as_text": as_text, "messages": messages}
     return environment.get_template("report.html.j2").render(
         views=views, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
         script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
@@ -100,17 +100,19 @@ def html(views: Sequence[View]) -> str:
     )  # fmt: skip
 
 
-def figures(run: Run) -> dict[str, tuple[str, Any]]:
+def figures(run: Run) -> dict[str, tuple[str, float | None]]:
     """Return the numbers that sum up a run."""
     rewards, published = run.column("reward_mean"), run.column("fence_publish_s")
     few = max(1, min(20, len(rewards) // 10))
-    before, after = run.summary.get("reward_before"), run.summary.get("reward_after")
+    names = ("reward_before", "reward_after", "weight_bytes_copied", "weight_bytes")
+    ends = {name: value for name in names if isinstance(value := run.summary.get(name), int | float)}
+    before, after = ends.get("reward_before"), ends.get("reward_after")
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         before = first["reward_mean"] if first["step"] < run.steps[0] else None
         after = last["reward_mean"] if last["step"] >= run.steps[0] else None
     fence_ms = run.column("fence_s")[~(published <= 0)] * 1e3  # of the steps that were published
-    copied = run.summary.get("weight_bytes", run.summary.get("weight_bytes_copied"))
+    copied = ends.get("weight_bytes", ends.get("weight_bytes_copied"))
     return {
         "reward_first": ("reward, first steps", _of(np.mean, rewards[:few])),
         "reward_last": ("reward, last steps", _of(np.mean, rewards[-few:])),
@@ -158,6 +160,17 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
+def messages(prompt: object) -> list[tuple[str, str]]:
+    """Return role and text of each part of a prompt; the role of plain text is empty."""
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    return [
+        (as_text(part.get("role", "")), as_text(part["content"]))
+        if isinstance(part, dict) and "content" in part
+        else ("", as_text(part))
+        for part in parts
+    ]
+
+
 def shown(value: object, digits: int = 4) -> str:
     """Return a number with its significant digits, and anything else as text."""
     if value is None or not isinstance(value, int | float):
@@ -173,7 +186,7 @@ def shown(value: object, digits: int = 4) -> str:
 
 def _status(run: Run) -> tuple[str, str]:
     planned = run.config.get("training_steps")
-    done = f"step {run.steps[-1]:,}" + (f" of {planned:,}" if planned else "")
+    done = f"step {run.steps[-1]:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")
     if run.summary:
         return "finished", done
     if run.holder:
