@@ -44,51 +44,29 @@ def _is_set(value: str) -> bool:
 OFFLINE = "unset, unless the model is a local folder or already downloaded"
 UNSHARED = f"without {EXPANDABLE}: such memory cannot always be shared with another process"
 RULES = (
-    Rule(
-        "VLLM_ENABLE_SHARED_WEIGHTS",
-        lambda value: value.lower() not in ("1", "true"),
-        "1: bridge serve-vllm sets it; with this, a vllm serve started by hand exports no weights",
-    ),
-    Rule(
-        "VLLM_SKIP_WEIGHT_DAEMON",
-        lambda value: value not in ("", "1"),
-        "unset or 1: there is no weight daemon, weights are written in place",
-    ),
+    Rule("VLLM_ENABLE_SHARED_WEIGHTS", lambda value: value.lower() not in ("1", "true"),
+         "1: bridge serve-vllm sets it; with this, a vllm serve started by hand exports no weights"),
+    Rule("VLLM_SKIP_WEIGHT_DAEMON", lambda value: value not in ("", "1"),
+         "unset or 1: there is no weight daemon, weights are written in place"),
     Rule("NUM_INFERENCE_NODES", _is_set, "unset or 0: memory is shared on one host"),
     *(Rule(name, lambda value: EXPANDABLE in value, UNSHARED, device="cuda") for name in ALLOCATOR_VARIABLES),
     Rule("VLLM_USE_V2_MODEL_RUNNER", _is_on, "unset on the CPU: model runner V2 needs Triton", device="cpu"),
-    Rule(
-        "VLLM_PORT",  # for vLLM's inner traffic; Kubernetes sets it to a URI for a service named vllm
-        lambda value: not value.isdigit(),
-        "unset or a number; in Kubernetes rename a service that is called vllm",
-        then="vLLM refuses to start",
-    ),
-    Rule(
-        "VLLM_USE_RUST_FRONTEND",
-        lambda value: value == "1",
-        "unset: that front end has no /bridge/* routes and writes no manifest",
-        then="vLLM does not load the routes of plugins",
-    ),
-    Rule(
-        "VLLM_CPU_KVCACHE_SPACE",
-        lambda value: bool(value) and not value.strip().isdigit(),
-        "unset, or whole GiB such as 1",
-        then="vLLM refuses to start",
-        remedy="export VLLM_CPU_KVCACHE_SPACE=1",
-        device="cpu",
-    ),
+    Rule("VLLM_PORT", lambda value: not value.isdigit(),  # Kubernetes sets it to a URI for a service named vllm
+         "unset or a number, for vLLM's inner traffic; in Kubernetes rename a service that is called vllm",
+         then="vLLM refuses to start"),
+    Rule("VLLM_USE_RUST_FRONTEND", lambda value: value == "1",
+         "unset: that front end has no /bridge/* routes and writes no manifest",
+         then="vLLM does not load the routes of plugins"),
+    Rule("VLLM_CPU_KVCACHE_SPACE", lambda value: bool(value) and not value.strip().isdigit(),
+         "unset, or whole GiB such as 1",
+         then="vLLM refuses to start", remedy="export VLLM_CPU_KVCACHE_SPACE=1", device="cpu"),
     Rule("VLLM_SERVER_DEV_MODE", _is_set, "unset, or 0", then="bridge serve-vllm refuses to start"),
-    Rule(
-        "VLLM_USE_MODELSCOPE",
-        lambda value: value.strip().lower() in ("1", "true"),
-        "unset: the trainer reads the model's configuration from the Hugging Face hub",
-        remedy="unset VLLM_USE_MODELSCOPE, or serve and train a local folder",
-    ),
-    *(
-        Rule(name, _is_on, OFFLINE, remedy=f"unset {name}, or give the model's folder instead of its name")
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    ),
-)
+    Rule("VLLM_USE_MODELSCOPE", lambda value: value.strip().lower() in ("1", "true"),
+         "unset: the trainer reads the model's configuration from the Hugging Face hub",
+         remedy="unset VLLM_USE_MODELSCOPE, or serve and train a local folder"),
+    *(Rule(name, _is_on, OFFLINE, remedy=f"unset {name}, or give the model's folder instead of its name")
+      for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
+)  # fmt: skip
 
 
 def environment_variables(environment: Environment, device: Device, plugins: Collection[str]) -> list[Check]:

@@ -36,35 +36,23 @@ NAMESPACES = (
 Cause = tuple[tuple[str, ...], str, str]
 """Why the driver refuses: any of these signs in the error, in lower case; the reason in words; the fix."""
 SURE: tuple[Cause, ...] = (
-    (
-        ("busy or unavailable", "exclusive"),
-        "the GPU takes one process at a time (compute mode)",
-        "sudo nvidia-smi -c DEFAULT",
-    ),
-    (
-        ("out of memory",),
-        "the GPU has no memory left for two small processes",
-        "nvidia-smi lists the processes that use the GPU: stop yours, or lower --gpu-memory-utilization",
-    ),
-    (
-        ("no space left", "shared memory", "shm"),
-        "/dev/shm, which holds torch's reference counters, is full or missing",  # noqa: S108  a name
-        "docker run --shm-size=1g ..., or: df -h /dev/shm",
-    ),
-)
+    (("busy or unavailable", "exclusive"), "the GPU takes one process at a time (compute mode)",
+     "sudo nvidia-smi -c DEFAULT"),
+    (("out of memory",), "the GPU has no memory left for two small processes",
+     "nvidia-smi lists the processes that use the GPU: stop yours, or lower --gpu-memory-utilization"),
+    (("no space left", "shared memory", "shm"),
+     "/dev/shm, which holds torch's reference counters, is full or missing",  # noqa: S108  a name
+     "docker run --shm-size=1g ..., or: df -h /dev/shm"),
+)  # fmt: skip
 """Causes whose signs have no other meaning."""
 LIKELY: tuple[Cause, ...] = (
-    (
-        ("pidfd", "operation not permitted", "permission denied"),
-        "the kernel forbids one process to reach into the other (ptrace rules)",
-        "docker run --cap-add=SYS_PTRACE ..., or on the host: sudo sysctl kernel.yama.ptrace_scope=0",
-    ),
-    (
-        ("invalid", "mapping", "os call failed", "not supported", "peer"),
-        "the two processes do not share the namespaces that the driver needs, or the platform has no CUDA IPC",
-        "docker run --ipc=host --pid=host ... (or container:NAME for both); in WSL 2 update the driver",
-    ),
-)
+    (("pidfd", "operation not permitted", "permission denied"),
+     "the kernel forbids one process to reach into the other (ptrace rules)",
+     "docker run --cap-add=SYS_PTRACE ..., or on the host: sudo sysctl kernel.yama.ptrace_scope=0"),
+    (("invalid", "mapping", "os call failed", "not supported", "peer"),
+     "the two processes do not share the namespaces that the driver needs, or the platform has no CUDA IPC",
+     "docker run --ipc=host --pid=host ... (or container:NAME for both); in WSL 2 update the driver"),
+)  # fmt: skip
 """Causes whose signs also appear if the allocator's segments are expandable."""
 
 
