@@ -44,29 +44,19 @@ NARROWEST = 60
 
 Section = tuple[str, list[Check]]
 Asked = Literal["auto", "cpu", "cuda"]
+PORT = "Port of the server (default: the manifest's, else 9001)."
 Port = Annotated[
     int | None,
     typer.Option(
-        "--port",
-        "--vllm-port",
-        metavar="INTEGER",
-        min=1,
-        max=65535,
+        "--port", "--vllm-port", metavar="INTEGER", min=1, max=65535, help=PORT, show_envvar=False,
         envvar=["BRIDGE_PORT", "BRIDGE_VLLM_PORT"],
-        show_envvar=False,
-        help="Port of the server (default: the manifest's, else 9001).",
     ),
-]
-ManifestPath = Annotated[
-    Path | None,
-    option(
-        "--vllm-config-path",
-        "PATH",
-        "The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge, else that of the"
-        " only running server).",
-        envvar="BRIDGE_VLLM_CONFIG_PATH",
-    ),
-]
+]  # fmt: skip
+PATH = (
+    "The manifest (default: the first one in $LOGDIR, the current folder and /tmp/atropos_bridge, else that of the only"
+    " running server)."
+)
+ManifestPath = Annotated[Path | None, option("--vllm-config-path", "PATH", PATH, envvar="BRIDGE_VLLM_CONFIG_PATH")]
 DEVICE = "Device of vLLM (default: auto, the one that the installed vLLM was built for)."
 Where = Annotated[Asked, option("--device", "auto|cpu|cuda", DEVICE, envvar="BRIDGE_DEVICE")]
 MODEL = "Folder or name of a model: check from its configuration which modes can train it."
@@ -84,10 +74,9 @@ def doctor(
     with console.waiting("Checking software, hardware, environment and server"):
         sections = list(examine(port, vllm_config_path, device, model))
     checks = [check for _, found in sections for check in found]
-    if as_json:
-        for check in checks:
-            console.data(json.dumps(dataclasses.asdict(check)))
-    else:
+    for check in checks if as_json else ():
+        console.data(json.dumps(dataclasses.asdict(check)))
+    if not as_json:
         report(sections)
     if any_failed(checks):
         raise typer.Exit(FAILURE_FOUND)
@@ -196,17 +185,16 @@ def report(sections: Iterable[Section]) -> None:
 def lines(check: Check, width: int) -> Iterator[Text]:
     """Yield what was found and, unless the check passed, what was expected and how to fix it."""
     status = Text(f"{check.status:{STATUS_WIDTH}}", console.STATUS_STYLES[check.status])
-    yield from _hanging(Text.assemble("  ", status, "  ", f"{check.name:{NAME_WIDTH}}", "  "), check.found, width)
     label = " " * (STATUS_WIDTH + 4)
+    parts = [(Text.assemble("  ", status, "  ", f"{check.name:{NAME_WIDTH}}", "  "), check.found)]
     if check.status in ("WARN", "FAIL"):
-        yield from _hanging(Text(f"{label}{'expected':{LABEL_WIDTH}} ", "dim"), check.expected, width)
+        parts.append((Text(f"{label}{'expected':{LABEL_WIDTH}} ", "dim"), check.expected))
     if check.remedy:
         heading = "next" if check.status == "SKIP" else "fix"
-        yield from _hanging(Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.remedy, width)
-
-
-def _hanging(head: Text, text: str, width: int) -> Iterator[Text]:
-    """Yield `text` after `head`, with all lines indented alike; a long word, such as a path, is not cut."""
-    text, rest = console.cleaned(text), width - len(head)
-    for number, part in enumerate(textwrap.wrap(text, rest, break_long_words=False, break_on_hyphens=False) or [""]):
-        yield Text.assemble(head if number == 0 else " " * len(head), part)
+        parts.append((Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.remedy))
+    for head, text in parts:
+        wrapped = textwrap.fill(
+            console.cleaned(text), width, initial_indent=" " * len(head), subsequent_indent=" " * len(head),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        yield Text.assemble(head, wrapped[len(head) :])

@@ -51,8 +51,11 @@ def run_module(module: str, *arguments: str, timeout_s: float, stdin: str = "", 
     try:
         stdout, stderr = process.communicate(stdin, timeout=timeout_s)
     except BaseException as error:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
+        if own_group:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group: nobody else is in it
+        else:
+            process.kill()
         stdout, stderr = process.communicate()
         timed_out = isinstance(error, subprocess.TimeoutExpired)
         if not timed_out:

@@ -17,6 +17,7 @@ from typing import Any
 from bridge.checks.child import Ended, refuse, run_module
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.planning.model_size import EXPERTS
 
 Config = Mapping[str, Any]
 SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
@@ -31,8 +32,6 @@ PROVED = frozenset({
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
 TRIAL_LIMIT_S = 120.0
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts, by model family."""
 
 
 @dataclass(frozen=True)

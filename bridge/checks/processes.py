@@ -109,7 +109,7 @@ def engines_have_servers(processes: Iterable[Running]) -> Check:
     known = {process.pid: process for process in processes}
     engines = [process for process in known.values() if process.command.startswith(ENGINE)]
     lost = [engine for engine in engines if not _owned(engine, known)]
-    found = f"none; {len(engines)} engine processes with their server" if engines else "none"
+    found = f"none; engine processes with their server: {len(engines)}" if engines else "none"
     if lost:
         named = ", ".join(f"pid {engine.pid} {engine.command.strip()}" for engine in lost)
         found = f"{named}: the server is gone, but they still hold its memory"

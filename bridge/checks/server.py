@@ -163,7 +163,9 @@ def _fence(client: httpx.Client, manifest: Manifest) -> Check:
     else:
         if status and status.server == manifest.server and status.model == manifest.model:
             return _state(status, expected)
-        who = f"{status.model}, pid {status.server.pid}" if status else f"/bridge/status gave {response.status_code}"
+        who = (
+            f"{status.model}, pid {status.server.pid}" if status else f"/bridge/status returned {response.status_code}"
+        )
     remedy = f"stop that one, or use another port: {START} {manifest.model} --port PORT"
     return failed(FENCE, f"another server answers at {manifest.url}: {who}", expected, remedy)
 

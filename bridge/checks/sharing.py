@@ -101,7 +101,7 @@ def judge(trial: Ended, environment: Mapping[str, str]) -> Check:
         remedy = "run both on the same GPU driver: bridge doctor inside the container that serves"
         return failed(CUDA, found, CUDA_EXPECTED, remedy)
     expandable: list[Cause] = [  # these can cause any error
-        (("",), f"{variable} asks for expandable segments", f"unset {variable}")
+        (("",), f"{variable} enables expandable segments", f"unset {variable}")
         for variable in ALLOCATOR_VARIABLES
         if EXPANDABLE in environment.get(variable, "")
     ]

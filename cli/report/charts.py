@@ -56,7 +56,7 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
         Chart("Changed weights", "%", "Weights whose bytes the step changed.", {"changed_weight_share": "changed"}),
         Chart("Updates", "", "Per batch; skipped if the gradient was not finite.",
               {"updates": "updates", "skipped_updates": "skipped"}, "plain"),
-        Chart("Unscored, retried", "", "Completions without a reward, requests sent again.",
+        Chart("Unscored, retried", "", "Completions without a reward, and retried requests.",
               {"unscored": "unscored", "retries": "retried"}, "plain"),
     ),
     "Two engines, one policy": (
@@ -133,7 +133,7 @@ class Artist:
         self._pointer = Span(dimension="height", line_color=TEXT)
 
     def drawings(self, chart: Chart) -> Iterator[Drawing]:
-        """Yield what is drawn of `chart`: nothing if the runs have no values for it."""
+        """Yield the drawings of `chart`: none if the runs have no values for it."""
         is_stacked = chart.kind == "stacked" and self._single is not None
         palette = RAMP if chart is HISTOGRAM and is_stacked else COLOURS
         for title, curves in self._curves(chart, is_stacked=is_stacked):

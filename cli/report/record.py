@@ -1,6 +1,7 @@
 """Read a run directory: finished, running or killed, and written by any version of Bridge."""
 
 import dataclasses
+import io
 import json
 import re
 import shlex
@@ -73,12 +74,10 @@ class Run:
     summary: Mapping[str, Any]
     """Empty unless the run finished."""
     events: list[Event]
-    device: str
-    engine_version: str
+    about: Mapping[str, str]
+    """The device, vLLM's version, and when the oldest and the newest file were written; empty where unknown."""
     holder: str | None
     """Pid of the process that is working in the directory."""
-    written: tuple[datetime, datetime]
-    """Times of the oldest and the newest file."""
     notes: list[str]
     """What is missing or damaged."""
 
@@ -113,19 +112,21 @@ def read(path: Path) -> Run:
     found = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
     notes += _missing(files, rows.values(), choices, has_evaluations=bool(found))
     dated = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
-    times = [datetime.fromtimestamp(each.stat().st_mtime).astimezone() for each in dated if each.is_file()]
-    version = None
-    if files.server_log.is_file():
-        with files.server_log.open("rb") as log:
-            version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
+    times = sorted(datetime.fromtimestamp(each.stat().st_mtime) for each in dated if each.is_file())
+    with files.server_log.open("rb") if files.server_log.is_file() else io.BytesIO() as log:
+        version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
+    about = {
+        "device": str(rows[steps[-1]].get("device", "")),
+        "vLLM": version[1].decode() if version else "",
+        "written": f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M}",
+    }
     return Run(
-        path=path, steps=steps, columns=columns, config=choices, notes=notes, written=(min(times), max(times)),
+        path=path, steps=steps, columns=columns, config=choices, notes=notes, about=about,
         evaluations=[found[step] for step in sorted(found)], holder=claim.holder(path.stat().st_ino),
         server=private.shown(ServeConfig.written(server)),
         derived=[*config.get("derived", ()), *server.get("derived", ())],
         events=list(_events(files, steps, columns)),
-        summary=summary if summary.get("steps") == steps[-1] else {}, device=rows[steps[-1]].get("device", ""),
-        engine_version=version[1].decode() if version else "",
+        summary=summary if summary.get("steps") == steps[-1] else {},
     )  # fmt: skip
 
 

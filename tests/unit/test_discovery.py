@@ -115,7 +115,7 @@ def test_verify_uses_it_and_says_which(
     with server(tmp_path / "there") as path:
         verify.verify()
     assert proved == [path]
-    assert capsys.readouterr().err == f"the only server that runs was started elsewhere: {path}\n"
+    assert capsys.readouterr().err == f"the only running server was started elsewhere: {path}\n"
 
 
 @pytest.mark.parametrize("ancestors", [(), (11,)])
