@@ -69,17 +69,13 @@ def gather() -> Facts:
 
 
 def parse(ended: Ended) -> Facts:
-    """Merge the child's lines, one JSON object each; `doing` names what it began."""
-    known: dict[str, Any] = {"imports": {}}
-    doing = "start"
+    """Merge the child's lines, one JSON object each; `doing` names what it began last."""
+    known: dict[str, Any] = {"imports": {}, "doing": "start"}
     for line in ended.stdout.splitlines():
-        if not line.startswith('{"probe": '):
-            continue  # a library printed something
-        found = json.loads(line)["probe"]
-        doing = found.pop("doing", doing)
-        known["imports"] |= found.pop("imports", {})
-        known |= found
-    trouble = ended.trouble()
+        if line.startswith('{"probe": '):  # else a library printed it
+            found = json.loads(line)["probe"]
+            known |= {**found, "imports": known["imports"] | found.get("imports", {})}
+    doing, trouble = known.pop("doing"), ended.trouble()
     return Facts.model_validate(known | {"trouble": f"{trouble} ({doing})" if trouble else None})
 
 

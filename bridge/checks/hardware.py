@@ -23,9 +23,9 @@ ON_THE_CPU = "not checked: vLLM runs on the CPU"
 RELOAD = "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot"
 
 
-def nvidia_driver_loaded(root: Path = Path("/")) -> bool:
+def nvidia_driver_loaded() -> bool:
     """Return whether the kernel has an NVIDIA driver, even if torch cannot use it."""
-    return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
 def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *, driver_loaded: bool) -> Check:

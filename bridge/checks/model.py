@@ -9,12 +9,12 @@ Not covered: what only vLLM's own loader shows (`patches/loading.py`), and wheth
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.checks.child import Ended, refuse, run_module
+from bridge.checks.child import refuse, run_module
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.planning.model_size import EXPERTS
@@ -124,30 +124,25 @@ def obstacles(config: Config) -> list[Obstacle]:
     return found
 
 
-def build_by_trial(model: str) -> Ended:
-    """Build the class of `model` in a child process, without its weights."""
-    return run_module("bridge.checks.model", model, timeout_s=TRIAL_LIMIT_S)
-
-
-def unbuildable(model: str, config: Config, trial: Callable[[str], Ended] = build_by_trial) -> list[Obstacle]:
+def unbuildable(model: str, config: Config) -> list[Obstacle]:
     """Return why the class that transformers has for `model` cannot be trained, if so.
 
-    A trial that fails for any other reason proves nothing about the model.
+    A child process that fails for any other reason proves nothing about the model.
     """
     if config.get("model_type") in {*PROVED, None}:
         return []
-    ended = trial(model)
+    ended = run_module("bridge.checks.model", model, timeout_s=TRIAL_LIMIT_S)
     is_refused = ended.returncode == UnsupportedModelError.exit_code
     return [Obstacle(ended.last_error_line.removeprefix(f"{model} "))] if is_refused else []
 
 
-def modes(model: str, config: Config | None, trial: Callable[[str], Ended] = build_by_trial) -> Iterator[Check]:
+def modes(model: str, config: Config | None) -> Iterator[Check]:
     """Yield a check per mode: whether it can train `model`, or why not."""
     if config is None:
         expected = "a folder with config.json, or a name in the hub's cache"
         yield skipped("Model", f"no configuration of {model} here", expected)
         return
-    against = obstacles(config) or unbuildable(model, config, trial)
+    against = obstacles(config) or unbuildable(model, config)
     first = {mode: next((each for each in against if mode in each.modes), None) for mode in MODES}
     for mode, obstacle in first.items():
         name, expected = f"Model, {mode}", f"{model} can be trained by --mode {mode}"

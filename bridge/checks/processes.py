@@ -4,7 +4,7 @@ vLLM's engine and workers call themselves `VLLM::...`. If the API server is kill
 hold memory, most of it on a GPU.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -42,14 +42,13 @@ class Running(NamedTuple):
     """Its command line; for an engine, its title."""
 
 
-def port(number: int, server_pid: int | None, others: Mapping[int, str] = NOBODY) -> Check:
-    """Check who listens on a port."""
+def listening() -> dict[int, int | None]:
+    """Return the TCP ports that are listened on, with the pid of the listener; None: another user's or container's."""
     taken: dict[int, int | None] = {}
     for connection in psutil.net_connections(kind="tcp"):
         if connection.laddr and connection.status == psutil.CONN_LISTEN:
             taken[connection.laddr.port] = connection.pid or taken.get(connection.laddr.port)
-    listener = describe(taken[number]) if number in taken else None
-    return port_free_or_ours(number, listener, server_pid, taken, others)
+    return taken
 
 
 def describe(pid: int | None) -> Listener:
@@ -67,22 +66,18 @@ def describe(pid: int | None) -> Listener:
     return Listener(pid=pid, command=cut, ancestors=ancestors)
 
 
-def port_free_or_ours(
-    number: int,
-    listener: Listener | None,
-    server_pid: int | None,
-    taken: Collection[int] = (),
-    others: Mapping[int, str] = NOBODY,
-) -> Check:
+def port(number: int, server_pid: int | None, others: Mapping[int, str] = NOBODY) -> Check:
     """Check that only the manifest's server listens on a port.
 
     `others`: pid of each other running server of Bridge -> its name in messages.
     """
+    taken = listening()
     name, expected = f"Port {number}", "free, or taken by the manifest's server"
-    if listener is None:
+    if number not in taken:
         found = "free" if server_pid is None else f"free, although the server (pid {server_pid}) is running"
         remedy = "see why in its log, and restart it: bridge serve-vllm --model MODEL"
         return judged(name, server_pid is None, found, expected, remedy)
+    listener = describe(taken[number])
     known = (listener.pid, *listener.ancestors)
     if server_pid is not None and server_pid in known:
         return passed(name, f"our server, pid {listener.pid}", expected)

@@ -9,7 +9,7 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from bridge.checks.child import Ended, refuse, run_module
 from bridge.checks.result import Check, failed, passed, skipped
@@ -56,13 +56,10 @@ LIKELY: tuple[Cause, ...] = (
 """Causes whose signs also appear if the allocator's segments are expandable."""
 
 
-def over_memfd(
-    create: Callable[[str, int], int] = os.memfd_create,
-    writer: Callable[[str], Ended] = lambda path: run_module(MODULE, "memfd", path, timeout_s=MEMFD_TIMEOUT_S),
-) -> Check:
+def over_memfd() -> Check:
     """Create a memfd as the server does, let a second process write into it, and read it."""
     try:
-        descriptor = create("bridge-doctor", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("bridge-doctor", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     except OSError as error:
         remedy = "sudo sysctl vm.memfd_noexec=0, or allow memfd_create in the container's seccomp profile"
         return failed(MEMFD, f"memfd_create: {error.strerror}", MEMFD_EXPECTED, remedy)
@@ -70,7 +67,8 @@ def over_memfd(
         os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
-            trouble = writer(f"/proc/{os.getpid()}/fd/{descriptor}").trouble()
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            trouble = run_module(MODULE, "memfd", path, timeout_s=MEMFD_TIMEOUT_S).trouble()
             found = memory[: len(MEMFD_MARK)]
     except OSError as error:
         remedy = "free memory; dmesg names the cause"

@@ -130,8 +130,8 @@ def test_rows_that_do_not_fit_are_skipped_in_one_line(tmp_path: Path) -> None:
 
 def test_other_odd_values_of_a_completion_are_shown_as_text(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
-    odd = {"text": None, "reward": None, "parts": None, "tokens": 10**400, "weight_version": {}}
-    whole = {"text": 5, "reward": 1, "parts": {"a": 10**30, "b": None, "c": "well"}, "tokens": None}
+    odd: dict[str, Any] = {"text": None, "reward": None, "parts": None, "tokens": 10**400, "weight_version": {}}
+    whole: dict[str, Any] = {"text": 5, "reward": 1, "parts": {"a": 10**30, "b": None, "c": "well"}, "tokens": None}
     report_runs.write_rollouts(run, iter([group(1, "p") | {"completions": [odd, whole], "unscored": [odd]}]))
     page = written(run.path, out=run.report)
     for expected in (f"a {10**30}", "b –", "c well", "(an empty completion)", f"{10**400} tokens"):
