@@ -121,7 +121,6 @@ def _software(known: Facts, device: Device, plugins: dict[str, list[str]], *, se
 
 
 def patches_fit() -> Check:
-    """Check that Bridge's patches fit the installed vLLM."""
     versions = compatibility.TESTED_VERSIONS
     expected = f"vLLM {versions[0]} to {versions[-1]} with every symbol that is patched"
     try:

@@ -29,7 +29,6 @@ def nvidia_driver_loaded() -> bool:
 
 
 def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *, driver_loaded: bool) -> Check:
-    """Check that this process can use a GPU, if there is one."""
     name, expected = "GPU", "at least one NVIDIA GPU that torch can use"
     if facts.gpus:
         found = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB, {gpu.uuid})" for gpu in facts.gpus)
@@ -51,7 +50,6 @@ def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *,
 
 
 def driver_runs_torch(facts: Facts) -> Check:
-    """Check that the driver is new enough for the CUDA that torch was built for (any minor version of it)."""
     name, needs, has = "NVIDIA driver", facts.torch_cuda, facts.driver_cuda
     if needs is None:
         return skipped(name, ON_THE_CPU, "new enough for torch's CUDA")
@@ -64,7 +62,6 @@ def driver_runs_torch(facts: Facts) -> Check:
 
 
 def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
-    """Check that memory is free: for a server and a trainer, or for the trainer alone if the server is running."""
     name, total_gib = "GPU memory", gpu.total_bytes / GIB
     needed_gib = TRAINING_GIB if server_lives else SHARE_FOR_BOTH * total_gib
     expected = f"at least {needed_gib:.0f} GiB free for {'the trainer' if server_lives else 'a server and a trainer'}"
@@ -81,7 +78,6 @@ def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
 
 
 def main_memory(available: int, cgroup_left: int | None) -> Check:
-    """Check that the machine and the container have enough memory left, in bytes."""
     limited = cgroup_left is not None and cgroup_left < available
     left = min(available, available if cgroup_left is None else cgroup_left)
     found = f"{left / GIB:.1f} GiB available" + (" within the container's limit" if limited else "")

@@ -100,7 +100,6 @@ def running() -> Iterator[Running]:
 
 
 def engines_have_servers(processes: Iterable[Running]) -> Check:
-    """Check that every engine's parent is a program that can own it."""
     known = {process.pid: process for process in processes}
     engines = [process for process in known.values() if process.command.startswith(ENGINE)]
     lost = [engine for engine in engines if not _owned(engine, known)]

@@ -72,7 +72,6 @@ def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
 
 
 def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
-    """Check that this process sees every GPU that holds the server's weights."""
     name, needed = "Server's GPU", {shard.gpu_uuid for shard in manifest.shards if shard.gpu_uuid}
     if not needed:
         return passed(name, "not needed: the weights are in main memory", "every GPU that holds weights is visible")
@@ -101,7 +100,6 @@ def others(used: Path | None) -> Iterator[Check]:
 
 
 def weights_open(manifest: Manifest) -> Check:
-    """Check that this process can open the whole of the server's shared-memory files."""
     expected = "every shared file of the server opens for writing"
     if manifest.backend != "shared_memory":
         return skipped(WEIGHTS, "in GPU memory: bridge verify opens them", expected)
@@ -151,7 +149,6 @@ def _health(client: httpx.Client, manifest: Manifest) -> Check:
 
 
 def _fence(client: httpx.Client, manifest: Manifest) -> Check:
-    """Check that the manifest's own server answers, and that its fence is free."""
     expected = f"{manifest.model} is serving at {manifest.url}"
     try:
         response = client.get("/bridge/status")

@@ -49,7 +49,6 @@ def python_version(version: tuple[int, int]) -> Check:
 
 
 def torch_build(facts: "Facts", device: Device) -> Check:
-    """Check that torch can be imported and was built for `device`."""
     expected = "a CUDA build" if device == "cuda" else "any build"
     if facts.torch is None:
         found = f"cannot be imported: {facts.import_error('torch')}"
@@ -105,19 +104,15 @@ def vllm_requirement(vllm: str, requires: Sequence[str], package: str, version: 
 
 
 def transformers_imports(facts: "Facts", version: str | None) -> Check:
-    """Check that transformers has the classes that a trainer needs."""
-    expected = "AutoModelForCausalLM can be imported"
     fault = "not installed" if version is None else facts.import_error("transformers")
-    if version is None or facts.torch is None:
-        remedy = 'pip install "transformers>=5"'
-    else:
+    remedy = 'pip install "transformers>=5"'
+    if version and facts.torch:
         remedy = f'pip uninstall -y {UNUSED_BY_TEXT}; pip install --force-reinstall --no-deps "transformers>=5"'
-    found = f"{version}: {fault}" if version and fault and facts.torch else fault or str(version)
-    return judged("transformers", fault is None, found, expected, remedy)
+    found = f"{version}: {fault}" if version and fault else fault or str(version)
+    return judged("transformers", fault is None, found, "AutoModelForCausalLM can be imported", remedy)
 
 
 def torchvision_fits(facts: "Facts", version: str | None) -> Check:
-    """Check that torchvision, which transformers imports, is absent or works with this torch."""
     expected = "absent, or built for the installed torch"
     remedy = f"pip uninstall -y {UNUSED_BY_TEXT}   (text models need none of them)"
     if version is None:
@@ -136,7 +131,6 @@ def imported_folders() -> dict[str, Path | None]:
 
 
 def packages_are_ours(found: Mapping[str, Path | None], root: Path = ROOT) -> Check:
-    """Check that the commonly named packages are imported from the folder that `bridge` is in."""
     expected = f"{', '.join(found)} in {root}"
     foreign = [f"{name} in {folder or 'no folder'}" for name, folder in found.items() if folder != root / name]
     remedy = "install Bridge in a virtual environment of its own: python3 -m venv .venv"
@@ -150,10 +144,8 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     taken = [path.name for path in candidates if path.exists()]
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
-    expected, remedy = (
-        "no other cli, patches, environments or bridge in it",
-        "run Bridge from another folder, or rename it",
-    )
+    expected = "no other cli, patches, environments or bridge in it"
+    remedy = "run Bridge from another folder, or rename it"
     return judged("Current folder", is_ours, found, expected, remedy, otherwise="WARN")
 
 

@@ -52,7 +52,6 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
 
 
 def storages(attached: AttachedModel) -> Check:
-    """Check that every parameter of the trainer's model lies in a storage of the server."""
     outside = attached.unshared_parameters()
     total = sum(1 for _ in attached.model.parameters())
     found = f"{total} of {total} parameters lie in the server's memory"
@@ -62,7 +61,6 @@ def storages(attached: AttachedModel) -> Check:
 
 
 def bytes_allocated(attached: AttachedModel) -> Check:
-    """Check that attaching allocated no weights."""
     count, words = attached.weight_bytes(), "bytes of weights allocated by the trainer"
     return judged("weight bytes", count == 0, f"{count} {words}", f"0 {words}", RESTART)
 
@@ -101,7 +99,6 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 
 
 def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
-    """Check that both processes compute the same digest of every one of vLLM's parameters."""
     ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     found = f"{len(ours)} of {len(ours)} tensors have equal checksums"
@@ -111,7 +108,6 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
 
 
 def logprobs(attached: AttachedModel, sampler: Sampler, endpoint: Endpoint) -> Check:
-    """Check that vLLM and the attached model give the same log-probabilities to tokens that vLLM sampled."""
     diffs = logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size))
     mean, largest = diffs.mean().item(), diffs.max().item()
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"

@@ -46,8 +46,8 @@ class View:
     figures: Mapping[str, tuple[str, float | None]]
     """Name in `--json` -> title and value."""
     samples: samples.Samples
-    choices: Choices
-    server_choices: Choices
+    choices: Mapping[str, Choices]
+    """Heading -> the choices of the trainer, and those of the server."""
     notes: Sequence[str]
 
     @property
@@ -62,8 +62,8 @@ def view(name: str, run: Run, *, num_runs: int = 1) -> View:
     picked = samples.read(RunDirectory(run.path).rollouts, notes, longest=samples.LONGEST_TEXT // num_runs)
     return View(
         name=name, run=run, status=_status(run), figures=figures(run), samples=picked, notes=notes,
-        choices=choices(run.config, TrainConfig, run.derived),
-        server_choices=choices(run.server, ServeConfig, run.derived),
+        choices={"": choices(run.config, TrainConfig, run.derived),
+                 "The server": choices(run.server, ServeConfig, run.derived)},
     )  # fmt: skip
 
 
