@@ -1,4 +1,4 @@
-"""Where vLLM can run here, found out without importing torch or vLLM.
+"""Choose the device of vLLM, without importing torch or vLLM.
 
 Not covered: whether the GPU fits the installed vLLM (`bridge doctor`).
 Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`), which honors
@@ -17,8 +17,8 @@ def choose(asked: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     """Return where vLLM will run, and why.
 
     Raises:
-        IncompatibleVersionError: no vLLM is installed, or one for the other kind of device.
-        UsageError: a GPU is requested and there is none.
+        IncompatibleVersionError: vLLM is not installed, or is built for the other kind of device.
+        UsageError: a GPU is requested, but there is none.
     """
     installed, gpus = software.installed_vllm(), gpu_memory_bytes()
     built_for = software.built_for(installed)
@@ -26,7 +26,7 @@ def choose(asked: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
         raise IncompatibleVersionError("vLLM is not installed", remedy=INSTALL["cuda" if gpus else "cpu"])
     package = " ".join(next(iter(installed.items())))
     if asked == "cuda" and not gpus:
-        raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or give --device cpu")
+        raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or pass --device cpu")
     if asked == "cuda" and built_for == "cpu":
         raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", remedy=INSTALL["cuda"])
     if asked == "cpu" and built_for == "cuda":

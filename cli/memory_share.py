@@ -1,6 +1,6 @@
-"""How much of a GPU vLLM may take so that training fits beside it.
+"""The share of a GPU that vLLM may use so that training fits beside it.
 
-Not covered: the arithmetic (`bridge/planning/memory.py`), and what else would fit (`bridge plan`).
+Not covered: the arithmetic (`bridge/planning/memory.py`), and other setups (`bridge plan`).
 """
 
 import math
@@ -13,9 +13,9 @@ from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
 
 UNKNOWN_SHARE = 0.45
-"""Of the GPU, for a model of unknown size."""
+"""Share of the GPU for a model of unknown size."""
 FULL = TrainConfig.of(model_name="")
-"""Trains the server's own weights, by every default."""
+"""The default trainer: it trains the server's own weights."""
 
 
 class MemoryShare(NamedTuple):
@@ -35,7 +35,7 @@ def derive(
     trainer: TrainConfig = FULL,
     max_model_len: int | None = None,
 ) -> MemoryShare:
-    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model` and what its `trainer` does."""
+    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model` and the choices of its `trainer`."""
     try:
         size = ModelSize.of(model)
     except UsageError as error:
@@ -58,7 +58,7 @@ def derive(
 
 
 def expected(config: ServeConfig) -> TrainConfig:
-    """Return the trainer that a server started alone leaves room for: of an adapter, or of the weights."""
+    """Return the trainer for which a server started alone leaves room: of an adapter, or of all weights."""
     if config.max_lora_rank is None:
         return FULL
     return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)

@@ -1,4 +1,4 @@
-"""`bridge plan`: which setups fit on a GPU, per mode and optimizer, and what a run used beside its plan."""
+"""`bridge plan`: which setups fit on a GPU, by mode and optimizer, and what a run used compared with its plan."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
     "micro_batch_tokens", "gradient_checkpointing", "kv_sleep", "max_model_len", "lora_r",
 }  # fmt: skip
-"""Choices in the help text; every other one of `bridge run` is understood as well."""
+"""Choices in the help text; every other choice of `bridge run` is accepted too."""
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
 
 GpuMemory = Annotated[
@@ -55,9 +55,9 @@ act.: activations of the smallest micro-batch worth training with, recomputed
 KV, asleep: left for the KV cache; with --kv-sleep always, asleep while training"""
 WORDS = {
     "offloaded": "offloaded: --offload-optimizer, the state in host memory",
-    "released": "released: --gradient-release, each gradient used and dropped as it comes",
+    "released": "released: --gradient-release, each gradient is used and freed at once",
 }
-"""Word in a row's name -> its meaning."""
+"""Explanation of a word in a row's name."""
 PARTS = {
     "weights_gib": "weights beside vLLM's",
     "state_gib": "optimizer's state",
@@ -67,7 +67,7 @@ PARTS = {
     "planned_gib": "planned",
     "measured_gib": "measured",
 }
-"""Part of a run's memory -> its name in the table."""
+"""Names in the table of the parts of a run's memory."""
 
 
 @from_config(ServeConfig, TrainConfig, hide=HIDDEN)
@@ -83,13 +83,19 @@ def plan(
 ) -> None:
     """Print the command for the most precise setup that fits on a GPU.
 
-    --all lists every setup, and what it takes; flags such as --mode and --optimizer narrow the list.
+    --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
     folder = folder_of(serve.model, fetch=True)
     against = model.obstacles(model.read(str(folder)) or {})
     modes = _open_modes(serve.model, train, against)
     size = ModelSize.of(folder)
-    limits = _limits(gpu_memory, host_memory, memory.least_kv_tokens(train, serve.max_model_len))
+    gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
+    if not gpus:
+        remedy = "give its memory in GiB, such as --gpu-memory 80"
+        raise UsageError("this machine has no GPU to plan for", remedy=remedy)
+    host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
+    host_bytes = host_bytes if host_memory is None else host_memory * GIB
+    limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(train, serve.max_model_len))
     rows = plan_rows(size, train, limits, modes)
     fitting = [row for row in rows if not row.lacking_gib]
     best = next(iter(fitting), None)
@@ -118,7 +124,8 @@ def plan(
     for obstacle in against:
         console.note(f"not with {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
     _show_recommended(best, recommended, without_host, limits)
-    shown = rows if everything else [best] if best else _nearest(rows)
+    nearest = [min(place, key=lambda row: row.lacking_gib) for _, place in groupby(rows, _place)]
+    shown = rows if everything else [best] if best else nearest
     _show_rows(shown)
     if len(shown) < len(rows):
         console.note(f"\n--all lists {len(rows) - len(shown)} more")
@@ -127,10 +134,9 @@ def plan(
 
 
 def _open_modes(name: str, train: TrainConfig, against: Sequence[Obstacle]) -> list[str]:
-    """Return the modes by which the model can be trained, as `bridge doctor --model` finds them."""
+    """Return the modes that can train the model, as `bridge doctor --model` finds them."""
     asked = (train.mode,) if train.was_given("mode") else MODES
-    ruled_out = {mode for obstacle in against for mode in obstacle.modes}
-    modes = [mode for mode in asked if mode not in ruled_out]
+    modes = [mode for mode in asked if not any(mode in obstacle.modes for obstacle in against)]
     if not modes:
         first = next(obstacle for obstacle in against if asked[0] in obstacle.modes)
         by = f" by --mode {train.mode}" if len(asked) == 1 else ""
@@ -138,25 +144,12 @@ def _open_modes(name: str, train: TrainConfig, against: Sequence[Obstacle]) -> l
     return modes
 
 
-def _limits(gpu_gib: float | None, host_gib: float | None, kv_tokens: int) -> Limits:
-    """Return the given sizes of GPU and host, or else this machine's."""
-    gpus = accelerator.gpu_memory_bytes() if gpu_gib is None else [gpu_gib * GIB]
-    if not gpus:
-        raise UsageError(
-            "this machine has no GPU to plan for", remedy="give its memory in GiB, such as --gpu-memory 80"
-        )
-    host_bytes = left_bytes() if gpu_gib is None else math.inf  # of another machine nothing is known
-    return Limits(
-        gpu_bytes=min(gpus), host_bytes=host_bytes if host_gib is None else host_gib * GIB, kv_tokens=kv_tokens
-    )
-
-
 def _compare(size: ModelSize, run: RunDirectory) -> dict[str, Any]:
-    """Return what the trainer of a run allocated itself, without vLLM's weights, beside what was planned, in GiB."""
+    """Compare what the trainer of a run allocated, without vLLM's weights, with its plan, in GiB."""
     try:
         config = TrainConfig.of(**run.choices())
     except OSError as error:
-        raise UsageError(f"{run.path} holds no run: no {run.config.name}", remedy="--run runs/TIME-TASK") from error
+        raise UsageError(f"{run.path} is not a run: no {run.config.name}", remedy="--run runs/TIME-TASK") from error
     except ValidationError as error:
         fault = error.errors()[0]
         raise UsageError(
@@ -166,7 +159,7 @@ def _compare(size: ModelSize, run: RunDirectory) -> dict[str, Any]:
     lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
     steps = [json.loads(line) for line in lines if line.endswith("}")]  # a killed process may leave half a line
     if not steps:
-        raise UsageError(f"{run.path} holds no step: there is nothing to compare", remedy="name a run that trained")
+        raise UsageError(f"{run.path} has no step to compare", remedy="name a run that trained")
     device, measured = steps[-1].get("device"), steps[-1]["peak_memory_gib"]
     why_not = "" if device == "cuda" else "the run was on the CPU, where the whole process is measured"
     if device is None:
@@ -188,10 +181,8 @@ def _compare(size: ModelSize, run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _nearest(rows: Sequence[Row]) -> list[Row]:
-    """Return the setup of each place that lacks the least."""
-    places = groupby(rows, lambda row: (row.mode, row.trainer_device))
-    return [min(place, key=lambda row: row.lacking_gib) for _, place in places]
+def _place(row: Row) -> tuple[str, str]:
+    return row.mode, row.trainer_device
 
 
 def _show_recommended(best: Row | None, recommended: str | None, without_host: str | None, limits: Limits) -> None:
@@ -203,14 +194,14 @@ def _show_recommended(best: Row | None, recommended: str | None, without_host: s
     if best.host_gib and math.isfinite(limits.host_bytes):
         console.note(f"it takes {best.host_gib:.0f} of {limits.host_bytes / GIB:.0f} GiB of host memory")
     elif best.host_gib:
-        console.note(f"it needs {best.host_gib:.0f} GiB of host memory; --host-memory GIB sets what there is")
+        console.note(f"it needs {best.host_gib:.0f} GiB of host memory; --host-memory GIB sets the limit")
     if without_host:
         console.note("the most precise setup that needs no host memory:", style="bold")
         console.note(f"  {without_host}")
 
 
 def _show_rows(rows: Sequence[Row]) -> None:
-    for (mode, device), section in groupby(rows, lambda row: (row.mode, row.trainer_device)):
+    for (mode, device), section in groupby(rows, _place):
         _show_section(mode, device, list(section))
     lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in rows))]
     if most := max(row.sums_gib for row in rows):
@@ -251,7 +242,7 @@ def tokens(count: int) -> str:
 
 
 def _show_comparison(run: Mapping[str, Any]) -> None:
-    console.note(f"\n{run['run']}, step {run['steps']}: the most that its trainer allocated", style="bold")
+    console.note(f"\n{run['run']}, step {run['steps']}: peak memory of its trainer", style="bold")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column("", width=NAME_WIDTH)
     table.add_column("", justify="right")

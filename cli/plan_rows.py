@@ -1,9 +1,9 @@
-"""The setups that `bridge plan` weighs, the most precise first, and how each fits."""
+"""The setups that `bridge plan` considers, the most precise first, and how each fits."""
 
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import flag
@@ -13,26 +13,23 @@ from bridge.planning.memory import GIB, SERVERS_GPU, Need
 from bridge.planning.model_size import ModelSize
 
 Choices = Mapping[str, Any]
-
-
-def _optimizer(kind: str, *, offloaded: bool = False, released: bool = False) -> Choices:
-    return {"optimizer": kind, "offload_optimizer": offloaded, "gradient_release": released}
-
-
-OPTIMIZERS = (
-    _optimizer("adamw"),
-    _optimizer("adamw-bf16"),
-    _optimizer("adamw-8bit"),
-    _optimizer("adamw", offloaded=True),
-    _optimizer("adamw", released=True),
-    _optimizer("adamw-bf16", released=True),
-    _optimizer("adamw-8bit", released=True),
-    _optimizer("adamw", offloaded=True, released=True),
-    _optimizer("adamw-4bit"),
-    _optimizer("adamw-4bit", released=True),
+OPTIMIZERS = tuple(
+    {"optimizer": kind, "offload_optimizer": offloaded, "gradient_release": released}
+    for kind, offloaded, released in (
+        ("adamw", False, False),
+        ("adamw-bf16", False, False),
+        ("adamw-8bit", False, False),
+        ("adamw", True, False),
+        ("adamw", False, True),
+        ("adamw-bf16", False, True),
+        ("adamw-8bit", False, True),
+        ("adamw", True, True),
+        ("adamw-4bit", False, False),
+        ("adamw-4bit", False, True),
+    )
 )
-"""Exact float32 masters come before rounded ones, then clipping by the norm of all gradients before stepping each as it
-comes, then a state on the GPU before one on the host."""
+"""Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
+alone; then a state on the GPU before one on the host."""
 ELSEWHERE = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, OPTIMIZERS),
@@ -40,20 +37,17 @@ PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "none", "trainer_device": "auto"}, OPTIMIZERS),
     ({"mode": "none", "trainer_device": ELSEWHERE}, OPTIMIZERS),
 )
-"""Where the weights and the trainer are -> the options there."""
+"""Mode and device of the trainer, with the setups there."""
 VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What is available, and what is wanted."""
+class Limits(NamedTuple):
+    """The available memory, and the least KV cache."""
 
     gpu_bytes: float
-    """Memory of the GPU."""
     host_bytes: float
-    """Memory of the host; infinite if unknown."""
+    """Infinite if unknown."""
     kv_tokens: int
-    """Least tokens of the KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +55,22 @@ class Row:
     """One setup, and how it fits; sizes in GiB."""
 
     mode: str
-    """How new weights reach vLLM."""
     trainer_device: str
-    """Where the trainer is."""
     name: str
-    """Its optimizer, or how its adapter is handed over, and other options."""
+    """Its optimizer, or how its adapter is published, and other options."""
     flags: tuple[str, ...]
     """The flags that choose it."""
     verdict: str
     """`fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`."""
     lacking_gib: float
-    """What is missing on the GPU or in host memory; 0: it fits."""
+    """Missing on the GPU or in host memory; 0: it fits."""
     weights_gib: float
     """vLLM's weights and the trainer's own, on one device or two."""
     gradients_gib: float
     """As many gradients as exist at once, in bf16."""
     sums_gib: float
-    """What summing gradients in float32 would add; 0: an update takes too few micro-batches for that."""
+    """What summing gradients in float32 would add; 0: an update has too few micro-batches for that."""
     state_gib: float
-    """The optimizer's state."""
     host_gib: float
     """The optimizer's state in host memory."""
     activations_gib: float
@@ -89,25 +80,25 @@ class Row:
     kv_awake_gib: float
     """Left for a KV cache that is always awake."""
     kv_asleep_gib: float | None
-    """Left for one that sleeps while training, if this mode allows it."""
+    """Left for one that sleeps while training; None: this mode does not allow it."""
     kv_tokens: int
     """Tokens of the KV cache of the verdict."""
 
 
 def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str]) -> list[Row]:
-    """Return every setup in one of `modes` that agrees with what `config` was given."""
+    """Return every setup in one of `modes` that agrees with the choices given in `config`."""
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
     rows = [_row(size, config.changed(**choices), choices, limits) for choices in agreeing]
     if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
-        raise UsageError(f"no setup has {flags}", remedy="leave one of these flags out")
+        raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
     return rows
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:
-    """Tell whether `choices` leave the field open or have this value; of a device, whether it is vLLM's or not."""
+    """Return whether `choices` leave the field open or have this value; all devices but vLLM's count as one."""
     if field == "trainer_device":
         return (value in SERVERS_GPU) == (choices.get(field, "auto") in SERVERS_GPU)
     return bool(choices.get(field, value) == value)
@@ -142,7 +133,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits)
 
 
 def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
-    """Return the command that trains by `row`, with everything else that `config` was given."""
+    """Return the command that trains as in `row`, with every other choice given in `config`."""
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
     parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)
     for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
@@ -155,7 +146,7 @@ def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) 
 
 
 def _flag(key: str, value: Any) -> tuple[str, ...]:
-    """Return the flag of a choice; nothing for its default."""
+    """Return the flag of a choice and its value; empty for the default."""
     if value == TrainConfig.default(key):
         return ()
     return (flag(key) if value else flag(f"no_{key}"),) if isinstance(value, bool) else (flag(key), str(value))

@@ -1,7 +1,4 @@
-"""`bridge verify`: prove on a live server that there is one copy of the weights.
-
-Not covered: the proof itself (`bridge/checks/verify.py`).
-"""
+"""`bridge verify`: prove on a live server that there is one copy of the weights (`bridge/checks/verify.py`)."""
 
 import dataclasses
 import json
@@ -25,24 +22,24 @@ ManifestPath = Annotated[Path | None, option("--vllm-config-path", "PATH", PATH)
 def verify(*, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:
     """Prove that a running server and a trainer share one copy of the weights.
 
-    If no manifest is found, it takes the only server that runs. Exits with 3 if a check fails.
+    If no manifest is found, the only running server is used. Exits with 3 if a check fails.
     """
     path = discovery.find(vllm_config_path)
     if vllm_config_path is None and path not in manifest.search_path():
-        console.note(f"the only server that runs was started elsewhere: {path}")
+        console.note(f"the only running server was started elsewhere: {path}")
     if any_failed(proof(path, as_json=as_json)):
         raise typer.Exit(FAILED_EXIT_CODE)
 
 
 def proof(path: Path, *, as_json: bool) -> list[Check]:
-    """Run every check on the server of the manifest at `path`, print each as it comes, and return them."""
+    """Run every check on the server of the manifest at `path`, print each result at once, and return them all."""
     from bridge.checks import verify as checks
 
     return shown(checks.verify(path), as_json=as_json)
 
 
 def shown(checks: Iterable[Check], *, as_json: bool) -> list[Check]:
-    """Print every check as it comes, for a person and, `as_json`, for a program; return them all."""
+    """Print each check at once, for a person and, with `as_json`, for a program too; return them all."""
     seen = []
     for check in checks:
         seen.append(check)

@@ -1,7 +1,7 @@
-"""What `bridge doctor` and `bridge verify` look at: one small function per check, each a verdict on facts.
+"""The checks of `bridge doctor` and `bridge verify`: each is a small function that judges facts.
 
-Words: a *check* is the record of one finding (`result.py`); *facts* are what a child process finds out about torch and
-the driver; a *trial* is two processes that really share memory.
+A *check* is one result (`result.py`). *Facts* are what a child process reports about torch and the driver. A *trial* is
+two processes that share memory for real.
 
-May import: `bridge`, psutil, httpx and packaging; torch only inside a child process.
+May import `bridge`, psutil, httpx and packaging; torch only inside a child process, or in `verify.py`.
 """

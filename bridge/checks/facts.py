@@ -1,6 +1,6 @@
-"""What torch, transformers and the driver say about themselves, found out by a child process.
+"""What torch, transformers and the driver report, collected in a child process.
 
-The child prints each fact at once: importing is slow, and what crashes there must not crash `bridge doctor`.
+The child prints each fact at once: imports are slow, and a crash there must not crash `bridge doctor`.
 """
 
 import ctypes
@@ -16,34 +16,32 @@ from bridge.checks.child import Ended, run_module
 
 PROBE_TIMEOUT_S = 120.0
 COMPANIONS = ("torchvision",)
-"""Imported by transformers when installed: a broken one breaks text models too."""
+"""transformers imports them if they are installed: a broken one breaks text models too."""
 MODEL_CLASSES = ("AutoModelForCausalLM", "AutoTokenizer")
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, NameError, TypeError, ValueError)
 
 
-class Fact(BaseModel):
-    """A frozen record of the child."""
+class Gpu(BaseModel):
+    """One GPU that this process can use."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Gpu(Fact):
-    """One GPU that this process may use."""
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     uuid: str
     """As nvidia-smi prints it."""
     name: str
-    """The product's name."""
+    """Product name."""
     total_bytes: int
-    """All of its memory."""
+    """Total memory."""
     free_bytes: int | None
-    """What is left of it; None: the driver does not report it."""
+    """Free memory; None: the driver does not report it."""
     error: str | None = None
     """Why the driver does not report it."""
 
 
-class Facts(Fact):
-    """Everything that the child found out before it ended."""
+class Facts(BaseModel):
+    """Everything that the child reported before it ended."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     torch: str | None = None
     """Version of torch with its build, such as `2.13.0+cpu`; None: torch cannot be imported."""
@@ -52,59 +50,63 @@ class Facts(Fact):
     driver_cuda: str | None = None
     """Newest CUDA version that the driver runs; None: no driver, or the child did not get that far."""
     gpus: tuple[Gpu, ...] = ()
-    """The visible GPUs in their order."""
+    """The visible GPUs, in torch's order."""
     cuda_error: str | None = None
-    """Why torch could not start CUDA."""
+    """Why torch could not initialize CUDA."""
     imports: dict[str, str | None] = {}
-    """Module -> why it cannot be imported; None: it can. Modules that were not reached are missing."""
+    """Module -> import error; None: it can be imported. Modules that were not reached are missing."""
     trouble: str | None = None
     """How the child failed, and at what; None: it did not."""
 
     def import_error(self, module: str) -> str | None:
-        """Return why `module` cannot be imported, or None."""
+        """Return why `module` cannot be imported; None: it can."""
         return self.imports.get(module, self.trouble or "not tried")
 
 
 def gather() -> Facts:
-    """Run the child; never raises, whatever state torch and the driver are in."""
+    """Run the child. Never raises, whatever state torch and the driver are in."""
     return parse(run_module("bridge.checks.facts", timeout_s=PROBE_TIMEOUT_S))
 
 
 def parse(ended: Ended) -> Facts:
-    """Put the child's lines together: one JSON object each; `doing` is what it began."""
-    known: dict[str, Any] = {"imports": {}}
-    doing = "start"
+    """Merge the child's lines, one JSON object each; `doing` names what it began last."""
+    known: dict[str, Any] = {"imports": {}, "doing": "start"}
     for line in ended.stdout.splitlines():
-        if not line.startswith('{"probe": '):
-            continue  # a library printed something
-        found = json.loads(line)["probe"]
-        doing = found.pop("doing", doing)
-        known["imports"] |= found.pop("imports", {})
-        known |= found
-    trouble = ended.trouble()
+        if line.startswith('{"probe": '):  # else a library printed it
+            found = json.loads(line)["probe"]
+            known |= {**found, "imports": known["imports"] | found.get("imports", {})}
+    doing, trouble = known.pop("doing"), ended.trouble()
     return Facts.model_validate(known | {"trouble": f"{trouble} ({doing})" if trouble else None})
 
 
 def probe() -> None:
-    """Find out everything as the child, what is most likely to hang or crash last."""
+    """Collect the facts, in the child; what is most likely to hang or crash comes last."""
     _say(doing="import torch")
     if not try_import("torch"):
         return
     import torch
 
     _say(torch=str(torch.__version__), torch_cuda=torch.version.cuda)
-    for companion in COMPANIONS:
-        if importlib.util.find_spec(companion):
-            _say(doing=f"import {companion}")
-            try_import(companion)
+    for companion in filter(importlib.util.find_spec, COMPANIONS):
+        _say(doing=f"import {companion}")
+        try_import(companion)
     _say(doing="import transformers")
     try_import("transformers", MODEL_CLASSES)
     _say(doing="start CUDA")
-    _say(**_cuda_state())
+    if torch.version.cuda is None:
+        _say(cuda_error="torch is a CPU build")
+        return
+    _say(driver_cuda=_driver_cuda())
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        _say(cuda_error=_first_line(error))
+        return
+    _say(gpus=[_describe_gpu(index) for index in range(torch.cuda.device_count())])
 
 
 def try_import(name: str, members: tuple[str, ...] = ()) -> bool:
-    """Import `name`, look up its lazily loaded `members`, and print whether that worked."""
+    """Import `name` and its lazily loaded `members`, report whether that worked, and return it."""
     try:
         module = importlib.import_module(name)
         for member in members:
@@ -121,21 +123,7 @@ def _say(**found: Any) -> None:
     sys.stdout.flush()
 
 
-def _cuda_state() -> dict[str, Any]:
-    import torch
-
-    if torch.version.cuda is None:
-        return {"cuda_error": "torch is a CPU build"}
-    starter: Any = torch.cuda
-    try:
-        starter.init()
-    except (RuntimeError, AssertionError) as error:
-        return {"driver_cuda": _driver_cuda(), "cuda_error": _first_line(error)}
-    return {"driver_cuda": _driver_cuda(), "gpus": [_describe_gpu(i) for i in range(torch.cuda.device_count())]}
-
-
 def _driver_cuda() -> str | None:
-    """Return the newest CUDA version that the driver runs, by `cuDriverGetVersion` of the driver's own library."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))

@@ -1,4 +1,4 @@
-"""Tell from a model's configuration alone by which modes it can be trained; no weight is read.
+"""Judge from a model's configuration alone which modes can train it, without reading weights.
 
 What a configuration does not show, a child process (`python -m bridge.checks.model MODEL`) finds by building the
 model's class without its weights, unless the family is known to work.
@@ -9,24 +9,21 @@ Not covered: what only vLLM's own loader shows (`patches/loading.py`), and wheth
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.checks.child import Ended, refuse, run_module
+from bridge.checks.child import refuse, run_module
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.planning.model_size import EXPERTS
 
 Config = Mapping[str, Any]
-NAME = "Model"
-SHARED, LORA, NONE = "shared_vllm", "lora_only", "none"
-MODES = (SHARED, LORA, NONE)
+SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""Ends the names of the classes that transformers' AutoModelForCausalLM makes."""
+"""Suffixes of the classes that transformers' AutoModelForCausalLM builds."""
 ANOTHER = "use a plain language model, such as those in docs/families.md"
-WHOLE_ATTENTION = "full_attention"
-"""Name of a layer without a window in `layer_types`."""
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types`."""
 PROVED = frozenset({
@@ -35,16 +32,14 @@ PROVED = frozenset({
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
 TRIAL_LIMIT_S = 120.0
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What model families call the experts of a layer."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One reason why a model cannot be trained by some modes."""
+    """One reason why some modes cannot train a model."""
 
     reason: str
-    """What it is, and why."""
+    """What the model is or has, and why that rules it out."""
     remedy: str = ANOTHER
     """What to use instead."""
     modes: tuple[str, ...] = MODES
@@ -52,7 +47,7 @@ class Obstacle:
 
 
 def read(model: str) -> Config | None:
-    """Return the configuration of `model`, a folder or a name in the hub's cache; None: neither has one."""
+    """Return the configuration of `model`, a folder or a name in the hub's cache; None if neither has one."""
     path: Any = Path(model).expanduser() / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
@@ -70,100 +65,91 @@ def read(model: str) -> Config | None:
 
 
 def has_experts(config: Config | None) -> bool:
-    """Tell whether a model has mixtures of experts."""
+    """Return whether a model has mixtures of experts."""
     return config is not None and any(config.get(name) for name in EXPERTS)
 
 
 def window(config: Config | None, max_tokens: int | None) -> int | None:
-    """Return the sliding window that every layer has, in tokens, if a sequence may be longer.
+    """Return the sliding window that every layer has, in tokens, if a sequence may be longer than that.
 
-    `max_tokens` limits sequences; None: to what the model can.
+    `max_tokens` is the limit of a sequence; None: the model's own.
     """
     size = (config or {}).get("sliding_window")
     if config is None or not isinstance(size, int) or config.get("use_sliding_window") is False:
         return None
     in_turns = config.get("model_type") == ALTERNATING or "sliding_window_pattern" in config
-    if in_turns or WHOLE_ATTENTION in (config.get("layer_types") or []):
+    if in_turns or "full_attention" in (config.get("layer_types") or []):
         return None
     longest = max_tokens or config.get("max_position_embeddings") or math.inf
     return size if size < longest else None
 
 
 def dynamic_limit(config: Config | None) -> int | None:
-    """Return the longest sequence, in tokens, for which vLLM has frequencies of dynamic RoPE, if the model uses that.
+    """Return the longest sequence, in tokens, that vLLM has frequencies for if the model uses dynamic RoPE.
 
-    vLLM's own default is longer by the scaling factor, and reads beyond the end of its table.
+    vLLM's own default is longer by the scaling factor, and reads past the end of its table.
     """
-    rope = (config or {}).get("rope_parameters") or (config or {}).get("rope_scaling") or {}
-    limit = (config or {}).get("max_position_embeddings")
+    config = config or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    limit = config.get("max_position_embeddings")
     is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
     return limit if is_dynamic and isinstance(limit, int) else None
 
 
 def obstacles(config: Config) -> list[Obstacle]:
-    """Return every reason that the configuration shows, the most serious first."""
-    return [*_no_language_model(config), *_not_shared(config)]
+    """Return every obstacle that the configuration shows, the most serious first.
 
-
-def _no_language_model(config: Config) -> Iterator[Obstacle]:
+    Source: `models/deepseek_v2.py` of vLLM 0.26 to 0.33, for what cannot be shared.
+    """
+    found = []
     parts = config.get("text_config")
     if quantised := config.get("quantization_config") or (parts or {}).get("quantization_config"):
         method = quantised.get("quant_method", "no named method") if isinstance(quantised, dict) else quantised
         reason = f"quantised ({method}): an optimizer cannot step such weights"
-        yield Obstacle(reason, "use the unquantised model, in bfloat16")
+        found.append(Obstacle(reason, "use the unquantised model, in bfloat16"))
     if config.get("is_encoder_decoder"):
-        yield Obstacle("an encoder and a decoder: not a causal language model")
+        found.append(Obstacle("an encoder and a decoder: not a causal language model"))
     if parts:
-        yield Obstacle(f"a {config.get('model_type', 'model')}, whose language model is one part of several")
+        found.append(Obstacle(f"a {config.get('model_type', 'model')}, whose language model is one part of several"))
     names = config.get("architectures") or []
     if names and not any(str(name).endswith(CAUSAL) for name in names):
-        yield Obstacle(f"{', '.join(names)}: not a causal language model")
-
-
-def _not_shared(config: Config) -> Iterator[Obstacle]:
-    """Yield what rules the mode shared_vllm out; source: `models/deepseek_v2.py` of vLLM 0.26 to 0.33."""
+        found.append(Obstacle(f"{', '.join(names)}: not a causal language model"))
     others = f"--mode {LORA} or --mode {NONE}"
     if config.get("kv_lora_rank") and config.get("index_topk"):  # DeepSeek-V3.2's indexer
         reason = "sparse latent attention: vLLM computes with projections that it derives from kv_b_proj"
-        yield Obstacle(reason, others, (SHARED,))
+        found.append(Obstacle(reason, others, (SHARED,)))
     if config.get("topk_method") == "noaux_tc" or config.get("model_type") == "deepseek_v3":
         reason = "mlp.gate.e_score_correction_bias: a float32 parameter in vLLM, and no parameter in transformers"
-        yield Obstacle(reason, others, (SHARED,))
+        found.append(Obstacle(reason, others, (SHARED,)))
+    return found
 
 
-def build_by_trial(model: str) -> Ended:
-    """Let a child process build the class of `model`, without its weights."""
-    return run_module("bridge.checks.model", model, timeout_s=TRIAL_LIMIT_S)
-
-
-def unbuildable(model: str, config: Config, trial: Callable[[str], Ended] = build_by_trial) -> list[Obstacle]:
+def unbuildable(model: str, config: Config) -> list[Obstacle]:
     """Return why the class that transformers has for `model` cannot be trained, if so.
 
-    A trial that fails for any other reason proves nothing about the model.
+    A child process that fails for any other reason proves nothing about the model.
     """
     if config.get("model_type") in {*PROVED, None}:
         return []
-    ended = trial(model)
+    ended = run_module("bridge.checks.model", model, timeout_s=TRIAL_LIMIT_S)
     is_refused = ended.returncode == UnsupportedModelError.exit_code
     return [Obstacle(ended.last_error_line.removeprefix(f"{model} "))] if is_refused else []
 
 
-def modes(model: str, config: Config | None, trial: Callable[[str], Ended] = build_by_trial) -> Iterator[Check]:
-    """Yield a check per mode: whether `model` can be trained by it, or why not."""
+def modes(model: str, config: Config | None) -> Iterator[Check]:
+    """Yield a check per mode: whether it can train `model`, or why not."""
     if config is None:
         expected = "a folder with config.json, or a name in the hub's cache"
-        yield skipped(NAME, f"no configuration of {model} here", expected)
+        yield skipped("Model", f"no configuration of {model} here", expected)
         return
-    found = obstacles(config) or unbuildable(model, config, trial)
-    usable = [mode for mode in MODES if not any(mode in obstacle.modes for obstacle in found)]
-    for mode in MODES:
-        name, expected = f"{NAME}, {mode}", f"{model} can be trained by --mode {mode}"
-        against = next((obstacle for obstacle in found if mode in obstacle.modes), None)
-        if against is None:
+    against = obstacles(config) or unbuildable(model, config)
+    first = {mode: next((each for each in against if mode in each.modes), None) for mode in MODES}
+    for mode, obstacle in first.items():
+        name, expected = f"Model, {mode}", f"{model} can be trained by --mode {mode}"
+        if obstacle is None:
             yield passed(name, f"its configuration allows it{_notes(config, mode)}", expected)
         else:
-            report = warned if usable else failed
-            yield report(name, against.reason, expected, against.remedy)
+            yield (warned if None in first.values() else failed)(name, obstacle.reason, expected, obstacle.remedy)
 
 
 def _notes(config: Config, mode: str) -> str:
@@ -180,7 +166,7 @@ def _notes(config: Config, mode: str) -> str:
 
 
 def _build(model: str) -> int:
-    """Build the class of `model` without its weights, and return the exit code of what refuses it."""
+    """Build the class of `model` without its weights, and return the exit code."""
     import torch
 
     from bridge.weights import skeleton

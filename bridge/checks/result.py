@@ -1,4 +1,4 @@
-"""The record of one check, which `bridge doctor` and `bridge verify` print alike."""
+"""The result of one check, which `bridge doctor` and `bridge verify` print alike."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """What one check found, what it expected, and how to fix the difference."""
 
@@ -16,9 +16,9 @@ class Check:
     status: Status
     """PASS; WARN: it may hurt later; FAIL: attaching cannot work; SKIP: not checked, `found` says why."""
     found: str
-    """What there is, with its values."""
+    """The actual state, with its values."""
     expected: str
-    """What there should be."""
+    """The state that passes."""
     remedy: str | None = None
     """One line with the command that fixes it; None for PASS, and for a SKIP that needs no fix."""
 
@@ -27,25 +27,25 @@ class Check:
 
 
 def passed(name: str, found: str, expected: str) -> Check:
-    """Report that `found` is as `expected`."""
-    return Check(name=name, status="PASS", found=found, expected=expected)
+    return Check(name, "PASS", found, expected)
 
 
 def warned(name: str, found: str, expected: str, remedy: str) -> Check:
-    """Report what may hurt later."""
-    return Check(name=name, status="WARN", found=found, expected=expected, remedy=remedy)
+    return Check(name, "WARN", found, expected, remedy)
 
 
 def failed(name: str, found: str, expected: str, remedy: str) -> Check:
-    """Report what makes attaching impossible."""
-    return Check(name=name, status="FAIL", found=found, expected=expected, remedy=remedy)
+    return Check(name, "FAIL", found, expected, remedy)
 
 
 def skipped(name: str, reason: str, expected: str, remedy: str | None = None) -> Check:
-    """Report that `name` was not checked, and why."""
-    return Check(name=name, status="SKIP", found=reason, expected=expected, remedy=remedy)
+    return Check(name, "SKIP", reason, expected, remedy)
+
+
+def judged(name: str, good: bool, found: str, expected: str, remedy: str, *, otherwise: Status = "FAIL") -> Check:
+    """Return PASS if what was found is `good`; if not, the status `otherwise`, with the fix."""
+    return passed(name, found, expected) if good else Check(name, otherwise, found, expected, remedy)
 
 
 def any_failed(checks: Iterable[Check]) -> bool:
-    """Tell whether one of `checks` failed."""
     return any(check.status == "FAIL" for check in checks)

@@ -1,17 +1,17 @@
-"""Check the server that a trainer would use: its manifest, process, GPU and versions, its answers and its weights.
+"""Check the server that a trainer would use: its manifest, process, GPU, versions, answers and weights.
 
 Not covered: proof that both sides compute the same (`verify.py`).
 """
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 from pydantic import ValidationError
 
-from bridge.checks.result import Check, failed, passed, skipped, warned
+from bridge.checks.result import Check, failed, judged, passed, skipped, warned
 from bridge.errors import ManifestError, UsageError
 from bridge.server import discovery
 from bridge.server import manifest as manifests
@@ -22,22 +22,19 @@ from bridge.server.protocol import Finiteness, Status
 ANSWER_TIMEOUT_S = 5.0
 SCAN_TIMEOUT_S = 60.0
 """Longest wait for the server to scan all of its weights."""
-FOUND, PROCESS, VERSIONS, SAME_GPU, OTHERS = (
-    "Manifest", "Server process", "Server's versions", "Server's GPU", "Other manifests"
+FOUND, PROCESS, OTHERS, FENCE, WEIGHTS, NUMBERS = (
+    "Manifest", "Server process", "Other manifests", "Fence", "Server's weights", "Server's numbers"
 )  # fmt: skip
-HEALTH, FENCE, WEIGHTS, NUMBERS = "Server health", "Fence", "Server's weights", "Server's numbers"
 START = "bridge serve-vllm --model"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examined:
+class Examined(NamedTuple):
     """The result of looking for a manifest."""
 
-    checks: tuple[Check, ...]
-    """In the order in which they were made."""
-    path: Path | None
+    checks: list[Check]
+    path: Path | None = None
     """The manifest that a trainer would use, if there is one."""
-    live: Manifest | None
+    live: Manifest | None = None
     """Its content, if its server runs on this host."""
 
 
@@ -53,69 +50,56 @@ def examine(given: Path | None) -> Examined:
         if path is None and given is None:
             found = f"no server yet: {error.message.removeprefix('no manifest: ')}"
             check = skipped(FOUND, found, expected, error.remedy)
-        return Examined(checks=(check,), path=path, live=None)
+        return Examined([check], path)
     readable = passed(FOUND, f"{path} ({manifest.model}, {manifest.backend})", expected)
-    process = server_process(manifest, path)
-    return Examined(checks=(readable, process), path=path, live=manifest if process.status == "PASS" else None)
-
-
-def server_process(manifest: Manifest, path: Path) -> Check:
-    """Check that the server that wrote `manifest` is a live process of this host and boot."""
     expected = "the server that wrote the manifest is running on this host"
     try:
         manifests.check_server(manifest, path)
     except ManifestError as error:
-        return failed(PROCESS, error.message, expected, error.remedy)
-    return passed(PROCESS, f"pid {manifest.server.pid} on {manifest.host}", expected)
+        return Examined([readable, failed(PROCESS, error.message, expected, error.remedy)], path)
+    running = passed(PROCESS, f"pid {manifest.server.pid} on {manifest.host}", expected)
+    return Examined([readable, running], path, manifest)
 
 
 def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
-    """Check that server and trainer have the same packages: torch's handles are not a stable format."""
+    """Check that server and trainer have the same packages: the format of torch's handles is not stable."""
     there = {name: version for name, version in manifest.versions.items() if name in here}
     versions = ", ".join(f"{name} {version}" for name, version in there.items())
-    other = {name: here[name] for name, version in there.items() if here[name] != version}
-    if not other:
-        return passed(VERSIONS, versions, f"the server's: {versions}")
-    found = "here: " + ", ".join(f"{name} {version or '(not installed)'}" for name, version in other.items())
-    remedy = "run server and trainer from one virtual environment, or restart the server after an upgrade"
-    return warned(VERSIONS, found, f"the server's: {versions}", remedy)
+    other = [f"{name} {here[name] or '(not installed)'}" for name, version in there.items() if here[name] != version]
+    found = f"here: {', '.join(other)}" if other else versions
+    remedy = "run server and trainer in one virtual environment, or restart the server after an upgrade"
+    return judged("Server's versions", not other, found, f"the server's: {versions}", remedy, otherwise="WARN")
 
 
 def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
-    """Check that this process sees every GPU that holds the server's weights."""
-    needed = {shard.gpu_uuid for shard in manifest.shards if shard.gpu_uuid}
+    name, needed = "Server's GPU", {shard.gpu_uuid for shard in manifest.shards if shard.gpu_uuid}
     if not needed:
-        return passed(SAME_GPU, "not needed: the weights are in main memory", "every GPU that holds weights is visible")
-    expected = f"visible: {', '.join(sorted(needed))}"
-    found = ", ".join(visible) or "no GPU"
-    if needed <= set(visible):
-        return passed(SAME_GPU, found, expected)
-    remedy = f"CUDA_VISIBLE_DEVICES={','.join(sorted(needed))} bridge train ... (the trainer must use the server's GPU)"
-    return failed(SAME_GPU, f"this process sees {found}", expected, remedy)
+        return passed(name, "not needed: the weights are in main memory", "every GPU that holds weights is visible")
+    all_needed = ",".join(sorted(needed))
+    remedy = f"CUDA_VISIBLE_DEVICES={all_needed} bridge train ... (the trainer must use the server's GPU)"
+    found = f"this process sees {', '.join(visible) or 'no GPU'}"
+    return judged(name, needed <= set(visible), found, f"visible: {all_needed}", remedy)
 
 
-def others(used: Path | None) -> list[Check]:
-    """Warn of each other manifest on the search path that would get in the way if it came first."""
-    places = dict.fromkeys(path.resolve() for path in manifests.search_path())
-    return [check for path in places if used is None or path != used.resolve() if (check := _other(path))]
-
-
-def _other(path: Path) -> Check | None:
-    try:
-        if not path.is_file():
-            return None
-        manifests.check_server(manifests.read(path), path)
-    except ManifestError as error:
-        return warned(OTHERS, error.message, "no stale or foreign manifest on the search path", f"rm {path}")
-    except OSError as error:
-        remedy = f"ls -l {path}; or for server and trainer: export LOGDIR=FOLDER of your own"
-        return warned(OTHERS, f"{path}: {error.strerror}", "no stale or foreign manifest on the search path", remedy)
-    found, remedy = f"{path} belongs to another live server", f"--vllm-config-path {path} to use it"
-    return warned(OTHERS, found, "one server on the search path", remedy)
+def others(used: Path | None) -> Iterator[Check]:
+    """Warn about each other manifest on the search path: it would cause trouble if it came first."""
+    clean = "no stale or foreign manifest on the search path"
+    for path in dict.fromkeys(path.resolve() for path in manifests.search_path()):
+        try:
+            if (used and path == used.resolve()) or not path.is_file():
+                continue
+            manifests.check_server(manifests.read(path), path)
+        except ManifestError as error:
+            yield warned(OTHERS, error.message, clean, f"rm {path}")
+        except OSError as error:
+            remedy = f"ls -l {path}; or for server and trainer: export LOGDIR=FOLDER of your own"
+            yield warned(OTHERS, f"{path}: {error.strerror}", clean, remedy)
+        else:
+            found, remedy = f"{path} belongs to another live server", f"--vllm-config-path {path} to use it"
+            yield warned(OTHERS, found, "one server on the search path", remedy)
 
 
 def weights_open(manifest: Manifest) -> Check:
-    """Check that this process can open the whole of the server's shared-memory files."""
     expected = "every shared file of the server opens for writing"
     if manifest.backend != "shared_memory":
         return skipped(WEIGHTS, "in GPU memory: bridge verify opens them", expected)
@@ -126,66 +110,61 @@ def weights_open(manifest: Manifest) -> Check:
             sizes[handle.path] = max(sizes.get(handle.path, 0), end)
     for path, size in sizes.items():
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with open(path, "r+b", buffering=0) as file:  # noqa: PTH123
+                found = os.fstat(file.fileno()).st_size
         except OSError as error:
-            remedy = "run as the server's user, in its PID namespace"
-            return failed(WEIGHTS, f"{path}: {error.strerror}", expected, remedy)
-        found = os.fstat(descriptor).st_size
-        os.close(descriptor)
+            return failed(
+                WEIGHTS, f"{path}: {error.strerror}", expected, "run as the server's user, in its PID namespace"
+            )
         if found < size:
             remedy = f"restart the server, which rewrites the manifest: {START} {manifest.model}"
             return failed(WEIGHTS, f"{path} has {found} bytes", f"at least {size} bytes", remedy)
     return passed(WEIGHTS, f"{len(sizes)} shared file(s), {sum(sizes.values()) / 2**20:.0f} MiB", expected)
 
 
-def connect(manifest: Manifest) -> httpx.Client:
-    """Open a connection with the manifest's token."""
-    return open_http(manifest.url, token=manifest.token, timeout_s=ANSWER_TIMEOUT_S)
-
-
 def answers(manifest: Manifest) -> list[Check]:
     """Request the server's health, the state of its fence, and a scan of its weights; stop where one fails."""
-    with connect(manifest) as client:
-        checks = [health(client, manifest)]
-        for check in (fence, numbers):
-            if checks[-1].status == "PASS":
-                checks.append(check(client, manifest))
-        return checks
+    checks: list[Check] = []
+    with open_http(manifest.url, token=manifest.token, timeout_s=ANSWER_TIMEOUT_S) as client:
+        for request in (_health, _fence, _numbers):
+            checks.append(request(client, manifest))
+            if checks[-1].status != "PASS":
+                break
+    return checks
 
 
-def health(client: httpx.Client, manifest: Manifest) -> Check:
-    """Check that the engine behind the manifest's URL is healthy."""
-    expected = f"{manifest.url}/health answers 200"
+def _health(client: httpx.Client, manifest: Manifest) -> Check:
+    name, expected = "Server health", f"{manifest.url}/health answers 200"
     remedy = f"look into the server's log, and restart it: {START} {manifest.model}"
     try:
-        response = client.get("/health")
+        status = client.get("/health").status_code
     except httpx.TransportError as error:
-        return failed(HEALTH, f"no answer: {str(error) or type(error).__name__}", expected, remedy)
+        return failed(name, _silence(error), expected, remedy)
     except UsageError as error:  # the API key cannot be sent
-        return failed(HEALTH, error.message, expected, error.remedy)
-    if response.status_code != httpx.codes.OK:
-        return failed(HEALTH, f"answered {response.status_code}", expected, remedy)
-    return passed(HEALTH, f"{manifest.url} is healthy", expected)
+        return failed(name, error.message, expected, error.remedy)
+    is_healthy = status == httpx.codes.OK
+    return judged(
+        name, is_healthy, f"{manifest.url} {'is healthy' if is_healthy else f'answered {status}'}", expected, remedy
+    )
 
 
-def fence(client: httpx.Client, manifest: Manifest) -> Check:
-    """Check that the manifest's own server answers, and that its fence is free."""
+def _fence(client: httpx.Client, manifest: Manifest) -> Check:
     expected = f"{manifest.model} is serving at {manifest.url}"
-    foreign = f"another server answers at {manifest.url}"
-    remedy = f"stop that one, or use another port: {START} {manifest.model} --port PORT"
     try:
         response = client.get("/bridge/status")
-        if response.status_code != httpx.codes.OK:
-            return failed(FENCE, f"{foreign}: /bridge/status gave {response.status_code}", expected, remedy)
-        status = Status.model_validate_json(response.content)
+        status = Status.model_validate_json(response.content) if response.is_success else None
     except httpx.TransportError as error:
-        found = f"no answer: {str(error) or type(error).__name__}"
-        return failed(FENCE, found, expected, f"{START} {manifest.model}")
+        return failed(FENCE, _silence(error), expected, f"{START} {manifest.model}")
     except ValidationError:
-        return failed(FENCE, f"{foreign}: its /bridge/status is not Bridge's", expected, remedy)
-    if status.server != manifest.server or status.model != manifest.model:
-        return failed(FENCE, f"{foreign}: {status.model}, pid {status.server.pid}", expected, remedy)
-    return _state(status, expected)
+        who = "its /bridge/status is not Bridge's"
+    else:
+        if status and status.server == manifest.server and status.model == manifest.model:
+            return _state(status, expected)
+        who = (
+            f"{status.model}, pid {status.server.pid}" if status else f"/bridge/status returned {response.status_code}"
+        )
+    remedy = f"stop that one, or use another port: {START} {manifest.model} --port PORT"
+    return failed(FENCE, f"another server answers at {manifest.url}: {who}", expected, remedy)
 
 
 def _state(status: Status, expected: str) -> Check:
@@ -202,8 +181,7 @@ def _state(status: Status, expected: str) -> Check:
     return passed(FENCE, f"serving version {status.version} of {status.model}{updated}", expected)
 
 
-def numbers(client: httpx.Client, manifest: Manifest) -> Check:
-    """Check that all of the server's weights are finite."""
+def _numbers(client: httpx.Client, manifest: Manifest) -> Check:
     expected = "every weight is a finite number"
     try:
         response = client.get("/bridge/tensors/finite", timeout=SCAN_TIMEOUT_S)
@@ -211,6 +189,8 @@ def numbers(client: httpx.Client, manifest: Manifest) -> Check:
         status = Status.model_validate_json(client.get("/bridge/status").content)
     except (httpx.TransportError, ValidationError) as error:
         return skipped(NUMBERS, f"no answer: {type(error).__name__}", expected, f"{START} {manifest.model}")
-    if found.not_finite:
-        return failed(NUMBERS, found.found(), expected, status.mending())
-    return passed(NUMBERS, found.found(), expected)
+    return judged(NUMBERS, not found.not_finite, found.found(), expected, status.mending())
+
+
+def _silence(error: httpx.TransportError) -> str:
+    return f"no answer: {str(error) or type(error).__name__}"

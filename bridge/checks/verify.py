@@ -1,8 +1,7 @@
 """The proof of one copy, on a live server: every claim is tested from both processes.
 
-Beside a trainer nothing is written, because it computes with the weights at any time: values are compared instead.
-
-Not covered: what may go wrong before attaching (`bridge/checks`).
+While a trainer is updating the server, nothing is written, because it may be computing with the weights: values are
+compared instead.
 """
 
 import math
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from bridge.checks.result import Check, failed, passed, skipped
+from bridge.checks.result import Check, judged, skipped
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import packs
 from bridge.passes.samples import Sample
@@ -27,12 +26,12 @@ from bridge.weights.digest import digest
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05
-"""Nats: two healthy engines differ by 0.013 to 0.024 in the mean; a stale copy by whole nats."""
+"""Nats. Two healthy engines differ by 0.013 to 0.024 in the mean; with a stale copy they differ by whole nats."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 
 
 def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iterator[Check]:
-    """Attach to the live server and yield one check per claim; weights are as before afterwards.
+    """Attach to the live server and yield one check per claim. The weights are the same afterwards.
 
     Raises:
         AttachError: there is nothing to attach to, or it refuses.
@@ -53,27 +52,23 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
 
 
 def storages(attached: AttachedModel) -> Check:
-    """Check that every parameter of the trainer's model lies in a storage of the server."""
-    name, expected = "storages", "every parameter lies in the server's memory"
     outside = attached.unshared_parameters()
     total = sum(1 for _ in attached.model.parameters())
+    found = f"{total} of {total} parameters lie in the server's memory"
     if outside:
         found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
-        return failed(name, found, expected, RESTART)
-    return passed(name, f"{total} of {total} parameters lie in the server's memory", expected)
+    return judged("storages", not outside, found, "every parameter lies in the server's memory", RESTART)
 
 
 def bytes_allocated(attached: AttachedModel) -> Check:
-    """Check that attaching allocated no weights."""
-    name, expected = "weight bytes", "0 bytes of weights allocated by the trainer"
-    found = f"{attached.weight_bytes()} bytes of weights allocated by the trainer"
-    return passed(name, found, expected) if attached.weight_bytes() == 0 else failed(name, found, expected, RESTART)
+    count, words = attached.weight_bytes(), "bytes of weights allocated by the trainer"
+    return judged("weight bytes", count == 0, f"{count} {words}", f"0 {words}", RESTART)
 
 
 def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
-    """Check that what one process writes the other reads, one element of every parameter, both ways; put all back.
+    """Check both ways that one process reads what the other writes, in one element of every parameter.
 
-    The caller holds the fence.
+    The caller holds the fence. Afterwards every element has its old value.
     """
     elements, cells = _middles(attached)
     before = [cell.clone() for cell in cells]
@@ -91,50 +86,46 @@ def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 
 
 def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
-    """Check that both processes read the same value in one element of every parameter; write nothing.
+    """Check that both processes read the same value in one element of every parameter, without writing anything.
 
     The caller holds the fence.
     """
-    yield skipped("marks", "a trainer is updating this server: nothing is written beside it", "no trainer")
+    yield skipped("marks", "a trainer is updating this server: nothing else may write now", "no trainer")
     elements, cells = _middles(attached)
     ours, theirs = [cell.item() for cell in cells], client.read(elements)
     equal = sum(_is_same(one, other) for one, other in zip(ours, theirs, strict=True))
-    name, found, expected = "values", f"{equal} of {len(ours)} values are equal", "the same value from both sides"
-    yield passed(name, found, expected) if equal == len(ours) else failed(name, found, expected, RESTART)
+    found = f"{equal} of {len(ours)} values are equal"
+    yield judged("values", equal == len(ours), found, "the same value from both sides", RESTART)
 
 
 def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
-    """Check that both processes compute the same digest of every one of vLLM's parameters."""
     ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    name, expected = "checksums", "equal checksums of every tensor from both sides"
+    found = f"{len(ours)} of {len(ours)} tensors have equal checksums"
     if different:
         found = f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
-        return failed(name, found, expected, RESTART)
-    return passed(name, f"{len(ours)} of {len(ours)} tensors have equal checksums", expected)
+    return judged("checksums", not different, found, "equal checksums of every tensor from both sides", RESTART)
 
 
 def logprobs(attached: AttachedModel, sampler: Sampler, endpoint: Endpoint) -> Check:
-    """Check that vLLM and the attached model give the same log-probabilities to tokens that vLLM sampled."""
     diffs = logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size))
     mean, largest = diffs.mean().item(), diffs.max().item()
-    name, expected = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
-    if mean <= LOGPROB_MEAN_LIMIT:
-        return passed(name, found, expected)
-    return failed(name, found, expected, "compare the versions of transformers and vLLM, and the model's configuration")
+    expected = f"mean difference at most {LOGPROB_MEAN_LIMIT}"
+    remedy = "compare the versions of transformers and vLLM, and the model's configuration"
+    return judged("log-probabilities", mean <= LOGPROB_MEAN_LIMIT, found, expected, remedy)
 
 
 def unless_updated(check: Check, before: int, after: int) -> Check:
-    """Return `check`, unless it failed while a trainer published."""
+    """Return `check`, or a SKIP if it failed while a trainer published."""
     if check.status == "PASS" or before == after:
         return check
     reason = f"a trainer published version {after} while version {before} was compared: {check.found}"
-    return skipped(check.name, reason, check.expected, "bridge verify, when no trainer is running")
+    return skipped(check.name, reason, check.expected, "run bridge verify again when no trainer is running")
 
 
 def sample(sampler: Sampler, endpoint: Endpoint, vocab_size: int) -> list[Group]:
-    """Sample completions of random prompts, always the same prompts for the same vocabulary."""
+    """Sample completions of random prompts, which depend on the size of the vocabulary alone."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     prompts = [tuple(row) for row in rows]
@@ -146,7 +137,7 @@ def sample(sampler: Sampler, endpoint: Endpoint, vocab_size: int) -> list[Group]
 
 
 def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
-    """Return |log-probability of the server, as it came with the token - of `model`| per sampled token, in nats."""
+    """Return |log-probability from the server - log-probability from `model`| of each sampled token, in nats."""
     samples = [
         Sample(
             prompt_token_ids=group.prompt_token_ids,
@@ -158,13 +149,13 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
         for group in groups
         for completion in group.completions
     ]
-    alone = packs(samples, max_tokens=1, device=model.device)  # nothing that only packed sequences need is in play
+    alone = packs(samples, max_tokens=1, device=model.device)  # so that packing cannot matter
     with torch.no_grad():
         return torch.cat([(model_logprobs(model, part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 
 
 def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
-    """Return one element of every parameter, as the server knows it and as it lies here."""
+    """Return one element of every parameter, by its name on the server and as a tensor here."""
     views = attached.shard.param_mappings
     places = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
     elements = tuple(Element(parameter=views[name].parameter, index=index) for name, index in places.items())
@@ -185,6 +176,4 @@ def _is_same(left: float, right: float) -> bool:
 def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
     wrong = sum(not _is_same(left, right) for left, right in zip(found, expected, strict=True))
     text = f"{len(found) - wrong} of {len(found)} marks seen"
-    if wrong:
-        return failed(name, text, "one mark in every parameter", RESTART)
-    return passed(name, text, "one mark in every parameter")
+    return judged(name, not wrong, text, "one mark in every parameter", RESTART)

@@ -56,7 +56,7 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
         Chart("Changed weights", "%", "Weights whose bytes the step changed.", {"changed_weight_share": "changed"}),
         Chart("Updates", "", "Per batch; skipped if the gradient was not finite.",
               {"updates": "updates", "skipped_updates": "skipped"}, "plain"),
-        Chart("Unscored, retried", "", "Completions without a reward, requests sent again.",
+        Chart("Unscored, retried", "", "Completions without a reward, and retried requests.",
               {"unscored": "unscored", "retries": "retried"}, "plain"),
     ),
     "Two engines, one policy": (
@@ -133,7 +133,7 @@ class Artist:
         self._pointer = Span(dimension="height", line_color=TEXT)
 
     def drawings(self, chart: Chart) -> Iterator[Drawing]:
-        """Yield what is drawn of `chart`: nothing if the runs have no values for it."""
+        """Yield the drawings of `chart`: none if the runs have no values for it."""
         is_stacked = chart.kind == "stacked" and self._single is not None
         palette = RAMP if chart is HISTOGRAM and is_stacked else COLOURS
         for title, curves in self._curves(chart, is_stacked=is_stacked):
@@ -216,7 +216,7 @@ class Artist:
             low, high = HEALTHY_NATS
             plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))
             yield f"rounding alone, in bf16: {low} to {high}", HEALTHY
-            if self._single and (alarm := self._single.config.get("mismatch_alarm")):
+            if self._single and isinstance(alarm := self._single.config.get("mismatch_alarm"), int | float):
                 plot.add_layout(Span(location=alarm, dimension="width", line_color=ALARM, line_dash="dashed"))
                 yield f"--mismatch-alarm {alarm:g}", ALARM
         events = [each for each in self._single.events if each.step is not None] if self._single else []

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 NAME = REPORT
 HEAD_BYTES = 2048
-"""Where a page names its generator; no other file is overwritten."""
+"""A page names its generator within these; no other file is overwritten."""
 MOST_RUNS = 8
-"""As many as there are colours."""
+"""The number of colours."""
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False)]
 Out = Annotated[
@@ -60,9 +60,12 @@ def write(folders: Sequence[Path], target: Path) -> list["View"]:
         raise UsageError(f"{target} is a directory", remedy=f"--out {target / NAME}")
     from cli.report import page, record
 
+    elsewhere = "name another file with --out"
     try:
-        if target.exists() and not _is_report(target, page.GENERATOR):
-            raise UsageError(f"{target} exists and is not a report", remedy="name another file with --out")
+        if target.exists():
+            with target.open("rb") as file:
+                if f'content="{page.GENERATOR}'.encode() not in file.read(HEAD_BYTES):
+                    raise UsageError(f"{target} exists and is not a report", remedy=elsewhere)
         runs = dict(zip(names(folders), map(record.read, folders), strict=True))
         views = [page.view(name, run, num_runs=len(runs)) for name, run in runs.items()]
     except OSError as error:
@@ -72,19 +75,15 @@ def write(folders: Sequence[Path], target: Path) -> list["View"]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic_file.replace(target, content)
-    except (OSError, UsageError) as error:
-        reason = error.message if isinstance(error, UsageError) else f"cannot write {target}: {error.strerror}"
-        raise UsageError(reason, remedy="name another file with --out") from error
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}", remedy=elsewhere) from error
+    except UsageError as error:
+        raise UsageError(error.message, remedy=elsewhere) from error
     return views
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Return the paths without what they have in common."""
+    """Return the paths without the folders that they have in common."""
     resolved = [folder.resolve() for folder in folders]
     common = os.path.commonpath([folder.parent for folder in resolved])
     return [str(folder.relative_to(common)) for folder in resolved]
-
-
-def _is_report(path: Path, generator: str) -> bool:
-    with path.open("rb") as file:
-        return f'content="{generator}'.encode() in file.read(HEAD_BYTES)

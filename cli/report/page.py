@@ -1,4 +1,4 @@
-"""Put a run, or several, on a page: one file, whose own policy lets it load nothing else."""
+"""Put a run, or several, on a page: one file, whose content security policy lets it load nothing else."""
 
 import base64
 import hashlib
@@ -29,10 +29,10 @@ MOST_EVENTS = 200
 GENERATOR = "bridge report"
 PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that differ between any two runs."""
-
-
 Choice = tuple[str, str, str, str]
 """Flag, value, default and meaning."""
+Choices = tuple[list[Choice], list[Choice]]
+"""Those that differ from their defaults, and the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,13 @@ class View:
     figures: Mapping[str, tuple[str, float | None]]
     """Name in `--json` -> title and value."""
     samples: samples.Samples
-    choices: tuple[list[Choice], list[Choice]]
-    """Those that differ from their defaults, and the others."""
-    server_choices: tuple[list[Choice], list[Choice]]
+    choices: Mapping[str, Choices]
+    """Heading -> the choices of the trainer, and those of the server."""
     notes: Sequence[str]
 
     @property
     def values(self) -> dict[str, float | None]:
-        """Return the figures' values alone."""
+        """Return the values of the figures."""
         return {key: value for key, (_, value) in self.figures.items()}
 
 
@@ -63,16 +62,15 @@ def view(name: str, run: Run, *, num_runs: int = 1) -> View:
     picked = samples.read(RunDirectory(run.path).rollouts, notes, longest=samples.LONGEST_TEXT // num_runs)
     return View(
         name=name, run=run, status=_status(run), figures=figures(run), samples=picked, notes=notes,
-        choices=choices(run.config, TrainConfig, run.derived),
-        server_choices=choices(run.server, ServeConfig, run.derived),
+        choices={"": choices(run.config, TrainConfig, run.derived),
+                 "The server": choices(run.server, ServeConfig, run.derived)},
     )  # fmt: skip
 
 
 def html(views: Sequence[View]) -> str:
     """Return the page of one run, or of several side by side."""
-    results = {"status": [each.status[0] for each in views]} | {
-        title: [shown(each.values[key]) for each in views] for key, (title, _) in views[0].figures.items()
-    }
+    results = {"status": [each.status[0] for each in views]}
+    results |= {title: [shown(each.values[key]) for each in views] for key, (title, _) in views[0].figures.items()}
     artist = charts.Artist({each.name: each.run for each in views})
     sections = {
         title: [drawing for chart in group for drawing in artist.drawings(chart)]
@@ -92,7 +90,7 @@ def html(views: Sequence[View]) -> str:
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         finalize=lambda value: visible(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters |= {"shown": shown, "duration": duration}
+    environment.filters |= {"shown": shown, "duration": duration, "as_text": as_text, "messages": messages}
     return environment.get_template("report.html.j2").render(
         views=views, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
         script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
@@ -106,13 +104,15 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
     """Return the numbers that sum up a run."""
     rewards, published = run.column("reward_mean"), run.column("fence_publish_s")
     few = max(1, min(20, len(rewards) // 10))
-    before, after = run.summary.get("reward_before"), run.summary.get("reward_after")
+    names = ("reward_before", "reward_after", "weight_bytes_copied", "weight_bytes")
+    ends = {name: value for name in names if isinstance(value := run.summary.get(name), int | float)}
+    before, after = ends.get("reward_before"), ends.get("reward_after")
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         before = first["reward_mean"] if first["step"] < run.steps[0] else None
         after = last["reward_mean"] if last["step"] >= run.steps[0] else None
     fence_ms = run.column("fence_s")[~(published <= 0)] * 1e3  # of the steps that were published
-    copied = run.summary.get("weight_bytes", run.summary.get("weight_bytes_copied"))
+    copied = ends.get("weight_bytes", ends.get("weight_bytes_copied"))
     return {
         "reward_first": ("reward, first steps", _of(np.mean, rewards[:few])),
         "reward_last": ("reward, last steps", _of(np.mean, rewards[-few:])),
@@ -134,10 +134,8 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
     }
 
 
-def choices(
-    config: Mapping[str, Any], kind: type[Config], derived: Collection[str] = ()
-) -> tuple[list[Choice], list[Choice]]:
-    """Return the choices that differ from their defaults, and the rest, with those that were `derived`."""
+def choices(config: Mapping[str, Any], kind: type[Config], derived: Collection[str] = ()) -> Choices:
+    """Return the choices that differ from their defaults, and the others with those that were `derived`."""
     changed, unchanged = list[Choice](), list[Choice]()
     for name, value in config.items():
         known, default, about = kind.choices().get(name), "–", "This version of Bridge does not know it."
@@ -157,9 +155,27 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
 
-def shown(value: float | None, digits: int = 4) -> str:
-    """Return a number with its significant digits."""
-    if value is None or not np.isfinite(value):
+def as_text(value: object) -> str:
+    """Return a JSON value as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def messages(prompt: object) -> list[tuple[str, str]]:
+    """Return role and text of each part of a prompt; the role of plain text is empty."""
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    return [
+        (as_text(part.get("role", "")), as_text(part["content"]))
+        if isinstance(part, dict) and "content" in part
+        else ("", as_text(part))
+        for part in parts
+    ]
+
+
+def shown(value: object, digits: int = 4) -> str:
+    """Return a number with its significant digits, and anything else as text."""
+    if value is None or not isinstance(value, int | float):
+        return "–" if value is None else as_text(value)
+    if not np.isfinite(value):
         return "–"
     if value and abs(value) < 1e-4:
         return f"{value:.2e}".replace("e-0", "e-")
@@ -170,7 +186,7 @@ def shown(value: float | None, digits: int = 4) -> str:
 
 def _status(run: Run) -> tuple[str, str]:
     planned = run.config.get("training_steps")
-    done = f"step {run.steps[-1]:,}" + (f" of {planned:,}" if planned else "")
+    done = f"step {run.steps[-1]:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")
     if run.summary:
         return "finished", done
     if run.holder:
@@ -188,4 +204,4 @@ def _written(value: object) -> str:
         return "absent"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)
+    return str(value) if isinstance(value, Path) else as_text(value)

@@ -1,12 +1,13 @@
 """Read a run directory: finished, running or killed, and written by any version of Bridge."""
 
 import dataclasses
+import io
 import json
 import re
 import shlex
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
@@ -41,7 +42,9 @@ ENGINE_VERSION = re.compile(rb"LLM engine \(v(\d[\w.+]*)")
 """vLLM 0.26 to 0.33 log this when the engine starts, within the first `LOG_START_BYTES` of `serve.log`."""
 LOG_START_BYTES = 1 << 18
 KEPT = "\n\t\u200c\u200d"
-"""Invisible characters that are shown unchanged: white space, and what joins letters and emoji."""
+"""Invisible characters that stay: white space, and what joins letters and emoji."""
+LONGEST_INT = 18
+"""Digits. Longer integers are read as text: no float holds them exactly, and the longest fit into none."""
 
 
 class Event(NamedTuple):
@@ -50,14 +53,14 @@ class Event(NamedTuple):
     time: datetime | None
     text: str
     step: int | None
-    """Step that the line names, else the step at that time; None if neither is known."""
+    """The step that the line names, else the step at that time; None if neither is known."""
     is_estimate: bool
     """Whether the step was derived from the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run directory, except for its completions (`samples.py`). What is missing there is empty here."""
+    """A run directory without its completions (`samples.py`). Whatever it lacks is empty here."""
 
     path: Path
     steps: list[int]
@@ -65,18 +68,16 @@ class Run:
     """`field`, or `field/item` for lists and mappings, and the derived columns."""
     evaluations: list[dict[str, Any]]
     config: Mapping[str, Any]
-    derived: Collection[str]
-    """Keys of the choices that nobody made."""
     server: Mapping[str, Any]
+    derived: Collection[str]
+    """Keys of the choices that were derived, not given."""
     summary: Mapping[str, Any]
     """Empty unless the run finished."""
     events: list[Event]
-    device: str
-    engine_version: str
+    about: Mapping[str, str]
+    """The device, vLLM's version, and when the oldest and the newest file were written; empty where unknown."""
     holder: str | None
     """Pid of the process that is working in the directory."""
-    written: tuple[datetime, datetime]
-    """Times of the oldest and the newest file."""
     notes: list[str]
     """What is missing or damaged."""
 
@@ -93,53 +94,69 @@ def read(path: Path) -> Run:
     """
     files, notes = RunDirectory(path), list[str]()
     if not files.metrics.is_file():
-        raise _not_a_run(path)
-    rows = {row["step"]: row for _, row in json_objects(files.metrics, notes) if isinstance(row.get("step"), int)}
+        if inside := sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime):
+            command = shlex.join(["bridge", "report", str(inside[-1].parent)])
+            raise UsageError(f"{path} is not a run directory, but contains some", remedy=command)
+        fault = (
+            "is not a run directory, or has no step yet: no metrics.jsonl" if path.is_dir() else "is not a directory"
+        )
+        raise UsageError(f"{path} {fault}", remedy="bridge train prints the run directory when it starts")
+    rows = {row["step"]: row for _, row in json_objects(files.metrics, notes, has_step)}
     if not rows:
         raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
     steps = sorted(rows)
     columns = _columns([rows[step] for step in steps])
-    document, summary = _document(files.config, notes), _document(files.summary, notes)
-    server = _document(files.server_config, notes)
-    config = private.shown(TrainConfig.written(document))
-    found = {row["step"]: row for _, row in json_objects(files.evaluations, notes) if row["reward_mean"] is not None}
-    notes += _missing(files, rows.values(), config, has_evaluations=bool(found))
-    dated = [files.server_config, files.config, files.metrics, files.evaluations, files.summary]
-    times = [datetime.fromtimestamp(each.stat().st_mtime).astimezone() for each in dated if each.is_file()]
-    version = None
-    if files.server_log.is_file():
-        with files.server_log.open("rb") as log:
-            version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
+    config, server, summary = (_document(each, notes) for each in (files.config, files.server_config, files.summary))
+    choices = private.shown(TrainConfig.written(config))
+    evaluated = [row for _, row in json_objects(files.evaluations, notes, has_step)]
+    found = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
+    notes += _missing(files, rows.values(), choices, has_evaluations=bool(found))
+    dated = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
+    times = sorted(datetime.fromtimestamp(each.stat().st_mtime) for each in dated if each.is_file())
+    with files.server_log.open("rb") if files.server_log.is_file() else io.BytesIO() as log:
+        version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
+    about = {
+        "device": str(rows[steps[-1]].get("device", "")),
+        "vLLM": version[1].decode() if version else "",
+        "written": f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M}",
+    }
     return Run(
-        path=path, steps=steps, columns=columns, config=config, notes=notes, written=(min(times), max(times)),
+        path=path, steps=steps, columns=columns, config=choices, notes=notes, about=about,
         evaluations=[found[step] for step in sorted(found)], holder=claim.holder(path.stat().st_ino),
         server=private.shown(ServeConfig.written(server)),
-         derived=[*document.get("derived", ()), *server.get("derived", ())],
-         events=list(_events(files, steps, columns)),
-        summary=summary if summary.get("steps") == steps[-1] else {}, device=rows[steps[-1]].get("device", ""),
-        engine_version=version[1].decode() if version else "",
+        derived=[*config.get("derived", ()), *server.get("derived", ())],
+        events=list(_events(files, steps, columns)),
+        summary=summary if summary.get("steps") == steps[-1] else {},
     )  # fmt: skip
 
 
-def json_objects(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the byte offset and content of each JSON object in a file with one per line; note damaged lines."""
+def has_step(row: Mapping[str, Any]) -> bool:
+    """Return whether a line names the step that it belongs to."""
+    return isinstance(row.get("step"), int)
+
+
+def json_objects(
+    path: Path, notes: list[str], is_usable: Callable[[Mapping[str, Any]], bool]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the byte offset and content of each usable JSON object in a file with one per line; note the others."""
     if not path.is_file():
         return
-    offset = damaged = 0
+    offset = skipped = 0
     with path.open("rb") as file:
         for line in file:
-            if row := json_object(line):
+            if (row := json_object(line)) and is_usable(row):
                 yield offset, row
-            damaged += not row
+            else:
+                skipped += 1
             offset += len(line)
-    if damaged:
-        notes.append(f"{path.name}: skipped {damaged} incomplete or damaged lines")
+    if skipped:
+        notes.append(f"{path.name}: skipped {skipped} incomplete or damaged lines")
 
 
 def json_object(text: bytes) -> dict[str, Any] | None:
     """Parse a JSON object; None if `text` is anything else."""
     try:
-        row = json.loads(text)
+        row = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_INT else digits)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
@@ -151,15 +168,6 @@ def visible(text: str) -> str:
         each if each.isprintable() or each in KEPT or unicodedata.category(each) == "Zs" else f"⟨U+{ord(each):04X}⟩"
         for each in text
     )
-
-
-def _not_a_run(path: Path) -> UsageError:
-    inside = sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    if inside:
-        command = shlex.join(["bridge", "report", str(inside[-1].parent)])
-        return UsageError(f"{path} is not a run directory, but contains some", remedy=command)
-    found = "is not a run directory, or has no step yet: no metrics.jsonl" if path.is_dir() else "is not a directory"
-    return UsageError(f"{path} {found}", remedy="bridge train prints the run directory when it starts")
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
@@ -180,8 +188,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         items = dict(enumerate(value)) if isinstance(value, list) else value
-        nested = items if isinstance(items, dict) else {}
-        yield from ((f"{name}/{key}", each) for key, each in nested.items())
+        yield from ((f"{name}/{key}", each) for key, each in (items.items() if isinstance(items, dict) else ()))
         yield name, value
 
 
@@ -204,7 +211,7 @@ def _missing(
         yield "no evaluations.jsonl: the held-out reward is unknown"
     if not files.rollouts.is_file() and config.get("save_rollouts") is not False:
         yield "no rollouts.jsonl: there are no completions to show"
-    if lost := sum(1 for _ in json_objects(files.lost_metrics, [])):
+    if lost := sum(1 for _ in json_objects(files.lost_metrics, [], has_step)):
         yield f"the run resumed from a checkpoint: {lost:,} steps were lost and repeated (metrics_lost.jsonl)"
 
 

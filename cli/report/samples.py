@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from cli.report.record import json_object, json_objects
+from cli.report.record import has_step, json_object, json_objects
 
 NUM_PROBLEMS, NUM_STEPS = 3, 12
 """How many recurring problems to follow, and how many steps to show."""
@@ -45,10 +45,10 @@ class Samples(NamedTuple):
 def read(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Samples:
     """Pick completions from the file `path`, without loading all of it; note damaged lines."""
     groups: list[tuple[int, int, int]] = []
-    for offset, row in json_objects(path, notes):
+    for offset, row in json_objects(path, notes, _is_group):
         if groups and row["step"] < groups[-1][0]:  # the run resumed from a checkpoint and repeated these steps
             del groups[bisect_left(groups, (row["step"],)) :]
-        groups.append((row["step"], offset, hash(json.dumps(row["problem"]["prompt"]))))
+        groups.append((row["step"], offset, hash(json.dumps(row["problem"].get("prompt")))))
     if not groups:
         return Samples()
     problems: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -60,28 +60,39 @@ def read(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Sample
     recurring = [each for each in problems.values() if len(each) >= FEWEST_STEPS and max(each) - min(each) >= half]
     followed = sorted(recurring, key=len, reverse=True)[:NUM_PROBLEMS]
     with path.open("rb") as file:
-        series = [_series(file, each, longest, is_problem=bool(followed)) for each in followed or [every_step]]
+        series = [_series(file, each, longest) for each in followed or [every_step]]
+    if not followed:
+        series = [Series({}, each.steps) for each in series]
     return Samples(series, len(groups), len(every_step))
 
 
-def _series(file: BinaryIO, places: Mapping[int, list[int]], longest: int, *, is_problem: bool) -> Series:
+def _is_group(row: Mapping[str, Any]) -> bool:
+    """Return whether a line has what the page shows of a group, in the right types."""
+    parts = [row.get("completions"), row.get("unscored")]
+    are_lists = all(isinstance(part, list) and all(isinstance(each, dict) for each in part) for part in parts)
+    if not (are_lists and has_step(row) and isinstance(row.get("problem"), dict)):
+        return False
+    return all(isinstance(each.get("reward"), int | float | None) for each in row["completions"])
+
+
+def _series(file: BinaryIO, places: Mapping[int, list[int]], longest: int) -> Series:
     numbers = list(places)
     if len(numbers) > NUM_STEPS:
         numbers = [numbers[round(index * (len(numbers) - 1) / (NUM_STEPS - 1))] for index in range(NUM_STEPS)]
-    steps: list[Step] = []
-    for each in numbers:
+    steps = []
+    for number in numbers:
         rows = []
-        for offset in places[each]:
+        for offset in places[number]:
             file.seek(offset)
             rows.append(cut(json_object(file.readline()), longest))
-        steps.append(_step(each, rows))
-    return Series(rows[-1]["problem"] if is_problem else {}, steps)
+        steps.append(_step(number, rows))
+    return Series(rows[-1]["problem"], steps)
 
 
 def _step(number: int, rows: Sequence[Mapping[str, Any]]) -> Step:
     every = [each | {"problem": row["problem"]} for row in rows for each in row["completions"]]
     unscored = [each | {"problem": row["problem"], "label": "unscored"} for row in rows for each in row["unscored"]]
-    scored = sorted((each for each in every if each["reward"] is not None), key=lambda each: each["reward"])
+    scored = sorted((each for each in every if each.get("reward") is not None), key=lambda each: each["reward"])
     rewards = [each["reward"] for each in scored]
     picked = {"best": -1, "median": len(scored) // 2, "worst": 0}
     if len(scored) < 3:

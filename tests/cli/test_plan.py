@@ -190,7 +190,7 @@ def test_what_a_way_takes_of_the_host_is_told_with_one_that_takes_nothing(
 ) -> None:
     arguments = ["--model", model("32B", tmp_path), "--gpu-memory", "140"]
     shown = told(capsys, *arguments)
-    assert "it needs 366 GiB of host memory; --host-memory GIB sets what there is" in shown
+    assert "it needs 366 GiB of host memory; --host-memory GIB sets the limit" in shown
     assert "no host memory: bridge run --model" in shown
     assert "it takes 366 of 400 GiB of host memory" in told(capsys, *arguments, "--host-memory", "400")
     unknown, little = planned(capsys, *arguments), planned(capsys, *arguments, "--host-memory", "365")
@@ -317,13 +317,13 @@ def test_a_run_that_measured_something_else_is_not_compared(
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "holds no run"),
+        ({}, "is not a run"),
         ({"config.json": "{}"}, "was not written by this Bridge"),
-        ({"config.json": '{"model_name": "m"}'}, "holds no step"),
-        ({"config.json": '{"model_name": "m"}', "metrics.jsonl": '{"st'}, "holds no step"),
+        ({"config.json": '{"model_name": "m"}'}, "has no step"),
+        ({"config.json": '{"model_name": "m"}', "metrics.jsonl": '{"st'}, "has no step"),
     ],
 )
-def test_a_folder_that_holds_no_run_is_told(
+def test_a_folder_that_is_not_a_run_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, files: dict[str, str], said: str
 ) -> None:
     for name, content in files.items():

@@ -221,6 +221,19 @@ def test_steps_without_a_value_leave_gaps(tmp_path: Path) -> None:
     assert "NaN" not in written(run.path, out=tmp_path / "page.html").text
 
 
+def test_numbers_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=3)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines[1] |= {"grad_norm": 10**400, "logprob_diff_histogram": [10**400] * 8}
+    lines.append(lines[2] | {"step": 10**400})
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.evaluations.write_text('{"step": 0, "reward_mean": 1' + "0" * 400 + '}\n{"step": 3}\n')
+    run.summary.write_text(json.dumps({"steps": 3, "reward_before": 10**400, "weight_bytes": 10**400}))
+    assert "skipped 1 incomplete" in written(run.path, out=tmp_path / "page.html").text
+    curve = drawn(run.path)["Gradient norm"]["each step"]
+    assert [math.isnan(each) for each in curve] == [False, True, False]
+
+
 def test_a_step_without_training_is_no_dip_in_a_stack(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=6)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]

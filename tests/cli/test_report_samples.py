@@ -92,17 +92,50 @@ PROMPTS = (
     ("plain text", "plain text"),
     ([{"role": "user", "content": "hello"}], "userhello"),
     ([{"role": "user", "content": [{"type": "image"}]}], '[{"type": "image"}]'),
+    ([None, 7, "text", {"content": None}], "null7textnull"),
+    (None, "null"),
+    (10**400, str(10**400)),
+    ({"a": 1}, '{"a": 1}'),
 )
 
 
 @pytest.mark.parametrize(("prompt", "shown"), PROMPTS)
-def test_a_prompt_may_be_text_or_messages(prompt: object, shown: str, tmp_path: Path) -> None:
+def test_a_prompt_may_be_text_messages_or_any_other_json(prompt: object, shown: str, tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     line = group(1, "", 1.0) | {"problem": {"prompt": prompt, "answer": 317}}
     report_runs.write_rollouts(run, iter([line]))
     page = written(run.path, out=run.report)
     assert shown in page.text
     assert "answer 317" in page.text
+
+
+ODD = (
+    {"step": 10**400},
+    {"problem": None},
+    {"completions": None},
+    {"completions": [7]},
+    {"completions": [{"text": "x", "reward": 10**400}]},
+    {"unscored": "none"},
+)
+
+
+def test_rows_that_do_not_fit_are_skipped_in_one_line(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=1)
+    report_runs.write_rollouts(run, iter([*(group(1, "p", 0.0) | odd for odd in ODD), group(1, "the good one", 0.0)]))
+    page = written(run.path, out=run.report)
+    assert f"rollouts.jsonl: skipped {len(ODD)} incomplete or damaged lines" in page.text
+    assert "the good one" in page.text
+    assert "1 groups from 1 steps" in page.text
+
+
+def test_other_odd_values_of_a_completion_are_shown_as_text(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=1)
+    odd: dict[str, Any] = {"text": None, "reward": None, "parts": None, "tokens": 10**400, "weight_version": {}}
+    whole: dict[str, Any] = {"text": 5, "reward": 1, "parts": {"a": 10**30, "b": None, "c": "well"}, "tokens": None}
+    report_runs.write_rollouts(run, iter([group(1, "p") | {"completions": [odd, whole], "unscored": [odd]}]))
+    page = written(run.path, out=run.report)
+    for expected in (f"a {10**30}", "b –", "c well", "(an empty completion)", f"{10**400} tokens"):
+        assert expected in page.text
 
 
 def test_no_file_has_no_completions(tmp_path: Path) -> None:

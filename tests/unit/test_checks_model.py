@@ -73,21 +73,23 @@ def ended(returncode: int | None, line: str = "") -> Ended:
     return Ended(returncode=returncode, stdout="", last_error_line=line)
 
 
-def test_a_class_that_cannot_be_trained_fails_by_name() -> None:
-    def trial(name: str) -> Ended:
+def test_a_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(_module: str, name: str, **_: object) -> Ended:
         return ended(4, f"{name} cannot be trained: its OddForCausalLM takes no position_ids")
 
-    checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}, trial))
+    monkeypatch.setattr(model, "run_module", trial)
+    checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}))
     assert [check.status for check in checks] == ["FAIL"] * 3
     assert checks[0].found == "cannot be trained: its OddForCausalLM takes no position_ids"
-    proved = list(model.modes("m", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, trial))
+    proved = list(model.modes("m", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     assert [check.status for check in proved] == ["PASS"] * 3
 
 
 @pytest.mark.parametrize("end", [ended(0), ended(2, "no usable model"), ended(None), ended(-9), ended(1, "no torch")])
-def test_a_trial_that_says_nothing_of_the_model_is_no_obstacle(end: Ended) -> None:
+def test_a_trial_that_says_nothing_of_the_model_is_no_obstacle(end: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "run_module", lambda *_, **__: end)
     config = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
-    assert [check.status for check in model.modes("m", config, lambda _: end)] == ["PASS"] * 3
+    assert [check.status for check in model.modes("m", config)] == ["PASS"] * 3
 
 
 def test_a_model_is_built_by_a_process_of_its_own(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from bridge.checks import processes
-from bridge.checks.processes import Listener, Running, engines_have_servers, port_free_or_ours, running
+from bridge.checks.processes import Listener, Running, engines_have_servers, running
 
 INIT = Running(pid=1, parent=0, command="/sbin/init")
 
@@ -46,31 +46,43 @@ def test_this_process_is_among_the_running() -> None:
     assert os.getpid() in {process.pid for process in running()}
 
 
-def listener(pid: int | None = 7, ancestors: tuple[int, ...] = ()) -> Listener:
-    return Listener(pid=pid, command="python -m http.server", ancestors=ancestors)
+def listen(monkeypatch: pytest.MonkeyPatch, pid: int | None = 7, ancestors: tuple[int, ...] = ()) -> None:
+    """Let a process listen on the ports 9001 and 9002."""
+    monkeypatch.setattr(processes, "listening", lambda: {9001: pid, 9002: 1})
+    found = Listener(pid=pid, command="python -m http.server", ancestors=ancestors)
+    monkeypatch.setattr(processes, "describe", lambda _: found)
 
 
 @pytest.mark.parametrize(
-    ("found", "server_pid", "status"),
+    ("pid", "ancestors", "server_pid", "status"),
     [
-        (None, None, "PASS"),
-        (None, 7, "FAIL"),
-        (listener(), 7, "PASS"),
-        (listener(8, (7, 1)), 7, "PASS"),
-        (listener(), None, "FAIL"),
-        (listener(), 9, "FAIL"),
-        (listener(None), 9, "FAIL"),
+        (7, (), 7, "PASS"),
+        (8, (7, 1), 7, "PASS"),
+        (7, (), None, "FAIL"),
+        (7, (), 9, "FAIL"),
+        (None, (), 9, "FAIL"),
     ],
 )
-def test_the_port_is_free_or_the_servers(found: Listener | None, server_pid: int | None, status: str) -> None:
-    assert port_free_or_ours(9001, found, server_pid).status == status
+def test_a_taken_port_is_the_servers(
+    pid: int | None, ancestors: tuple[int, ...], server_pid: int | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen(monkeypatch, pid, ancestors)
+    assert processes.port(9001, server_pid).status == status
 
 
-def test_a_taken_port_names_who_takes_it_and_a_free_one() -> None:
-    check = port_free_or_ours(9001, listener(), None, taken=[9001, 9002])
+def test_a_free_port_is_right_before_a_server_starts_and_wrong_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "listening", dict)
+    assert processes.port(9001, None).status == "PASS"
+    assert processes.port(9001, 7).status == "FAIL"
+
+
+def test_a_taken_port_names_who_takes_it_and_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen(monkeypatch)
+    check = processes.port(9001, None)
     assert "pid 7: python -m http.server" in check.found
     assert "--port 9003" in str(check.remedy)
-    assert "another user's" in port_free_or_ours(9001, listener(None), None).found
+    listen(monkeypatch, None)
+    assert "another user's" in processes.port(9001, None).found
 
 
 def test_a_real_listener_is_found_by_its_port() -> None:

@@ -309,7 +309,7 @@ def test_another_torch_than_the_servers_is_warned_of() -> None:
 
 def test_a_stale_manifest_elsewhere_is_warned_of(tmp_path: Path, only_this_folder: Path) -> None:
     used = written(only_this_folder)
-    assert server.others(used) == []
+    assert list(server.others(used)) == []
     stale = written(tmp_path / "default", server=dead_server())
     (check,) = server.others(used)
     assert check.status == "WARN"

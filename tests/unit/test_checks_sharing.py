@@ -20,35 +20,40 @@ def test_two_real_processes_share_a_memfd() -> None:
     assert sharing.over_memfd().status == "PASS"
 
 
-def test_a_writer_that_is_refused_fails_with_its_error() -> None:
-    check = sharing.over_memfd(writer=lambda _: run_module(sharing.MODULE, "memfd", "/proc/self/fd/9999", timeout_s=20))
+def test_a_writer_that_is_refused_fails_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = run_module(sharing.MODULE, "memfd", "/proc/self/fd/9999", timeout_s=20)
+    monkeypatch.setattr(sharing, "run_module", lambda *_, **__: refused)
+    check = sharing.over_memfd()
     assert check.status == "FAIL"
     assert "No such file" in check.found
 
 
-def test_a_writer_that_wrote_elsewhere_fails() -> None:
-    check = sharing.over_memfd(writer=lambda _: Ended(returncode=0, stdout="", last_error_line=""))
+def test_a_writer_that_wrote_elsewhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "run_module", lambda *_, **__: Ended(returncode=0))
+    check = sharing.over_memfd()
     assert check.status == "FAIL"
     assert "the first one reads" in check.found
 
 
-def test_a_kernel_that_refuses_memfds_fails() -> None:
+def test_a_kernel_that_refuses_memfds_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, flags: int) -> int:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), name, flags)
 
-    check = sharing.over_memfd(create=refuse)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    check = sharing.over_memfd()
     assert check.status == "FAIL"
     assert "memfd_create: Permission denied" in check.found
 
 
-def test_memory_that_cannot_be_had_fails_and_the_memfd_is_closed() -> None:
+def test_memory_that_cannot_be_allocated_fails_and_the_memfd_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
 
     def read_only(_name: str, _flags: int) -> int:
         opened.append(os.open("/dev/null", os.O_RDONLY))
         return opened[0]
 
-    assert sharing.over_memfd(create=read_only).status == "FAIL"
+    monkeypatch.setattr(os, "memfd_create", read_only)
+    assert sharing.over_memfd().status == "FAIL"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])
 

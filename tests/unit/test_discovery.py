@@ -115,14 +115,18 @@ def test_verify_uses_it_and_says_which(
     with server(tmp_path / "there") as path:
         verify.verify()
     assert proved == [path]
-    assert capsys.readouterr().err == f"the only server that runs was started elsewhere: {path}\n"
+    assert capsys.readouterr().err == f"the only running server was started elsewhere: {path}\n"
 
 
 @pytest.mark.parametrize("ancestors", [(), (11,)])
-def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(tmp_path: Path, ancestors: tuple[int, ...]) -> None:
+def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(
+    tmp_path: Path, ancestors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = discovery.choice(tmp_path / "m.json", manifest())
     listener = processes.Listener(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
-    check = processes.port_free_or_ours(9001, listener, None, (), {11: name})
+    monkeypatch.setattr(processes, "listening", lambda: {9001: listener.pid})
+    monkeypatch.setattr(processes, "describe", lambda _: listener)
+    check = processes.port(9001, None, {11: name})
     assert check.status == "WARN"
     assert f"--vllm-config-path {tmp_path / 'm.json'}" in str(check.remedy)
     assert "kill " not in f"{check.found} {check.remedy}"
