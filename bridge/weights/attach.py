@@ -19,6 +19,7 @@ from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.layout import Shape
+from bridge.weights.opened_model import OpenedModel
 
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
@@ -34,16 +35,16 @@ class AttachedModel:
     shard: Shard
     """The part of the server's manifest that it was attached by."""
     device: torch.device
-    """Where the weights lie."""
+    """Where the weights are."""
     server_tensors: Mapping[str, torch.Tensor]
     """vLLM's parameters by vLLM's name, whole, as this process maps them."""
     attach_s: float
     """Seconds to open the handles and make the views; building the model is not included."""
     allocated_bytes: int
-    """Bytes by which the GPU allocator grew meanwhile; always 0 on the CPU."""
+    """Growth of the GPU allocator meanwhile; always 0 on the CPU."""
 
     def unshared_parameters(self) -> list[str]:
-        """Return the parameters that do not lie in the server's storages; normally none."""
+        """Return the parameters outside the server's storages; normally none."""
         storages = [tensor.untyped_storage() for tensor in self.server_tensors.values()]
         spans = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
         return [
@@ -53,9 +54,19 @@ class AttachedModel:
         ]
 
     def weight_bytes(self) -> int:
-        """Return the measured bytes of weights that this process holds beside the server's; 0 with one copy."""
+        """Measure the bytes of weights that this process holds beside the server's; 0 with one copy."""
         unshared = sum(int(self.model.get_parameter(name).nbytes) for name in self.unshared_parameters())
         return max(unshared, self.allocated_bytes)
+
+    def opened(self) -> OpenedModel:
+        """Return it as the model to train, with all of its parameters trained."""
+        return OpenedModel(
+            model=self.model,
+            device=self.device,
+            lr_factors={name: 1.0 for name, _ in self.model.named_parameters()},
+            open_s=self.attach_s,
+            weight_bytes=self.weight_bytes(),
+        )
 
 
 def attach(manifest: Manifest, rank: int = 0) -> AttachedModel:
@@ -76,7 +87,10 @@ def attach(manifest: Manifest, rank: int = 0) -> AttachedModel:
     tensors = open_handles(shard.ipc_handles, device)
     _assign(model, _views(shard, tensors))
     attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
-    _move_buffers(model, device)
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"
+            setattr(module, leaf, buffer.to(device))
     return AttachedModel(
         model=model.eval(),
         parameters=dict(model.named_parameters()),
@@ -93,7 +107,7 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
 
     Raises:
         ManifestError: as `attach`, or the server is on another GPU.
-        AttachError: the memory cannot be opened; the model stays as it was.
+        AttachError: the memory cannot be opened; the model is unchanged.
     """
     start = time.perf_counter()
     _refuse_other_servers(manifest)
@@ -108,13 +122,12 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     rope.follow_server(attached.model, manifest.max_model_len, server_class=shard.model_class)
     for name, view in _views(shard, tensors).items():
         attached.parameters[name].data = view
-    return replace(
-        attached, shard=shard, server_tensors=tensors, attach_s=time.perf_counter() - start, allocated_bytes=0
-    )
+    attach_s = time.perf_counter() - start
+    return replace(attached, shard=shard, server_tensors=tensors, attach_s=attach_s, allocated_bytes=0)
 
 
 def leave_a_core() -> torch.device:
-    """Use one core less than there are, unless OMP_NUM_THREADS is set, and return the CPU.
+    """Use all cores but one, unless OMP_NUM_THREADS is set, and return the CPU.
 
     vLLM's worker spins for a second after each request. A trainer that uses every core waits for it at each barrier of
     its own threads: on 2 cores a step took ten times as long.
@@ -168,10 +181,17 @@ def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict
             storage = cuda_ipc.open_storage(handle, device)
         else:
             key = handle.path, handle.storage_size
-            storage = files[key] if key in files else shared_memory.open_storage(*key)
-            files[key] = storage
+            if key not in files:
+                files[key] = shared_memory.open_storage(*key)
+            storage = files[key]
         tensors[name] = _tensor(name, handle, storage, device)
-    _refuse_overlaps(tensors)
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
+    for (_, end, before), (start, _, after) in pairwise(spans):
+        if start < end:  # an update of one would overwrite the other
+            raise AttachError(
+                f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
+                remedy=RESTART,
+            )
     return tensors
 
 
@@ -185,17 +205,6 @@ def _tensor(name: str, handle: Handle, storage: torch.UntypedStorage, device: to
             f"{handle.tensor_offset}; the manifest was edited",
             remedy=RESTART,
         ) from error
-
-
-def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse two tensors in one place: an update of one would overwrite the other."""
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
-    for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end:
-            raise AttachError(
-                f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
-                remedy=RESTART,
-            )
 
 
 def _views(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -220,10 +229,3 @@ def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
             setattr(module, leaf, parameter)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, left
-
-
-def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    for module in model.modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"
-            setattr(module, leaf, buffer.to(device))
