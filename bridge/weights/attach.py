@@ -28,20 +28,13 @@ RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 class AttachedModel:
     """A transformers model whose parameters are the server's."""
 
-    model: PreTrainedModel
-    """The model, in evaluation mode; its parameters require gradients."""
-    parameters: Mapping[str, nn.Parameter]
-    """Its parameters by their names when it was attached: adapters that are added later rename them."""
-    shard: Shard
-    """The part of the server's manifest that it was attached by."""
+    model: PreTrainedModel  # in evaluation mode; its parameters require gradients
+    parameters: Mapping[str, nn.Parameter]  # by their names when it was attached: later adapters rename them
+    shard: Shard  # of the server's manifest
     device: torch.device
-    """Where the weights are."""
-    server_tensors: Mapping[str, torch.Tensor]
-    """vLLM's parameters by vLLM's name, whole, as this process maps them."""
-    attach_s: float
-    """Seconds to open the handles and make the views; building the model is not included."""
-    allocated_bytes: int
-    """Growth of the GPU allocator meanwhile; always 0 on the CPU."""
+    server_tensors: Mapping[str, torch.Tensor]  # vLLM's parameters by vLLM's name, whole, as this process maps them
+    attach_s: float  # seconds to open the handles and make the views; building the model is not included
+    allocated_bytes: int  # growth of the GPU allocator meanwhile; always 0 on the CPU
 
     def unshared_parameters(self) -> list[str]:
         """Return the parameters outside the server's storages; normally none."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
@@ -20,29 +21,21 @@ OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full we
 class Copy:
     """A part of a model's parameter that was copied unchanged into one of the server's; all numbers are elements."""
 
-    start: int
-    """First element, counted in the model's parameter."""
+    start: int  # first element, counted in the model's parameter
     shape: Shape
-    """Shape of the part."""
-    stride: Shape
-    """Its strides in the model's parameter."""
-    parameter: str
-    """The server's parameter."""
-    offset: int
-    """First element, counted in the server's parameter."""
-    server_stride: Shape
-    """Its strides in the server's parameter."""
+    stride: Shape  # in the model's parameter
+    parameter: str  # the server's
+    offset: int  # first element, counted in the server's parameter
+    server_stride: Shape  # in the server's parameter
 
 
-@dataclass(frozen=True)
-class _Box:
+class _Box(NamedTuple):
     """A part as a box of the parameter's own indices, and its place in the server's parameter."""
 
     low: Shape
     high: Shape
     offset: int
-    steps: tuple[int | None, ...]
-    """The server's stride along each axis; None along those on which the box has one index."""
+    steps: tuple[int | None, ...]  # the server's stride along each axis; None if the box has one index there
 
 
 def contiguous_stride(shape: Shape) -> Shape:

@@ -10,7 +10,7 @@ Not covered: the places in the file (`bridge/server/manifest.py`), GPU memory (`
 import fcntl
 import mmap
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,14 +21,11 @@ ALIGNMENT_BYTES = 256
 """Alignment of every storage, the same as of CUDA's allocator."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedBlock:
+class SharedBlock(NamedTuple):
     """One shared file of this process, mapped."""
 
-    path: str
-    """Path by which another process of the same user opens it."""
-    storage: torch.UntypedStorage
-    """The whole file as one storage."""
+    path: str  # by which another process of the same user opens it
+    storage: torch.UntypedStorage  # the whole file
 
 
 def allocate(num_bytes: int) -> SharedBlock:
@@ -47,7 +44,7 @@ def allocate(num_bytes: int) -> SharedBlock:
         os.close(descriptor)
         raise _no_room(num_bytes, os.strerror(error.errno or 0)) from error
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return SharedBlock(path=f"/proc/{os.getpid()}/fd/{descriptor}", storage=_map(descriptor, num_bytes))
+    return SharedBlock(f"/proc/{os.getpid()}/fd/{descriptor}", _map(descriptor, num_bytes))
 
 
 def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:

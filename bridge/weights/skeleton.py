@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.layout import OTHER_MODES, Shape
 
-ANOTHER = "use another model, such as one in docs/families.md"
 MISBUILT = (
     ValueError, ImportError, TypeError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
     StrictDataclassError,
@@ -53,7 +52,8 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(
-            f"{model} cannot be trained: its {type(skeleton).__name__} {reason}", remedy=ANOTHER
+            f"{model} cannot be trained: its {type(skeleton).__name__} {reason}",
+            remedy="use another model, such as one in docs/families.md",
         )
     skeleton.tie_weights()
     return skeleton
@@ -78,11 +78,7 @@ def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
 
 
 def tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load `model`'s tokenizer.
-
-    Raises:
-        UsageError: the model has none.
-    """
+    """Load `model`'s tokenizer; UsageError if it has none."""
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
