@@ -146,7 +146,7 @@ def _refuse_other_servers(manifest: Manifest) -> None:
             remedy="restart it with: bridge serve-vllm --tensor-parallel-size 1",
         )
     if not (manifest.shared_weights_enabled and manifest.single_copy_enabled):
-        raise ManifestError("according to its manifest the server does not share its weights", remedy=RESTART)
+        raise ManifestError("the manifest says that the server does not share its weights", remedy=RESTART)
 
 
 def _check_layout(shard: Shard, dtype: str, shapes: Mapping[str, Shape]) -> None:
@@ -205,20 +205,15 @@ def _views(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    # .data gives it a version counter of its own: else autograd takes an update of one half of a fused tensor for an
-    # update of the other
+    # .data has its own version counter: else an update of one half of a fused tensor counts as one of the other
     return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset).data
 
 
 def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     """Give every parameter of `model` its view; a tied parameter is replaced wherever it is used."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    new = {id(old): nn.Parameter(views[name]) for name, old in model.named_parameters()}
     for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, leaf))
-    for name, old in list(model.named_parameters()):
-        parameter = nn.Parameter(views[name])
-        for module, leaf in places[id(old)]:
-            setattr(module, leaf, parameter)
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            setattr(module, leaf, new[id(old)])
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, left
