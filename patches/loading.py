@@ -27,9 +27,8 @@ from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.manifest import View
 from bridge.weights import digest, skeleton
 from bridge.weights.copy_recorder import CopyRecorder
-from bridge.weights.cuts import join
-from bridge.weights.layout import OTHER_MODES, Shape
-from bridge.weights.saved_form import saved_form
+from bridge.weights.layout import OTHER_MODES, Shape, join
+from bridge.weights.model_folder import saved_form
 
 PINS = """
 vllm.model_executor.model_loader.base_loader

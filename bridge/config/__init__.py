@@ -5,8 +5,7 @@ derived from choices is not here: the code that derives it reports it.
 May import: `bridge.core`.
 """
 
-from bridge.config.feed import FeedConfig
-from bridge.config.rollouts import RolloutConfig, SamplingConfig, TaskConfig
+from bridge.config.rollouts import FeedConfig, RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.serve import DEFAULT_PORT, ServeConfig
 from bridge.config.train import (
     CheckpointConfig,

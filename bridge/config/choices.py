@@ -9,7 +9,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -21,7 +21,7 @@ from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
 NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
-"""Variables that one of our processes sets for another: nobody chooses by them."""
+"""Variables that one of our processes sets for another."""
 
 
 class Section(BaseModel):
@@ -30,9 +30,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     prefix: ClassVar[str] = ""
-    """What the keys of the fields begin with: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
+    """Prefix of the fields' keys: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Field -> its key, where that is another one."""
+    """Field -> its key, where the prefix does not give it."""
 
     @classmethod
     def key(cls, field: str) -> str:
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     """Where a choice lies in a configuration, and its declaration."""
 
     path: tuple[str, ...]
-    """Sections and field, outermost first."""
+    """Section, if it is in one, and field."""
     info: FieldInfo
     """Type, default and description."""
 
@@ -53,7 +53,7 @@ class Config(Section):
     """All choices of one command."""
 
     synonyms: ClassVar[Mapping[str, str]] = {}
-    """Another name under which a choice may be given -> its key."""
+    """Another name of a choice -> its key."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """The same for names that no help text shows."""
 
@@ -65,11 +65,6 @@ class Config(Section):
             pydantic.ValidationError: an unknown key, or a value that does not fit.
         """
         return cls.model_validate(choices)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _takes_flat_keys(cls, document: Any) -> Any:
-        return cls._nested(flattened(cls, document)) if isinstance(document, Mapping) else document
 
     @classmethod
     def resolve(
@@ -83,28 +78,37 @@ class Config(Section):
             UsageError: unknown keys, values of the wrong kind or out of range; all of them at once.
         """
         given: dict[str, Any] = {}
-        named: dict[str, str] = {}
+        places: dict[str, str] = {}
         for name, value, place in _given(flags, toml, (cls, *beside)):
             key = cls.field_of(name)
             if key is not None:
-                given[key], named[key] = value, place
+                given[key], places[key] = value, place
             elif not any(other.field_of(name) for other in beside):
                 raise _unknown(name, place, (cls, *beside))
         try:
             return cls.of(**given)
         except ValidationError as error:
             keys = {choice.path: key for key, choice in cls.choices().items()}
-            faults = "; ".join(_fault(fault, keys, named) for fault in error.errors())
+            faults = "; ".join(_fault(fault, keys, places) for fault in error.errors())
             raise UsageError(faults, remedy="see --help for every choice and its default") from error
 
     @classmethod
+    @cache
     def choices(cls) -> Mapping[str, Choice]:
         """Return every choice by its key, in the order of declaration."""
-        return _choices(cls)
+        found: dict[str, Choice] = {}
+        for name, info in cls.model_fields.items():
+            if section := _section(cls, name):
+                found |= {
+                    section.key(field): Choice((name, field), each) for field, each in section.model_fields.items()
+                }
+            else:
+                found[cls.key(name)] = Choice((name,), info)
+        return found
 
     @classmethod
     def field_of(cls, name: str) -> str | None:
-        """Return the key of the choice that `name` stands for, itself or another name; None if there is none."""
+        """Return the key of the choice that `name` stands for; None if there is none."""
         key = cls.synonyms.get(name) or cls.aliases.get(name, name)
         return key if key in cls.choices() else None
 
@@ -118,36 +122,25 @@ class Config(Section):
         """Return the default of a choice."""
         return cls.choices()[key].info.default
 
-    def flat(self) -> dict[str, Any]:
-        """Return every choice by its key."""
-        return {key: self.get(key) for key in self.choices()}
-
     def get(self, key: str) -> Any:
         """Return one choice by its key."""
-        value: Any = self
-        for name in self.choices()[key].path:
-            value = getattr(value, name)
-        return value
+        return reduce(getattr, self.choices()[key].path, self)
 
     def was_given(self, key: str) -> bool:
-        """Tell whether a person made this choice, rather than leaving it at its default."""
+        """Report whether the user made this choice, rather than leaving it at its default."""
         *sections, field = self.choices()[key].path
-        section: Section = self
-        for name in sections:
-            section = getattr(section, name)
-        return field in section.model_fields_set
+        return field in reduce(getattr, sections, self).model_fields_set
 
     def changed(self, **choices: Any) -> Self:
         """Return a copy with other values for these keys, which are not checked."""
         nested = self._nested(choices)
         for name, value in nested.items():
-            section = getattr(self, name, None)
-            if isinstance(section, Section):
-                nested[name] = section.model_copy(update=value)
+            if _section(type(self), name):
+                nested[name] = getattr(self, name).model_copy(update=value)
         return self.model_copy(update=nested)
 
     def document(self, settled: Self | None = None) -> dict[str, Any]:
-        """Return what to write down of a run: these choices and, apart from them, what `settled` derived."""
+        """Return what is written down of a run: these choices and, apart from them, what `settled` derived."""
         chosen = self.model_dump(mode="json")
         before = flattened(type(self), chosen)
         after = flattened(type(self), (settled or self).model_dump(mode="json"))
@@ -155,35 +148,30 @@ class Config(Section):
 
     @classmethod
     def written(cls, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the choices of a `document` by key, derived values in the place of absent ones.
+        """Return the choices of a `document` by key, with derived values in place of absent ones.
 
         Runs of earlier versions wrote flat keys and nothing derived.
         """
         chosen = {name: value for name, value in document.items() if name != "derived"}
         return {**flattened(cls, chosen), **document.get("derived", {})}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_flat_keys(cls, document: Any) -> Any:
+        return cls._nested(flattened(cls, document)) if isinstance(document, Mapping) else document
+
     @classmethod
     def _nested(cls, choices: Mapping[str, Any]) -> dict[str, Any]:
         nested: dict[str, Any] = {}
         for key, value in choices.items():
             *sections, field = cls.choices()[key].path if key in cls.choices() else (key,)
-            place = nested
-            for name in sections:
-                place = place.setdefault(name, {})
-            place[field] = value
+            reduce(lambda place, name: place.setdefault(name, {}), sections, nested)[field] = value
         return nested
 
 
-@cache
-def _choices(cls: type[Section], path: tuple[str, ...] = ()) -> Mapping[str, Choice]:
-    found: dict[str, Choice] = {}
-    for name, info in cls.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            found |= _choices(kind, (*path, name))
-        else:
-            found[cls.key(name)] = Choice((*path, name), info)
-    return found
+def flag(key: str) -> str:
+    """Return the flag of a choice."""
+    return "--" + key.replace("_", "-")
 
 
 def flattened(cls: type[Config], document: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,10 +198,10 @@ def _section(cls: type[Config], name: str) -> type[Section] | None:
 def _given(
     flags: Mapping[str, Any], toml: Path | None, classes: tuple[type[Config], ...]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield every given (name, value, how its place is named to a person), the strongest source last."""
+    """Yield every given (name, value, its place in messages), the strongest source last."""
     for name, value, table in _entries(classes, _from_toml(toml)):
         yield name, value, f"{name} in [{table}] of {toml}" if table else f"{name} in {toml}"
-    refuse_unknown_variables(os.environ)
+    _refuse_unknown_variables()
     for key in dict.fromkeys(key for cls in classes for key in cls.names()):
         variable = ENVIRONMENT_PREFIX + key.upper()
         if os.environ.get(variable):
@@ -221,29 +209,18 @@ def _given(
     yield from ((key, value, flag(key)) for key, value in flags.items() if value is not None)
 
 
-def refuse_unknown_variables(environment: Mapping[str, str]) -> None:
-    """Check that each `BRIDGE_` variable is a choice of some command: a typo would go unnoticed.
-
-    Raises:
-        UsageError: one is not.
-    """
-    classes = tuple(_kinds(Config))
+def _refuse_unknown_variables() -> None:
+    """Check that each `BRIDGE_` variable is a choice of some command: a typo would go unnoticed."""
+    classes = tuple(Config.__subclasses__())
     known = {ENVIRONMENT_PREFIX + name.upper() for cls in classes for name in cls.names()} | NO_CHOICES
-    for variable, value in environment.items():
+    for variable, value in os.environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and value and variable not in known:
             raise _unknown(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), variable, classes)
 
 
-def _kinds(cls: type[Config]) -> Iterator[type[Config]]:
-    for kind in cls.__subclasses__():
-        yield from (kind, *_kinds(kind))
-
-
 def _from_toml(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text()) if path else {}
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UsageError(f"no file {path}", remedy="--config takes a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -259,7 +236,7 @@ def _unknown(name: str, place: str, classes: tuple[type[Config], ...]) -> UsageE
     return UsageError(f"{place}: there is no such choice", remedy=remedy)
 
 
-def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], named: Mapping[str, str]) -> str:
+def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], places: Mapping[str, str]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     key = keys.get(tuple(fault["loc"]))
     if key is None:
@@ -267,9 +244,4 @@ def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], named: Mapping[str, 
     if fault["type"] == "missing":
         return f"{flag(key)} is missing"
     message = message.removeprefix("Input ").replace("should", "must", 1).partition(", unable")[0]
-    return f"{named.get(key, flag(key))}: {message}, found {fault['input']!r}"
-
-
-def flag(key: str) -> str:
-    """Return the flag of a choice."""
-    return "--" + key.replace("_", "-")
+    return f"{places.get(key, flag(key))}: {message}, found {fault['input']!r}"

@@ -1,15 +1,16 @@
-"""The sections that say what is sampled, and how: of every command that samples rollouts."""
+"""Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from bridge.config.choices import Section
+from bridge.config.borrowed import ROLLOUT_ALIASES
+from bridge.config.choices import Config, Section
 from bridge.core.address import Urls
 
 DEFAULT_NEW_TOKENS = 256
-"""Longest completion where nobody chose one and the server's sequences are long enough."""
+"""Default length of the longest completion, if the server's sequences are long enough."""
 
 
 class TaskConfig(Section):
@@ -73,3 +74,23 @@ class RolloutConfig(Section):
     """URL of the Atropos API."""
     atropos_timeout_s: float = Field(default=600.0, gt=0)
     """Stop the run after this many seconds without a batch from the Atropos API."""
+
+
+class FeedConfig(Config):
+    """Rollouts for an Atropos API."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name"}
+    aliases: ClassVar[Mapping[str, str]] = ROLLOUT_ALIASES
+
+    model_name: str
+    """The served model: the folder or hub name that the server was started with."""
+    task: TaskConfig = TaskConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = Field(default=0, ge=0)
+    """Seed for the order of the problems and for sampling."""
+    atropos_url: Urls = "http://127.0.0.1:8000"
+    """URL of the Atropos API."""
+    server_url: Urls = "http://127.0.0.1:9001"
+    """URLs of the servers to sample from, separated by commas; the least loaded one is used."""
+    max_queued_batches: float = Field(default=2.0, ge=1)
+    """Pause sampling while this many batches wait in the Atropos API."""

@@ -1,6 +1,6 @@
 """Choices of one training run, nested by concern."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -109,7 +109,7 @@ class LoraConfig(Section):
 
 
 class PublishingConfig(Section):
-    """How new weights become the server's."""
+    """How new weights reach the server."""
 
     renamed: ClassVar[Mapping[str, str]] = {"restart_interval": "vllm_restart_interval"}
 
@@ -203,29 +203,17 @@ class TrainConfig(Config):
     trainer_device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device for the trainer's own weights: `cpu`, `cuda`, `cuda:1`; `auto` uses a GPU if there is one."""
     task: TaskConfig = TaskConfig()
-    """The environment."""
     sampling: SamplingConfig = SamplingConfig()
-    """How completions are sampled."""
     rollouts: RolloutConfig = RolloutConfig()
-    """Where rollouts come from."""
     loss: LossConfig = LossConfig()
-    """The loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
     compute: ComputeConfig = ComputeConfig()
-    """Forward and backward passes."""
     lora: LoraConfig = LoraConfig()
-    """The adapter."""
     publishing: PublishingConfig = PublishingConfig()
-    """How new weights become the server's."""
     server: ServerConfig = ServerConfig()
-    """Where the server is."""
     checkpoints: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Evaluation."""
     tracking: TrackingConfig = TrackingConfig()
-    """What is recorded."""
 
     @property
     def learning_rate(self) -> float:
@@ -235,91 +223,64 @@ class TrainConfig(Config):
         return ADAPTER_RATE if self.mode == "lora_only" else FULL_RATE
 
     @model_validator(mode="after")
-    def _belongs_to_mode(self) -> Self:
-        for key, modes in MODES_OF.items():
-            if self.mode not in modes and self.get(key) != self.default(key):
-                raise ValueError(f"{flag(key)} has no effect with --mode {self.mode}, only with {' and '.join(modes)}")
+    def _fits_together(self) -> Self:
+        if faults := [*self._without_effect(), *self._contradictions()]:
+            raise ValueError(faults[0])
         return self
 
-    @model_validator(mode="after")
-    def _belongs_to_rollouts(self) -> Self:
-        found = self.rollouts.source
-        for key, source in SOURCE_OF.items():
-            if found != source and self.get(key) != self.default(key):
-                raise ValueError(f"{flag(key)} has no effect with --rollouts {found}, only with {source}")
-        return self
+    def _without_effect(self) -> Iterator[str]:
+        for key, (switch, values) in EFFECTIVE.items():
+            if self.get(switch) not in values and self.get(key) != self.default(key):
+                only = f"only with {' and '.join(values)}"
+                yield f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, {only}"
 
-    @model_validator(mode="after")
-    def _has_whole_groups(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
+        passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
         if batch_size % group_size:
-            raise ValueError(f"--batch-size {batch_size} is not a multiple of --group-size {group_size}")
+            yield f"--batch-size {batch_size} is not a multiple of --group-size {group_size}"
         if num_groups % updates:
-            raise ValueError(f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch")
-        return self
-
-    @model_validator(mode="after")
-    def _evaluates_something(self) -> Self:
+            yield f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch"
         if self.evaluation.interval and not self.evaluation.samples:
-            raise ValueError(
+            yield (
                 f"--eval-interval {self.evaluation.interval} has no effect without --eval-samples, the number of"
                 " completions per held-out problem"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offloads_float32(self) -> Self:
         if self.optimizer.offload and self.optimizer.name != "adamw":
-            raise ValueError(
+            yield (
                 "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
                 f" {self.optimizer.name}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _draws_one_dropout_mask(self) -> Self:
-        updates, passes = self.optimizer.updates_per_batch, self.optimizer.passes_per_batch
         if self.lora.dropout > 0 and updates * passes > 1:
-            raise ValueError(
+            yield (
                 f"--lora-dropout {self.lora.dropout:g} needs one update per batch, found --updates-per-batch {updates}"
                 f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
                 " compare masks, not policies; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_reference(self) -> Self:
-        if self.loss.kl_coef == 0 and self.loss.reference_model is not None:
-            raise ValueError("--reference-model would not be used: --kl-coef is 0")
-        if self.loss.kl_coef > 0 and self.mode != "lora_only" and self.loss.reference_model is None:
-            raise ValueError(
-                f"--kl-coef {self.loss.kl_coef} needs a frozen reference, and --mode {self.mode} overwrites the only"
-                " copy of the model at the first step; name one with --reference-model, or use --mode lora_only, whose"
-                " base is the reference"
+        if kl_coef == 0 and reference is not None:
+            yield "--reference-model would not be used: --kl-coef is 0"
+        if kl_coef > 0 and self.mode != "lora_only" and reference is None:
+            yield (
+                f"--kl-coef {kl_coef} needs a frozen reference, and --mode {self.mode} overwrites the only copy of the"
+                " model at the first step; name one with --reference-model, or use --mode lora_only, whose base is the"
+                " reference"
             )
-        return self
 
 
-MODES_OF: Mapping[str, tuple[str, ...]] = {
-    "trainer_device": ("lora_only", "none"),
-    "reference_model": ("shared_vllm", "none"),
-    "kv_sleep": ("shared_vllm", "lora_only"),
-    "lora_r": ("lora_only",),
-    "lora_alpha": ("lora_only",),
-    "lora_dropout": ("lora_only",),
-    "lora_target_modules": ("lora_only",),
-    "lora_handover": ("lora_only",),
-    "vllm_restart_interval": ("none",),
-    "reload": ("none",),
-    "start_command": ("none",),
+EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "trainer_device": ("mode", ("lora_only", "none")),
+    "reference_model": ("mode", ("shared_vllm", "none")),
+    "kv_sleep": ("mode", ("shared_vllm", "lora_only")),
+    **{LoraConfig.key(field): ("mode", ("lora_only",)) for field in LoraConfig.model_fields},
+    **dict.fromkeys(("vllm_restart_interval", "reload", "start_command"), ("mode", ("none",))),
+    **{
+        TaskConfig.key(field): ("rollouts", ("environment",))
+        for field in TaskConfig.model_fields
+        if field != "max_unscored_share"
+    },
+    "max_concurrency": ("rollouts", ("environment",)),
+    "atropos_url": ("rollouts", ("atropos",)),
+    "atropos_timeout_s": ("rollouts", ("atropos",)),
 }
-"""Choice -> the modes in which it has an effect; with any other it is refused."""
-
-SOURCE_OF: Mapping[str, str] = {
-    **{TaskConfig.key(field): "environment" for field in TaskConfig.model_fields if field != "max_unscored_share"},
-    "max_concurrency": "environment",
-    "atropos_url": "atropos",
-    "atropos_timeout_s": "atropos",
-}
-"""Choice -> the only source of rollouts with which it has an effect; with another it is refused."""
+"""Choice -> the switch that it depends on, and the switch's values with which it has an effect."""

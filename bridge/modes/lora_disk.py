@@ -109,22 +109,16 @@ class LoraDisk:
         """Attach to the server's base, or load one."""
         if self._manifest is not None:
             try:
-                found = self._attached = attach(self._manifest)
+                self._attached = attach(self._manifest)
             except AttachError as error:
                 self._why_copied = error.message
             else:
-                return OpenedModel(
-                    model=found.model, device=found.device, lr_factors={}, open_s=found.attach_s,
-                    weight_bytes=found.weight_bytes(),
-                )  # fmt: skip
-        own = loaded.load(
+                return self._attached.opened()
+        return loaded.load(
             self._config.model_name,
             device=self._config.trainer_device,
             max_model_len=self.max_model_len,
             server_class="" if self._manifest is None else self._manifest.shard(0).model_class,
-        )
-        return OpenedModel(
-            model=own.model, device=own.device, lr_factors={}, open_s=own.load_s, weight_bytes=own.weight_bytes
         )
 
     def _serve_first(self, version: int) -> None:

@@ -42,20 +42,14 @@ class OwnCopy(ABC):
     def open(self) -> OpenedModel:
         """Load the model."""
         model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
-        own = loaded.load(
+        opened = loaded.load(
             self._config.model_name,
             device=self._config.trainer_device,
             dtype=self._dtype,
             max_model_len=self.max_model_len,
         )
-        self._model = own.model
-        return OpenedModel(
-            model=own.model,
-            device=own.device,
-            lr_factors={name: 1.0 for name, _ in own.model.named_parameters()},
-            open_s=own.load_s,
-            weight_bytes=own.weight_bytes,
-        )
+        self._model = opened.model
+        return opened
 
     def publish(self, update: Update) -> FenceTimes:
         """Run `update`, and reload the server every `--vllm-restart-interval` steps.

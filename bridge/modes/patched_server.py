@@ -29,14 +29,8 @@ class PatchedServer:
 
     def attach(self) -> OpenedModel:
         """Return a model whose parameters are the server's weights, after a restart too."""
-        found = self._attached = attach(self.manifest)
-        return OpenedModel(
-            model=found.model,
-            device=found.device,
-            lr_factors={name: 1.0 for name, _ in found.model.named_parameters()},
-            open_s=found.attach_s,
-            weight_bytes=found.weight_bytes(),
-        )
+        self._attached = attach(self.manifest)
+        return self._attached.opened()
 
     def publish(self, update: Update) -> FenceTimes:
         """Run `update` inside the fence."""

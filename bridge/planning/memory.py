@@ -36,26 +36,26 @@ CONTEXT_BYTES = GIB / 2
 CUDA_GRAPHS_BYTES = GIB
 ENGINE_TOKENS, ENGINE_SEQUENCES, ENGINE_GPU_BYTES = 8192, 1024, 80 * GIB
 """Tokens of one forward pass and sequences sampled at once, as vLLM chooses them on a GPU of at least this size. On a
-smaller one it takes 2048 and 256; counted here in proportion to the size, which is more."""
+smaller one it uses 2048 and 256; counted here in proportion to the size, which is more."""
 SAMPLER_BYTES = 16
 """Per logit in vLLM's sampler: float32 logits and probabilities, sorted, and their indices."""
 LOGITS_BYTES = 3 * 4 * 2**26
-"""Float32 logits of one block of the vocabulary, and what is computed from them (`bridge/passes/logits.py`)."""
+"""Float32 logits of one block of the vocabulary, and two temporaries (`bridge/passes/logits.py`)."""
 LARGEST_SHARE = 0.9
 """Of a GPU, for vLLM."""
 ENGINE_MARGIN_BYTES = 2 * GIB
-"""For what vLLM takes beyond its estimate, which its KV cache would lose."""
+"""For what vLLM allocates beyond its estimate, at the expense of its KV cache."""
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
 """A step inside a backward pass: bytes per element, and elements stepped at once (`bridge/optimizers/split_adamw.py`);
 master, gradient and moments in float32, and two temporaries."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
-"""Values of `--trainer-device` that are taken for the server's GPU."""
+"""Values of `--trainer-device` that mean the server's GPU."""
 SLACK = 1.15
-"""For what the allocator cannot fill: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
+"""For gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
 PROMPT_TOKENS = 256
-"""Assumed length of a prompt, unknown before a run."""
+"""Assumed length of a prompt."""
 LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
-"""Of a micro-batch whose size is not given: fewer leave a GPU idle, more gain nothing."""
+"""Tokens of a micro-batch, unless chosen: fewer leave a GPU idle, more gain nothing."""
 FEW = 16
 """Micro-batches per update up to which gradients are summed in bf16: the passes themselves, in bf16, are off by about
 as much as so many sums. Float32 sums take memory, and time in every pass."""
@@ -65,36 +65,21 @@ as much as so many sums. Float32 sums take memory, and time in every pass."""
 class Need:
     """Bytes that a run holds, by how long it holds them, and bytes available."""
 
-    gpu: float
-    """Of vLLM's GPU."""
-    trainer: float
-    """Of the trainer's device, the same one or another; infinite if that is the CPU."""
-    apart: bool
-    """Whether it is another one."""
-    can_sleep: bool
-    """Whether the KV cache can sleep."""
-    served: float
-    """vLLM's weights, and its slot for an adapter."""
-    engine: float
-    """vLLM's context, buffers and CUDA graphs."""
-    own: float
-    """Weights that the trainer holds beside vLLM's: a copy, an adapter, a frozen reference."""
-    state: float
-    """The optimizer's state."""
-    gradients: float
-    """As many gradients as exist at once, in bf16."""
-    sums: float
-    """What float32 sums would add to the gradients of an update of more than FEW micro-batches; 0: it has fewer."""
-    temporaries: float
-    """Logits of one block of the vocabulary, the head's gradient before it is added to the others, a released step."""
-    least_activations: float
-    """Of the smallest micro-batch worth training with, recomputed if allowed."""
-    most_activations: float
-    """Of the largest one, kept if allowed."""
-    offloaded: float
-    """The optimizer's state and master in host memory."""
-    kv_per_token: float
-    """Keys and values of one token."""
+    gpu: float  # of vLLM's GPU
+    trainer: float  # of the trainer's device, the same one or another; infinite if that is the CPU
+    apart: bool  # whether it is another one
+    can_sleep: bool  # whether the KV cache can sleep
+    served: float  # vLLM's weights, and its slot for an adapter
+    engine: float  # vLLM's context, buffers and CUDA graphs
+    own: float  # the trainer's weights beside vLLM's: a copy, an adapter, a frozen reference
+    state: float  # the optimizer's state
+    gradients: float  # as many as exist at once, in bf16
+    sums: float  # added to them by float32 sums, in an update of more than FEW micro-batches
+    temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
+    least_activations: float  # of the smallest micro-batch worth training with, recomputed if allowed
+    most_activations: float  # of the largest one, kept if allowed
+    offloaded: float  # the optimizer's state and master in host memory
+    kv_per_token: float  # keys and values of one token
 
     @classmethod
     def of(cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, num_ranks: int = 1) -> Self:
@@ -109,18 +94,22 @@ class Need:
         each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
         least, most = micro_batch_tokens(config)
         has_many = update_tokens(config) > FEW * least
+        forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
+        sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
+        head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
+        step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if _steps_in_backward(config) else 0
         return cls(
             gpu=gpu_bytes,
             trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
             apart=bool(copy) and config.trainer_device not in SERVERS_GPU,
             can_sleep=not copy,
             served=BF16_BYTES * (shard + adapter),
-            engine=_engine_bytes(widths, gpu_bytes),
+            engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
             state=trained * each.device,
             gradients=trained * each.gradient or BF16_BYTES * min(widths.largest, trained),
             sums=trained * each.gradient if has_many else 0,
-            temporaries=_temporary_bytes(widths, config),
+            temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
             offloaded=trained * each.host,
@@ -129,23 +118,23 @@ class Need:
 
     @property
     def allocated(self) -> float:
-        """Return the most that the trainer itself allocates with its smallest micro-batch."""
+        """The most that the trainer itself allocates with its smallest micro-batch."""
         return self.own + self.state + self.gradients + self.temporaries + self.least_activations
 
     @property
     def host(self) -> float:
-        """Return what the trainer holds in host memory."""
+        """Held by the trainer in host memory."""
         return self.offloaded + (self.allocated if math.isinf(self.trainer) else 0)
 
     @property
     def room_generating(self) -> float:
-        """Return G - W - S - E on vLLM's GPU: left for the KV cache while generating."""
+        """G - W - S - E on vLLM's GPU: left for the KV cache while generating."""
         beside = 0 if self.apart else CONTEXT_BYTES + self.own + self.state
         return min(self.gpu - beside, LARGEST_SHARE * self.gpu) - self.served - self.engine
 
     @property
     def room_training(self) -> float:
-        """Return G - W - S - E - D on the trainer's device: left for activations, and for a KV cache that is awake."""
+        """G - W - S - E - D on the trainer's device: left for activations, and for a KV cache that is awake."""
         beside = 0 if self.apart else self.served + self.engine
         return self.trainer - CONTEXT_BYTES - self.own - self.state - self.gradients - self.temporaries - beside
 
@@ -154,12 +143,9 @@ class Need:
 class Fit:
     """How a run fits, or what it lacks."""
 
-    asleep: bool
-    """Whether the KV cache sleeps while the trainer trains."""
-    kv: float
-    """Bytes left for the KV cache beside the smallest micro-batch."""
-    lacking: float
-    """Missing bytes; 0: it fits."""
+    asleep: bool  # whether the KV cache sleeps while the trainer trains
+    kv: float  # bytes left for the KV cache beside the smallest micro-batch
+    lacking: float  # missing bytes; 0: it fits
 
 
 def fit(need: Need, *, least_kv: float, kv_sleep: str = "auto") -> Fit:
@@ -185,7 +171,7 @@ def share(need: Need, found: Fit, *, least_kv: float) -> float:
 
 
 def least_kv_tokens(config: TrainConfig, max_model_len: int | None = None) -> int:
-    """Return the tokens of one batch, or of the longest sequence that the server has to take, if that is more."""
+    """Return the tokens of one batch, or of the longest sequence that the server must hold, if that is more."""
     longest = sequence_tokens(config) if max_model_len is None else min(sequence_tokens(config), max_model_len)
     return max(config.rollouts.batch_size * longest, max_model_len or 0)
 
@@ -196,7 +182,6 @@ def sequence_tokens(config: TrainConfig) -> int:
 
 
 def update_tokens(config: TrainConfig) -> int:
-    """Return the tokens of one update."""
     return sequence_tokens(config) * config.rollouts.batch_size // config.optimizer.updates_per_batch
 
 
@@ -225,18 +210,6 @@ def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -
     return SLACK * num_tokens * (kept + ends)
 
 
-def _engine_bytes(widths: Dimensions, gpu_bytes: float) -> float:
-    forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
-    sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
-    return CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler)
-
-
-def _temporary_bytes(widths: Dimensions, config: TrainConfig) -> float:
-    head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
-    step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if _steps_in_backward(config) else 0
-    return LOGITS_BYTES + head + step
-
-
 def _steps_in_backward(config: TrainConfig) -> bool:
-    """Tell whether each parameter is stepped as its gradient comes: then an update is one backward pass."""
+    """Report whether each parameter is stepped once its gradient is ready: then an update is one backward pass."""
     return config.optimizer.gradient_release and not config.optimizer.offload

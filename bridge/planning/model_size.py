@@ -26,6 +26,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What model families call the experts of a layer."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
+AGAIN = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
 
 
@@ -34,31 +35,18 @@ class Dimensions:
     """Widths of a decoder, dense or with mixtures of experts, as its configuration gives them."""
 
     num_layers: int
-    """Decoder layers."""
-    hidden: int
-    """Width of the residual stream."""
-    query: int
-    """Width of all query heads together."""
-    key_value: int
-    """Width of all key heads together, and of all value heads."""
-    vocabulary: int
-    """Rows of the head."""
-    tied: bool
-    """Whether the head is the embedding."""
-    biased: bool
-    """Whether queries, keys and values have biases."""
-    num_dense_layers: int
-    """Layers without experts."""
-    dense: int
-    """Width of their feed-forward part."""
-    num_experts: int
-    """Experts of each other layer, or 0."""
-    num_routes: int
-    """Experts per token."""
-    expert: int
-    """Width of one expert."""
-    shared_expert: int
-    """Width of the expert of every token, or 0."""
+    hidden: int  # width of the residual stream
+    query: int  # width of all query heads together
+    key_value: int  # width of all key heads together, and of all value heads
+    vocabulary: int  # rows of the head
+    tied: bool  # whether the head is the embedding
+    biased: bool  # whether queries, keys and values have biases
+    num_dense_layers: int  # layers without experts
+    dense: int  # width of their feed-forward part
+    num_experts: int  # experts of each other layer, or 0
+    num_routes: int  # experts per token
+    expert: int  # width of one expert
+    shared_expert: int  # width of the expert of every token, or 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -68,6 +56,12 @@ class Dimensions:
         experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
         width = config.get("moe_intermediate_size") or config["intermediate_size"]
         shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+        step, named = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+        first = config.get("first_k_dense_replace") or 0
+
+        def is_dense(layer: int) -> bool:
+            return layer < first or layer in named or (layer + 1) % step > 0
+
         return cls(
             num_layers=layers,
             hidden=hidden,
@@ -76,7 +70,7 @@ class Dimensions:
             vocabulary=config["vocab_size"],
             tied=config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))),
             biased=config.get("attention_bias", kind.startswith("qwen2")),
-            num_dense_layers=_num_dense_layers(config, layers) if experts else layers,
+            num_dense_layers=sum(map(is_dense, range(layers))) if experts else layers,
             dense=config.get("intermediate_size") or width,
             num_experts=experts,
             num_routes=config["num_experts_per_tok"] if experts else 0,
@@ -86,7 +80,7 @@ class Dimensions:
 
     @property
     def num_params(self) -> int:
-        """Return the parameters, tied ones once: exact except for small vectors of some families."""
+        """Count the parameters, tied ones once: exact except for small vectors of some families."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         norms = self.hidden * (2 * self.num_layers + 1)
         attention = 2 * self.hidden * (self.query + self.key_value)
@@ -97,14 +91,14 @@ class Dimensions:
 
     @property
     def active(self) -> int:
-        """Return the feed-forward width per token, in the widest kind of layer."""
+        """The feed-forward width per token, in the widest kind of layer."""
         return max(self.dense if self.num_dense_layers else 0, self.num_routes * self.expert + self.shared_expert)
 
     @property
     def adaptable(self) -> int:
-        """Return inputs and outputs of all linear layers: an adapter has its rank times as many parameters.
+        """Inputs and outputs of all linear layers: an adapter has its rank times as many parameters.
 
-        transformers and PEFT take no experts for linear layers: they get no adapter.
+        Experts get no adapter: for transformers and PEFT they are not linear layers.
         """
         attention = 4 * self.hidden + 2 * (self.query + self.key_value)
         shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0
@@ -112,11 +106,10 @@ class Dimensions:
 
     @property
     def largest(self) -> int:
-        """Return the elements of the largest parameter: the embedding, or the fused first half of all experts."""
+        """Elements of the largest parameter: the embedding, or the fused first half of all experts."""
         return max(self.vocabulary * self.hidden, 2 * self.num_experts * self.expert * self.hidden)
 
     def _feed_forward(self, dense: int, mixture: int) -> int:
-        """Sum over all layers what a dense layer and a layer of experts have."""
         return self.num_dense_layers * dense + (self.num_layers - self.num_dense_layers) * mixture
 
 
@@ -124,30 +117,29 @@ class Dimensions:
 class ModelSize:
     """Parameters and widths of one model."""
 
-    num_params: int
-    """Parameters, tied ones once."""
-    exact: bool
-    """Whether they were counted in the headers of its weights, not estimated from its dimensions."""
+    num_params: int  # tied ones once
+    exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
     dimensions: Dimensions
-    """Widths of its layers."""
-    max_tokens: int | None = None
-    """Longest sequence, if its configuration names one."""
+    max_tokens: int | None = None  # longest sequence, if its configuration names one
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
         """Read the size of `model`, a folder or a name in the hub's cache.
 
         Raises:
-            UsageError: the model is not here, or its size is unknown before it is loaded.
+            UsageError: the model is not here, or its size is unknown until it is loaded.
         """
         folder = folder_of(str(model))
         document = _read(folder / CONFIG_NAME)
         config = document.get("text_config") or document
         others = sorted(set(config.get("layer_types") or ()) - KEEP_KEYS_AND_VALUES)
-        others += ["compressed keys and values (kv_lora_rank)"] if config.get("kv_lora_rank") else []
+        if config.get("kv_lora_rank"):
+            others.append("compressed keys and values (kv_lora_rank)")
         if others:
-            found = f"the model has layers of {' and '.join(others)}: what they keep per token is unknown"
-            raise UsageError(found, remedy=NO_PLAN)
+            raise UsageError(
+                f"the model has layers of {' and '.join(others)}: how much they keep per token is unknown",
+                remedy=NO_PLAN,
+            )
         try:
             dimensions = Dimensions.of(config)
         except (KeyError, TypeError, ZeroDivisionError) as error:
@@ -156,8 +148,8 @@ class ModelSize:
         counted, kind = _count_in_headers(folder), document.get("model_type")
         if counted is None and kind not in COUNTABLE:
             raise UsageError(
-                f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be counted by its dimensions",
-                remedy="give a folder with all .safetensors files: their headers are counted",
+                f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be derived from its dimensions",
+                remedy="name a folder with all .safetensors files: their headers are counted",
             )
         return cls(
             num_params=counted or dimensions.num_params,
@@ -219,13 +211,7 @@ def _object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}", remedy="download or copy the model again") from error
+        raise UsageError(f"{path} is damaged: {error}", remedy=AGAIN) from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no JSON object", remedy="download or copy the model again")
+        raise UsageError(f"{path} holds no JSON object", remedy=AGAIN)
     return document
-
-
-def _num_dense_layers(config: Mapping[str, Any], layers: int) -> int:
-    step, named = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
-    first = config.get("first_k_dense_replace") or 0
-    return sum(layer < first or layer in named or (layer + 1) % step > 0 for layer in range(layers))

@@ -1,5 +1,5 @@
-"""The one copy: what a server exports, how a trainer opens it, and the fence around each change.
+"""The one copy: what a server exports, and how a trainer opens it.
 
-Words: manifest, handle, storage, view, layout, attach, fence, version (see `bridge`).
-May import: torch, transformers, `bridge.errors`, `bridge.core.process`, `bridge.core.memory`; never vLLM.
+Words: manifest, handle, storage, view, layout, attach, version (see `bridge`).
+May import: torch, transformers, `bridge.server.manifest`, `bridge.config`, `bridge.core`; never vLLM.
 """

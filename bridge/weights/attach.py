@@ -19,6 +19,7 @@ from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.layout import Shape
+from bridge.weights.opened_model import OpenedModel
 
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
@@ -27,23 +28,16 @@ RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 class AttachedModel:
     """A transformers model whose parameters are the server's."""
 
-    model: PreTrainedModel
-    """The model, in evaluation mode; its parameters require gradients."""
-    parameters: Mapping[str, nn.Parameter]
-    """Its parameters by their names when it was attached: adapters that are added later rename them."""
-    shard: Shard
-    """The part of the server's manifest that it was attached by."""
+    model: PreTrainedModel  # in evaluation mode; its parameters require gradients
+    parameters: Mapping[str, nn.Parameter]  # by their names when it was attached: later adapters rename them
+    shard: Shard  # of the server's manifest
     device: torch.device
-    """Where the weights lie."""
-    server_tensors: Mapping[str, torch.Tensor]
-    """vLLM's parameters by vLLM's name, whole, as this process maps them."""
-    attach_s: float
-    """Seconds to open the handles and make the views; building the model is not included."""
-    allocated_bytes: int
-    """Bytes by which the GPU allocator grew meanwhile; always 0 on the CPU."""
+    server_tensors: Mapping[str, torch.Tensor]  # vLLM's parameters by vLLM's name, whole, as this process maps them
+    attach_s: float  # seconds to open the handles and make the views; building the model is not included
+    allocated_bytes: int  # growth of the GPU allocator meanwhile; always 0 on the CPU
 
     def unshared_parameters(self) -> list[str]:
-        """Return the parameters that do not lie in the server's storages; normally none."""
+        """Return the parameters outside the server's storages; normally none."""
         storages = [tensor.untyped_storage() for tensor in self.server_tensors.values()]
         spans = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
         return [
@@ -53,9 +47,19 @@ class AttachedModel:
         ]
 
     def weight_bytes(self) -> int:
-        """Return the measured bytes of weights that this process holds beside the server's; 0 with one copy."""
+        """Measure the bytes of weights that this process holds beside the server's; 0 with one copy."""
         unshared = sum(int(self.model.get_parameter(name).nbytes) for name in self.unshared_parameters())
         return max(unshared, self.allocated_bytes)
+
+    def opened(self) -> OpenedModel:
+        """Return it as the model to train, with all of its parameters trained."""
+        return OpenedModel(
+            model=self.model,
+            device=self.device,
+            lr_factors={name: 1.0 for name, _ in self.model.named_parameters()},
+            open_s=self.attach_s,
+            weight_bytes=self.weight_bytes(),
+        )
 
 
 def attach(manifest: Manifest, rank: int = 0) -> AttachedModel:
@@ -76,7 +80,10 @@ def attach(manifest: Manifest, rank: int = 0) -> AttachedModel:
     tensors = open_handles(shard.ipc_handles, device)
     _assign(model, _views(shard, tensors))
     attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
-    _move_buffers(model, device)
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"
+            setattr(module, leaf, buffer.to(device))
     return AttachedModel(
         model=model.eval(),
         parameters=dict(model.named_parameters()),
@@ -93,7 +100,7 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
 
     Raises:
         ManifestError: as `attach`, or the server is on another GPU.
-        AttachError: the memory cannot be opened; the model stays as it was.
+        AttachError: the memory cannot be opened; the model is unchanged.
     """
     start = time.perf_counter()
     _refuse_other_servers(manifest)
@@ -108,13 +115,12 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     rope.follow_server(attached.model, manifest.max_model_len, server_class=shard.model_class)
     for name, view in _views(shard, tensors).items():
         attached.parameters[name].data = view
-    return replace(
-        attached, shard=shard, server_tensors=tensors, attach_s=time.perf_counter() - start, allocated_bytes=0
-    )
+    attach_s = time.perf_counter() - start
+    return replace(attached, shard=shard, server_tensors=tensors, attach_s=attach_s, allocated_bytes=0)
 
 
 def leave_a_core() -> torch.device:
-    """Use one core less than there are, unless OMP_NUM_THREADS is set, and return the CPU.
+    """Use all cores but one, unless OMP_NUM_THREADS is set, and return the CPU.
 
     vLLM's worker spins for a second after each request. A trainer that uses every core waits for it at each barrier of
     its own threads: on 2 cores a step took ten times as long.
@@ -140,7 +146,7 @@ def _refuse_other_servers(manifest: Manifest) -> None:
             remedy="restart it with: bridge serve-vllm --tensor-parallel-size 1",
         )
     if not (manifest.shared_weights_enabled and manifest.single_copy_enabled):
-        raise ManifestError("according to its manifest the server does not share its weights", remedy=RESTART)
+        raise ManifestError("the manifest says that the server does not share its weights", remedy=RESTART)
 
 
 def _check_layout(shard: Shard, dtype: str, shapes: Mapping[str, Shape]) -> None:
@@ -168,10 +174,17 @@ def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict
             storage = cuda_ipc.open_storage(handle, device)
         else:
             key = handle.path, handle.storage_size
-            storage = files[key] if key in files else shared_memory.open_storage(*key)
-            files[key] = storage
+            if key not in files:
+                files[key] = shared_memory.open_storage(*key)
+            storage = files[key]
         tensors[name] = _tensor(name, handle, storage, device)
-    _refuse_overlaps(tensors)
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
+    for (_, end, before), (start, _, after) in pairwise(spans):
+        if start < end:  # an update of one would overwrite the other
+            raise AttachError(
+                f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
+                remedy=RESTART,
+            )
     return tensors
 
 
@@ -187,43 +200,20 @@ def _tensor(name: str, handle: Handle, storage: torch.UntypedStorage, device: to
         ) from error
 
 
-def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse two tensors in one place: an update of one would overwrite the other."""
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
-    for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end:
-            raise AttachError(
-                f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
-                remedy=RESTART,
-            )
-
-
 def _views(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: _view(tensors[view.parameter], view) for name, view in shard.param_mappings.items()}
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    # .data gives it a version counter of its own: else autograd takes an update of one half of a fused tensor for an
-    # update of the other
+    # .data has its own version counter: else an update of one half of a fused tensor counts as one of the other
     return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset).data
 
 
 def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     """Give every parameter of `model` its view; a tied parameter is replaced wherever it is used."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    new = {id(old): nn.Parameter(views[name]) for name, old in model.named_parameters()}
     for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, leaf))
-    for name, old in list(model.named_parameters()):
-        parameter = nn.Parameter(views[name])
-        for module, leaf in places[id(old)]:
-            setattr(module, leaf, parameter)
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            setattr(module, leaf, new[id(old)])
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, left
-
-
-def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    for module in model.modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"
-            setattr(module, leaf, buffer.to(device))

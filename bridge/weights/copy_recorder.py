@@ -1,83 +1,82 @@
 """Watch a loader copy a model's parameters into a server's, without letting it: what would have gone where.
 
 The model's parameters may lie on the meta device. The loader cuts views of them and of the server's parameters, and
-copies one into the other; storage, offset and strides of both say which elements those are. What is computed on the
+copies one into the other; storage, offset and strides of both say which elements those are. Anything computed on the
 way is no view any more: a server's parameter made of it is left without an owner, which `layout.py` refuses by name.
 
 Not covered: loaders that need a value of a weight (they raise), parameters that are replaced rather than copied into.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.errors import UnsupportedModelError
-from bridge.weights.cuts import Copy
-from bridge.weights.layout import OTHER_MODES
+from bridge.weights.layout import OTHER_MODES, Copy
 
 _aten = torch.ops.aten
-_DUPLICATES = (_aten.clone.default, _aten._to_copy.default)
 
 
 class ViewsOnly(TorchDispatchMode):
-    """Give a view wherever a duplicate of one of `tensors` is asked for: code that only cuts them makes no copy."""
+    """Return a view whenever a duplicate of one of `tensors` is requested: code that only cuts them copies nothing."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = tensors  # or the address of a storage could be given away
-        self._storages = {_storage(tensor) for tensor in self._kept}
+        self._kept = tensors  # or the address of a storage could be reused
+        self._storages = {storage_of(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func`, or alias its argument."""
         kwargs = kwargs or {}
-        if func in _DUPLICATES and kwargs.get("dtype") in {None, args[0].dtype} and self._is_ours(args[0]):
+        duplicates = func in (_aten.clone.default, _aten._to_copy.default)
+        if duplicates and kwargs.get("dtype") in {None, args[0].dtype} and storage_of(args[0]) in self._storages:
             return _aten.alias.default(args[0])
         return func(*args, **kwargs)
 
-    def _is_ours(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._storages
 
-
-@dataclass(frozen=True)
-class _Written:
+class _Written(NamedTuple):
     """A copy of a part of a source, and where it went."""
 
     source: str
     part: Tensor
     target: Tensor
 
-    def span(self) -> tuple[int, int]:
-        return _span(self.target)
-
 
 class CopyRecorder(ViewsOnly):
-    """Record what is copied out of `sources` instead of doing it, and keep `targets` as they are; no source changes.
+    """Record what is copied out of `sources` instead of doing it, and leave `targets` unchanged; no source changes.
 
     Sources have a storage each; targets may lie in one.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
         super().__init__([*sources.values()])
-        self._sources = {_storage(tensor): name for name, tensor in sources.items()}
+        self._sources = {storage_of(tensor): name for name, tensor in sources.items()}
         assert len(self._sources) == len(sources), "two sources in one storage"
-        self._targets = {_storage(tensor): tensor for tensor in targets.values()}
+        self._targets = {storage_of(tensor): tensor for tensor in targets.values()}
         self._written: dict[int, list[_Written]] = {}
 
     def copies(self, targets: Mapping[str, Tensor]) -> dict[str, list[Copy]]:
-        """Return each source's parts that lie in `targets` at the end: loaders may have made more than there were."""
+        """Return each source's parts that lie in `targets` at the end: the loader may have made new ones."""
         found: dict[str, list[Copy]] = {name: [] for name in self._sources.values()}
         for name, target in targets.items():
             start, end = _span(target)
-            for written in self._written.get(_storage(target), ()):
-                low, high = written.span()
+            for source, part, place in self._written.get(storage_of(target), ()):
+                low, high = _span(place)
                 if start <= low and high <= end:
-                    found[written.source].append(_copy(written, name, start))
+                    copy = Copy(
+                        start=int(part.storage_offset()),
+                        shape=tuple(part.shape),
+                        stride=part.stride(),
+                        parameter=name,
+                        offset=low - start,
+                        server_stride=place.stride(),
+                    )
+                    found[source].append(copy)
         return found
 
     def __torch_dispatch__(
@@ -90,43 +89,29 @@ class CopyRecorder(ViewsOnly):
         """
         changed = [tensor for tensor in _changed(func, args, kwargs or {}) if tensor.numel()]
         for tensor in changed:
-            if self._is_ours(tensor):
-                name = self._sources[_storage(tensor)]
+            if name := self._sources.get(storage_of(tensor)):
                 raise UnsupportedModelError(f"{name}: vLLM changes it while it loads it ({func})", remedy=OTHER_MODES)
             self._forget(tensor)
-        if changed and func is _aten.copy_.default and self._is_copy(*args[:2]):
-            self._written.setdefault(_storage(args[0]), []).append(
-                _Written(self._sources[_storage(args[1])], args[1], args[0])
-            )
+        is_copy = bool(changed) and func is _aten.copy_.default
+        source = self._sources.get(storage_of(args[1])) if is_copy else None
+        if source is not None and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):
+            self._written.setdefault(storage_of(args[0]), []).append(_Written(source, args[1], args[0]))
             return args[0]
-        if any(_storage(tensor) in self._targets for tensor in changed):
-            if func is _aten.copy_.default:
+        if any(storage_of(tensor) in self._targets for tensor in changed):
+            if is_copy:
                 args[1].expand(args[0].shape)  # a copy that fails has to fail
             return changed[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _is_copy(self, target: Tensor, source: Tensor) -> bool:
-        return self._is_ours(source) and (target.shape, target.dtype) == (source.shape, source.dtype)
-
     def _forget(self, tensor: Tensor) -> None:
         """Drop every copy that a write into `tensor` may have overwritten."""
         low, high = _span(tensor)
-        before = self._written.get(_storage(tensor), [])
-        before[:] = [written for written in before if not (written.span()[0] < high and low < written.span()[1])]
+        before = self._written.get(storage_of(tensor), [])
+        before[:] = [each for each in before if _span(each.target)[1] <= low or high <= _span(each.target)[0]]
 
 
-def _copy(written: _Written, name: str, start: int) -> Copy:
-    return Copy(
-        start=int(written.part.storage_offset()),
-        shape=tuple(written.part.shape),
-        stride=written.part.stride(),
-        parameter=name,
-        offset=int(written.target.storage_offset()) - start,
-        server_stride=written.target.stride(),
-    )
-
-
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that tells the tensor's storage from every other living one."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,6 +1,6 @@
 """CUDA IPC: the one file that exports and opens handles to GPU memory.
 
-Not covered: shared memory on the CPU (`shared_memory.py`), which parameter lies where (`bridge/server/manifest.py`).
+Not covered: shared memory on the CPU (`shared_memory.py`), where each parameter is (`bridge/server/manifest.py`).
 Source: `torch.multiprocessing.reductions.reduce_tensor` of torch 2.11: the tuple of eight items.
 """
 
@@ -29,8 +29,14 @@ def export(tensor: torch.Tensor) -> CudaHandle:
     try:
         device, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
     except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        setting = next(
+            (n for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if EXPANDABLE in os.getenv(n, "")), ""
+        )
+        unset = f"start the server without {EXPANDABLE}: unset {setting}"
+        doctor = "bridge doctor tests CUDA IPC between two processes and names the cause"
         raise AttachError(
-            f"the GPU memory of a weight cannot be exported ({_first_line(error)})", remedy=_export_remedy()
+            f"the GPU memory of a weight cannot be exported ({reason})", remedy=unset if setting else doctor
         ) from error
     return CudaHandle(
         device_index=device,
@@ -67,8 +73,9 @@ def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStora
             handle.event_sync_required,
         )
     except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
         raise AttachError(
-            f"the GPU refuses to open the server's memory ({_first_line(error)})",
+            f"the GPU refuses to open the server's memory ({reason})",
             remedy="in containers share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
             "bridge doctor tests CUDA IPC and names the cause",
         ) from error
@@ -76,7 +83,7 @@ def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStora
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of the GPU that this process calls `device`, as nvidia-smi prints it."""
+    """Return the GPU's UUID as nvidia-smi prints it."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -97,14 +104,3 @@ def device_of(uuid: str) -> torch.device:
 
 def _encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _export_remedy() -> str:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if EXPANDABLE in os.environ.get(name, ""):
-            return f"start the server without {EXPANDABLE}: unset {name}"
-    return "bridge doctor tests CUDA IPC between two processes and names the cause"

@@ -1,7 +1,4 @@
-"""A digest of a tensor's bytes that both processes compute where the tensor lies, without copying it out.
-
-Not covered: protection against an adversary; it tells two different tensors apart, and moved elements too.
-"""
+"""A digest of a tensor's bytes, computed on the tensor's device: it detects changed and moved elements, not attacks."""
 
 import torch
 
@@ -12,10 +9,11 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed word
 def digest(tensor: torch.Tensor) -> str:
     """Return 16 hexadecimal digits for the values and order of `tensor`'s elements.
 
-    Every word is multiplied by a mixed, odd function of its position and summed modulo 2^64, so that
-    equal sums of other orders do not pass. Temporaries stay under 0.5 GiB.
+    Every word is multiplied by a mixed, odd function of its position and summed modulo 2^64, so that the same words in
+    another order have another digest. Temporaries stay under 0.5 GiB.
     """
-    words = tensor.detach().contiguous().view(-1).view(_word_type(tensor))
+    word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)  # wider, a bit's weight overflows
+    words = tensor.detach().contiguous().view(-1).view(word)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), CHUNK_WORDS):
         chunk = words[start : start + CHUNK_WORDS].to(torch.int64)
@@ -23,8 +21,3 @@ def digest(tensor: torch.Tensor) -> str:
         weight = ((position + 1) * _MIX).bitwise_xor_((position * _MIX) >> 29).bitwise_or_(1)
         total += (weight * (chunk + 1)).sum()
     return f"{int(total) & (2**64 - 1):016x}"
-
-
-def _word_type(tensor: torch.Tensor) -> torch.dtype:
-    """Return an integer type that divides an element; of four bytes at most, so that no bit's weight overflows."""
-    return {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)

@@ -1,14 +1,14 @@
-"""The layout: which views make up which Hugging Face parameter, and the proof that nothing is left out.
+"""The layout: which view of vLLM's parameters is which Hugging Face parameter, and the proof that nothing is left out.
 
-Pure: it knows shapes alone, neither tensors nor vLLM. The server fills it from vLLM's own layer
-objects (`patches/loading.py`); both sides check it with `check_coverage`.
-
-Not covered: opening memory (`attach.py`).
+Pure: it knows shapes and strides alone, neither tensors nor vLLM. The server joins the copies that vLLM's loader makes
+of each parameter (`copy_recorder.py`) into one view; both sides check the whole with `check_coverage`.
 """
 
 import math
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import NamedTuple
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
@@ -17,15 +17,106 @@ Shape = tuple[int, ...]
 OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full weights"
 
 
-def rows(parameter: str, shape: Shape, start: int, count: int) -> View:
-    """Return the view of `count` rows from row `start` of a contiguous parameter of `shape`."""
-    row = math.prod(shape[1:])
-    return View(parameter=parameter, offset=start * row, shape=(count, *shape[1:]), stride=contiguous_stride(shape))
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A part of a model's parameter that was copied unchanged into one of the server's; all numbers are elements."""
+
+    start: int  # first element, counted in the model's parameter
+    shape: Shape
+    stride: Shape  # in the model's parameter
+    parameter: str  # the server's
+    offset: int  # first element, counted in the server's parameter
+    server_stride: Shape  # in the server's parameter
+
+
+class _Box(NamedTuple):
+    """A part as a box of the parameter's own indices, and its place in the server's parameter."""
+
+    low: Shape
+    high: Shape
+    offset: int
+    steps: tuple[int | None, ...]  # the server's stride along each axis; None if the box has one index there
 
 
 def contiguous_stride(shape: Shape) -> Shape:
     """Return the strides of a row-major tensor of `shape`, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def join(name: str, shape: Shape, copies: Sequence[Copy]) -> View:
+    """Return the view that the copies of the parameter `name` add up to: of all of it, or of one rank's block of it.
+
+    Raises:
+        UnsupportedModelError: they do not add up to one view.
+    """
+    parameters = {copy.parameter for copy in copies}
+    if len(parameters) != 1:
+        raise _refusal(name, f"vLLM loads it into {' and '.join(sorted(parameters)) or 'none of its parameters'}")
+    boxes = [_box(name, shape, copy) for copy in copies]
+    low = tuple(min(axis) for axis in zip(*(box.low for box in boxes), strict=True))
+    high = tuple(max(axis) for axis in zip(*(box.high for box in boxes), strict=True))
+    first = next((box for box in boxes if box.low == low), None)
+    if first is None or not _fill(boxes, low, high):
+        raise _refusal(name, f"vLLM's {parameters.pop()} takes some of its elements and leaves others out")
+    sizes = tuple(end - start for start, end in zip(low, high, strict=True))
+    own = contiguous_stride(sizes)
+    stride = tuple(_step(boxes, axis) if size > 1 else own[axis] for axis, size in enumerate(sizes))
+    for box in boxes:
+        away = sum(step * (here - start) for step, here, start in zip(stride, box.low, low, strict=True))
+        agrees = all(step in {None, whole} for step, whole in zip(box.steps, stride, strict=True))
+        if not agrees or box.offset != first.offset + away:
+            raise _refusal(name, "vLLM puts its parts where no one stride leads")
+    return View(parameter=parameters.pop(), offset=first.offset, shape=sizes, stride=stride)
+
+
+def _box(name: str, shape: Shape, copy: Copy) -> _Box:
+    """Return the part as a box; a part that continues from one row into the next is none."""
+    own = contiguous_stride(shape)
+    low, rest = [], copy.start
+    for step in own:
+        low.append(rest // step)
+        rest %= step
+    high = [start + 1 for start in low]
+    steps: list[int | None] = [None] * len(shape)
+    for size, step, server_step in zip(copy.shape, copy.stride, copy.server_stride, strict=True):
+        if size == 1:
+            continue
+        axis = next((axis for axis, whole in enumerate(own) if whole == step and shape[axis] > 1), None)
+        if axis is None or low[axis] + size > shape[axis] or steps[axis] is not None:
+            raise _refusal(name, f"vLLM cuts it for its {copy.parameter} in a way that is no block of it")
+        high[axis], steps[axis] = low[axis] + size, server_step
+    return _Box(tuple(low), tuple(high), copy.offset, tuple(steps))
+
+
+def _fill(boxes: Sequence[_Box], low: Shape, high: Shape) -> bool:
+    """Report whether the boxes leave out no index between `low` and `high`: cut at each edge, every cell is in one."""
+    edges = [
+        sorted({*ends, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
+        for axis, ends in enumerate(zip(low, high, strict=True))
+    ]
+    places = [{edge: place for place, edge in enumerate(axis)} for axis in edges]
+    cells = {
+        cell
+        for box in boxes
+        for cell in product(*(range(at[a], at[b]) for at, a, b in zip(places, box.low, box.high, strict=True)))
+    }
+    return len(cells) == math.prod(len(axis) - 1 for axis in edges)
+
+
+def _step(boxes: Sequence[_Box], axis: int) -> int:
+    """Return the server's stride along `axis`: within a box, else between two that are neighbors along it."""
+    within = next((box.steps[axis] for box in boxes if box.steps[axis] is not None), None)
+    if within is not None:
+        return within
+    ordered = sorted(((*box.low[:axis], *box.low[axis + 1 :]), box.low[axis], box.offset) for box in boxes)
+    for (row, here, offset), (next_row, there, next_offset) in pairwise(ordered):
+        if row == next_row and there > here:
+            return (next_offset - offset) // (there - here)  # where it does not divide, the check of every box fails
+    return 0
+
+
+def _refusal(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}: {reason}", remedy=OTHER_MODES)
 
 
 def check_coverage(
@@ -43,7 +134,16 @@ def check_coverage(
     faults = [
         *(f"{name}: in the model, not among vLLM's" for name in sorted(model_shapes.keys() - views.keys())),
         *(f"{name}: exported by vLLM, not in the model" for name in sorted(views.keys() - model_shapes.keys())),
-        *_shape_faults(model_shapes, views),
+        *(
+            f"{name}: shape {model_shapes[name]} in the model, {view.shape} in {view.parameter}"
+            for name, view in views.items()
+            if name in model_shapes and model_shapes[name] != view.shape
+        ),
+        *(
+            f"{name}: {count} elements of padding, which vLLM cannot have there"
+            for name, count in padding.items()
+            if name not in server_shapes or count < 0
+        ),
         *_ownership_faults(server_shapes, views, padding),
     ]
     if faults:
@@ -53,36 +153,21 @@ def check_coverage(
         )
 
 
-def _shape_faults(model_shapes: Mapping[str, Shape], views: Mapping[str, View]) -> list[str]:
-    return [
-        f"{name}: shape {model_shapes[name]} in the model, {view.shape} in {view.parameter}"
-        for name, view in views.items()
-        if name in model_shapes and model_shapes[name] != view.shape
-    ]
-
-
 def _ownership_faults(
     server_shapes: Mapping[str, Shape], views: Mapping[str, View], padding: Mapping[str, int]
-) -> list[str]:
+) -> Iterator[str]:
     owned: dict[str, list[tuple[int, int, str]]] = {name: [] for name in server_shapes}
-    faults = [
-        f"{name}: {count} elements of padding, which vLLM cannot have there"
-        for name, count in padding.items()
-        if name not in owned or count < 0
-    ]
     for name, view in views.items():
         if view.parameter not in owned:
-            faults.append(f"{name}: lies in {view.parameter}, which vLLM does not have")
+            yield f"{name}: lies in {view.parameter}, which vLLM does not have"
         elif view.stride != contiguous_stride(view.shape):
-            faults.append(f"{name}: stride {view.stride} is not contiguous")
+            yield f"{name}: stride {view.stride} is not contiguous"
         else:
             owned[view.parameter].append((view.offset, view.offset + math.prod(view.shape), name))
     for parameter, spans in owned.items():
-        total = math.prod(server_shapes[parameter])
-        tail = padding.get(parameter, 0)
+        total, tail = math.prod(server_shapes[parameter]), padding.get(parameter, 0)
         edges = [(0, 0, "its start"), *sorted(spans), (total - tail, total, "its end")]
         for (_, end, before), (start, _, after) in pairwise(edges):
             if end != start:
                 word = "overlap" if end > start else "gap"
-                faults.append(f"{parameter}: {word} of {abs(end - start)} elements between {before} and {after}")
-    return faults
+                yield f"{parameter}: {word} of {abs(end - start)} elements between {before} and {after}"

@@ -2,11 +2,11 @@
 
 Plan, validate, then apply: no byte of a model is overwritten before every name, shape and type in the folder fits it.
 
-Not covered: that a folder is there whole or not at all (`bridge/core/whole_folder.py`), adapters, quantised weights.
+Not covered: writing a folder whole or not at all (`bridge/core/whole_folder.py`), adapters, quantised weights.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import copyfile
@@ -18,36 +18,29 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from bridge.errors import UsageError
-from bridge.weights.saved_form import saved_form
-from bridge.weights.stored_tensors import describe, headers, refuse_misfits
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.weights.copy_recorder import ViewsOnly, storage_of
+from bridge.weights.layout import OTHER_MODES
+from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misfits
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest file of weights, and of their copy in host memory while it is written."""
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 _COPIED_FILES = (*_TOKENIZER_FILES, "generation_config.json")
 
 
 def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
     """Return the tokenizer's files of `source`, a folder or a hub name, and its generation defaults if it has any.
 
-    Call it once before training: a checkpoint must not fail for want of them.
+    Call it before training: a checkpoint must not fail for lack of them.
 
     Raises:
         UsageError: `source` has no tokenizer, or cannot be reached.
@@ -57,9 +50,19 @@ def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
         if any(path.name in _TOKENIZER_FILES for path in found):
             return found
     raise UsageError(
-        f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be of no use",
+        f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be useless",
         remedy="put the tokenizer's files beside the model's weights",
     )
+
+
+def _source_folders(source: str) -> Iterator[Path]:
+    """Yield where `source` may lie: the folder itself, or the hub's cache, before and after a download."""
+    if Path(source).is_dir():
+        yield Path(source)
+        return
+    for local_files_only in (True, False):
+        with suppress(OSError, HFValidationError):  # not cached, no such model, no network
+            yield Path(snapshot_download(source, allow_patterns=[*_COPIED_FILES], local_files_only=local_files_only))
 
 
 def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> None:
@@ -77,10 +80,41 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> 
             folder,
             state_dict=_state_of_own_storages(model),
             max_shard_size=MAX_SHARD_BYTES,
-            save_original_format=False,  # it is in the files' form already, and transformers would copy all experts
+            save_original_format=False,  # it already has the files' form, and transformers would copy all experts
         )
     for path in copied:
         copyfile(path, folder / path.name)
+
+
+def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict over the same memory in the files' form, each tensor as a storage of its own.
+
+    `save_pretrained` decides by the storage which tensors are shared: it would clone every slice of a fused tensor on
+    the GPU (most of the model) and count the whole storage towards a file's size. Tied tensors still coincide.
+    """
+    return {name: from_dlpack(tensor) for name, tensor in saved_form(model, model.state_dict()).items()}
+
+
+def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of `parameters`, which are `model`'s by name, under the names and in the pieces of its files.
+
+    In memory transformers holds the experts of a layer as one parameter; a file has two or three per expert.
+
+    Raises:
+        UnsupportedModelError: they are saved in a form that is no view of them.
+    Source: transformers 5.17 and 5.19, `core_model_loading.py`, which `save_pretrained` uses.
+    """
+    held = {name: tensor.detach() for name, tensor in parameters.items()}
+    with torch.no_grad(), ViewsOnly([*held.values()]):
+        saved: dict[str, Tensor] = revert_weight_conversion(model, held)
+    ours = {storage_of(tensor) for tensor in held.values()}
+    others = [name for name, tensor in saved.items() if storage_of(tensor) not in ours]
+    if others or sum(t.numel() for t in saved.values()) != sum(t.numel() for t in held.values()):
+        raise UnsupportedModelError(
+            f"{', '.join(others[:3]) or type(model).__name__}: the saved form is no view of the parameters",
+            remedy=OTHER_MODES,
+        )
+    return saved
 
 
 def check(model: PreTrainedModel, folder: Path) -> None:
@@ -106,33 +140,27 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _plan(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]]:
-    """Return, per file, the names of the tensors to copy; everything has been checked."""
+    """Return, per file, the names of the tensors to copy, all of them checked."""
     places: dict[str, Path] = {}
-    found: dict[str, str] = {}
+    found: dict[str, Stored] = {}
     for path in _weight_files(folder):
-        described = headers(path)
-        places |= dict.fromkeys(described, path)
-        found |= described
-    expected, aliases = _parameters(model)
-    buffers = {name for name, _ in model.named_buffers()}
-    left_out = {name for name in found.keys() & aliases.keys() if aliases[name] in found}
-    wanted = {name: text for name, text in found.items() if name not in buffers | left_out}
+        stored = headers(path)
+        places |= dict.fromkeys(stored, path)
+        found |= stored
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}  # the other names of a tied parameter -> its first
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            aliases[name] = first[id(parameter)]
+    saved = saved_form(model, dict(model.named_parameters()))
+    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in found}
+    wanted = {name: text for name, text in found.items() if name not in left_out}
+    expected = {name: describe(tensor) for name, tensor in saved.items()}
     refuse_misfits(str(folder), {aliases.get(name, name): text for name, text in wanted.items()}, expected)
     plan: dict[Path, list[str]] = {}
     for name in wanted:
         plan.setdefault(places[name], []).append(name)
     return plan
-
-
-def _parameters(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what is saved of each parameter, a tied one once, and the other names of tied ones -> their first."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            aliases[name] = first[id(parameter)]
-    saved = saved_form(model, dict(model.named_parameters()))
-    return {name: describe(tensor) for name, tensor in saved.items()}, aliases
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -144,21 +172,12 @@ def _weight_files(folder: Path) -> list[Path]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         return [folder / Path(name).name for name in sorted(names)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is no index of weights", remedy="name a folder that is whole") from error
-
-
-def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict over the same memory in the files' form, each tensor as a storage of its own.
-
-    `save_pretrained` tells by the storage which tensors are shared: it would clone every slice of a fused tensor on
-    the GPU (most of the model) and count the whole storage for the size of a file. Tied tensors still coincide.
-    """
-    return {name: from_dlpack(tensor) for name, tensor in saved_form(model, model.state_dict()).items()}
+        raise UsageError(f"{index} is not an index of weights", remedy="name a complete folder") from error
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep transformers' progress bars off stderr, which is for what people read."""
+    """Keep transformers' progress bars off stderr, which is for people."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -166,13 +185,3 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
-
-
-def _source_folders(source: str) -> Iterator[Path]:
-    """Yield where `source` may lie: the folder itself, or the hub's cache as it is and then as a download leaves it."""
-    if Path(source).is_dir():
-        yield Path(source)
-        return
-    for local_files_only in (True, False):
-        with suppress(OSError, HFValidationError):  # not cached, no such model, no network: the next, or none
-            yield Path(snapshot_download(source, allow_patterns=[*_COPIED_FILES], local_files_only=local_files_only))

@@ -9,15 +9,15 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """The model to train, on the device where it lies."""
+    """The model to train, and where its weights are."""
 
     model: PreTrainedModel
     """In evaluation mode; what is trained requires gradients, and nothing else does."""
     device: torch.device
-    """Where it lies."""
+    """Where its weights are."""
     lr_factors: Mapping[str, float]
     """Every trained parameter, by its name in the model -> factor of the learning rate."""
     open_s: float
-    """Seconds until its weights were there: attaching them, or loading."""
+    """Seconds to attach or load its weights."""
     weight_bytes: int
     """Bytes of weights that this process holds beside the server's; 0 with one copy."""

@@ -1,11 +1,11 @@
-"""RoPE whose frequencies depend on the length: the trainer takes those of the server, for every sequence.
+"""RoPE whose frequencies depend on the length: the trainer uses the server's, for every sequence.
 
-transformers chooses them anew for each batch, by its longest position, so that a short sequence beside a long one would
-be trained as another than the server sampled. vLLM chooses once, by the longest sequence that it was started for.
+transformers chooses them for each batch by its longest position, so that a short sequence beside a long one would be
+trained differently from how it was sampled. vLLM chooses once, by the longest sequence that it was started for.
 Source: `vllm/model_executor/layers/rotary_embedding`, the same in vLLM 0.26, 0.32 and 0.33, and transformers'
 `modeling_rope_utils.py`.
 
-Not covered: scaling that does not depend on the length (linear, llama3, yarn), which stays as transformers made it.
+Not covered: scaling that does not depend on the length (linear, llama3, yarn): transformers computes it as vLLM does.
 """
 
 import math
@@ -21,11 +21,11 @@ from bridge.errors import UnsupportedModelError, UsageError
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 FIXED = "default"
-"""The type by which transformers leaves a module's frequencies as they are."""
+"""The type with which transformers never recomputes a module's frequencies."""
 GENERIC = "Transformers"
-"""How the classes of vLLM begin that run transformers' own model, which chooses by the batch at hand."""
+"""Prefix of vLLM's classes that run transformers' own model, which chooses by the batch at hand."""
 TOLERANCE = 1e-4
-"""Of a cosine: what is computed in float32 at positions up to some 100,000."""
+"""Of a cosine computed in float32 at positions up to some 100,000."""
 
 Parameters = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
     """Give `model` the frequencies of a server whose longest sequence has `max_model_len` tokens; None: not known.
 
     A model whose RoPE does not depend on the length is left alone. It may be called again for another server.
-    `server_class` is vLLM's class of the model, where it is known.
+    `server_class` is vLLM's class of the model, if known.
 
     Raises:
         UsageError: the frequencies depend on a length that the server does not report, or cannot serve.
@@ -45,20 +45,33 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
         if server_class.startswith(GENERIC):
             raise UnsupportedModelError(
                 f"{name} has {kind} RoPE, and vLLM runs it as {server_class}, whose frequencies change with each batch",
-                remedy="take a model that vLLM has a class of its own for, such as Phi-3's",
+                remedy="use a model for which vLLM has its own class, such as Phi-3",
             )
         if max_model_len is None:
             raise UsageError(
                 f"{name} has {kind} RoPE, which depends on the server's longest sequence, and the server reports none",
                 remedy="bridge serve-vllm, or a vLLM that lists max_model_len under /v1/models",
             )
-        frequencies, scaling = _of_server(module, layer_type, parameters, max_model_len, name)
-        _fix(module, layer_type, frequencies, scaling)
-        _check(module, layer_type, max_model_len, kind)
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        if kind == LONGROPE:
+            frequencies, scaling = _longrope(module.config, layer_type, parameters, max_model_len)
+        else:  # within max_position_embeddings both use the frequencies that the module began with
+            _refuse_dynamic(name, parameters, module.config.max_position_embeddings, max_model_len)
+            frequencies = getattr(module, f"{prefix}original_inv_freq")
+            scaling = getattr(module, f"{prefix}attention_scaling")
+        frequencies = frequencies.to(getattr(module, f"{prefix}inv_freq").device)
+        setattr(module, f"{prefix}inv_freq", frequencies)
+        setattr(module, f"{prefix}attention_scaling", scaling)
+        module.rope_type = FIXED if layer_type is None else {**module.rope_type, layer_type: FIXED}
+        if not _uses(module, layer_type, frequencies, scaling, max_model_len):  # the code of PhiMoE does not
+            raise UnsupportedModelError(
+                f"{type(module).__name__} computes {kind} RoPE in its own way, which is not vLLM's",
+                remedy="use another model, such as one in docs/families.md, or report this one",
+            )
 
 
 def _dependent(model: PreTrainedModel) -> Iterator[tuple[Any, str | None, Parameters]]:
-    """Yield each module whose frequencies depend on the length, with the layers that it is of (None: all)."""
+    """Yield each module whose frequencies depend on the length, with the type of layer that it serves (None: all)."""
     for module in model.modules():
         kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
         given = getattr(config, "rope_parameters", None) or {}
@@ -68,30 +81,22 @@ def _dependent(model: PreTrainedModel) -> Iterator[tuple[Any, str | None, Parame
                 yield module, layer_type, parameters
 
 
-def _of_server(
-    module: Any, layer_type: str | None, parameters: Parameters, max_model_len: int, name: str
-) -> tuple[Tensor, float]:
-    """Return vLLM's inverse frequencies, and the factor of its cosines and sines."""
-    if parameters["rope_type"] == LONGROPE:
-        return _longrope(module.config, layer_type, parameters, max_model_len)
-    most = module.config.max_position_embeddings
+def _refuse_dynamic(name: str, parameters: Parameters, most: int, max_model_len: int) -> None:
     if "max_trained_positions" in parameters:
         raise UnsupportedModelError(
-            f"{name} has dynamic RoPE with max_trained_positions, which transformers does not know",
-            remedy="take another model, of those in docs/families.md",
+            f"{name} has dynamic RoPE with max_trained_positions, which transformers does not support",
+            remedy="use another model, such as one in docs/families.md",
         )
     if max_model_len > most:
         raise UsageError(
-            f"{name} has dynamic RoPE, of which vLLM has frequencies for {most} tokens alone, and the server's longest"
+            f"{name} has dynamic RoPE, for which vLLM has frequencies up to {most} tokens, and the server's longest"
             f" sequence has {max_model_len}",
             remedy=f"restart the server with --max-model-len {most}",
         )
-    prefix = _prefix(layer_type)  # within max_position_embeddings both take the frequencies that the module began with
-    return getattr(module, f"{prefix}original_inv_freq"), getattr(module, f"{prefix}attention_scaling")
 
 
 def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_model_len: int) -> tuple[Tensor, float]:
-    """As `Phi3LongRoPEScaledRotaryEmbedding`: the long factors for all as soon as one sequence may need them."""
+    """As `Phi3LongRoPEScaledRotaryEmbedding`: the long factors for all sequences if one may need them."""
     original = parameters["original_max_position_embeddings"]
     is_long = max_model_len > original
     frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](config, None, seq_len=original + is_long, layer_type=layer_type)
@@ -102,36 +107,17 @@ def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_m
     return frequencies, scaling
 
 
-def _fix(module: Any, layer_type: str | None, frequencies: Tensor, scaling: float) -> None:
-    """Let `module` use these frequencies at every position."""
-    prefix = _prefix(layer_type)
-    before: Tensor = getattr(module, f"{prefix}inv_freq")
-    setattr(module, f"{prefix}inv_freq", frequencies.to(before.device))
-    setattr(module, f"{prefix}attention_scaling", scaling)
-    module.rope_type = FIXED if layer_type is None else {**module.rope_type, layer_type: FIXED}
-
-
 @torch.no_grad()
-def _check(module: nn.Module, layer_type: str | None, max_model_len: int, kind: str) -> None:
-    """Refuse a module whose code does not take what it is given, as that of PhiMoE does not.
-
-    Positions of any batch have to come to the same: near ones alone, and beside the farthest.
-    """
-    prefix, layers = _prefix(layer_type), {} if layer_type is None else {"layer_type": layer_type}
-    frequencies: Tensor = getattr(module, f"{prefix}inv_freq")
+def _uses(module: nn.Module, layer_type: str | None, frequencies: Tensor, scaling: float, max_model_len: int) -> bool:
+    """Run `module` on near positions alone and beside the farthest: it must give these frequencies' cosines in both."""
+    layers = {} if layer_type is None else {"layer_type": layer_type}
     for batch in ([0, 1], [0, 1, max_model_len - 1]):
         positions = torch.tensor([batch], device=frequencies.device)
         made = module(torch.zeros(1, device=frequencies.device), positions, **layers)
         cosines = made[0] if isinstance(made, tuple) else made.real
-        expected = (positions[..., None].float() * frequencies).cos() * getattr(module, f"{prefix}attention_scaling")
-        repeats = cosines.shape[-1] // expected.shape[-1]  # halves behind one another or interleaved: both twice
+        expected = (positions[..., None].float() * frequencies).cos() * scaling
+        repeats = cosines.shape[-1] // expected.shape[-1]  # both halves, one after the other or interleaved
         expected = expected.repeat(1, 1, repeats).sort().values
         if not torch.allclose(cosines.sort().values, expected, atol=TOLERANCE):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} computes {kind} RoPE in a way of its own, which is not vLLM's",
-                remedy="take another model, of those in docs/families.md, or report this one",
-            )
-
-
-def _prefix(layer_type: str | None) -> str:
-    return "" if layer_type is None else f"{layer_type}_"
+            return False
+    return True

@@ -1,9 +1,7 @@
-"""The trainer's model without its weights: parameters on the meta device, buffers real.
+"""The trainer's model without its weights: parameters on the meta device, buffers real; and its tokenizer.
 
-Server and trainer build it by the same function, so that both speak of the same parameters. Buffers
-are made by the model itself: RoPE scaling of every kind stays as its author wrote it.
-
-Not covered: giving the parameters memory (`attach.py`).
+Server and trainer build it by the same function, so that both mean the same parameters. The model itself makes its
+buffers: RoPE scaling of every kind stays what its author wrote.
 """
 
 import inspect
@@ -17,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.layout import OTHER_MODES, Shape
 
-ANOTHER = "take another model, of those in docs/families.md"
 MISBUILT = (
     ValueError, ImportError, TypeError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
     StrictDataclassError,
 )  # fmt: skip
-"""What transformers raises of a configuration that its classes cannot be built from."""
+"""Raised by transformers if its classes cannot be built from a configuration."""
 
 
 def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -30,20 +27,19 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
 
     Raises:
         UsageError: there is no such model.
-        UnsupportedModelError: it is quantised, no causal language model of transformers, or built in a way that cannot
-            be trained here.
+        UnsupportedModelError: it is quantised, not a causal language model of transformers, or cannot be trained here.
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, *MISBUILT) as error:
         raise UsageError(
             f"no usable model at {model!r}: {_first_line(error)}",
-            remedy="name a folder with a config.json, or a model of the hub",
+            remedy="name a folder with a config.json, or a model on the hub",
         ) from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"{model} is quantised: its weights are no plain tensors that an optimizer could step",
-            remedy="take the unquantised model",
+            f"{model} is quantised: an optimizer cannot step its weights",
+            remedy="use the unquantised model",
         )
     try:
         with init_empty_weights(include_buffers=False):
@@ -52,26 +48,27 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
             )
     except MISBUILT as error:
         raise UnsupportedModelError(
-            f"{model} is no causal language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
+            f"{model} is not a causal language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(
-            f"{model} cannot be trained: its {type(skeleton).__name__} {reason}", remedy=ANOTHER
+            f"{model} cannot be trained: its {type(skeleton).__name__} {reason}",
+            remedy="use another model, such as one in docs/families.md",
         )
     skeleton.tie_weights()
     return skeleton
 
 
 def _untrainable(skeleton: PreTrainedModel) -> str | None:
-    """Return why what `bridge/passes` computes cannot be computed by this class, whatever its weights are."""
+    """Return why `bridge/passes` cannot run this class, whatever its weights are."""
     decoder, head = skeleton.get_decoder(), skeleton.get_output_embeddings()
     taken = inspect.signature(decoder.forward).parameters
     if decoder is skeleton or "input_ids" not in taken:
         return "has no decoder that transformers finds: its get_decoder() returns something else"
     if "position_ids" not in taken:
-        return "takes no position_ids: sequences that are packed would run into one another"
+        return "takes no position_ids: packed sequences would run into one another"
     if not isinstance(getattr(head, "weight", None), torch.nn.Parameter):
-        return "has no output embeddings that make logits of hidden states"
+        return "has no output embeddings, which turn hidden states into logits"
     return None
 
 
@@ -81,11 +78,7 @@ def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
 
 
 def tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load `model`'s tokenizer.
-
-    Raises:
-        UsageError: the model has none.
-    """
+    """Load `model`'s tokenizer; UsageError if it has none."""
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -97,7 +90,7 @@ def tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedToken
 
 
 def absolute(model: str) -> str:
-    """Return a local model's absolute folder, and a hub name as it is."""
+    """Return a local model's absolute folder, or a hub name unchanged."""
     path = Path(model)
     return str(path.resolve()) if path.is_dir() else model
 

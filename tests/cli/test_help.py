@@ -136,8 +136,8 @@ def test_underscores_are_dashes_as_others_write_them() -> None:
 @pytest.mark.parametrize(
     ("flag", "hint"),
     [
-        ("--top-p", "--temperature is all there is to choose"),
-        ("--top_p", "--temperature is all there is to choose"),
+        ("--top-p", "only --temperature can be set"),
+        ("--top_p", "only --temperature can be set"),
         ("--loss_type", "--loss dapo"),
         ("--actor_rollout_ref.rollout.n", "--group-size"),
         ("--per-device-train-batch-size", "--batch-size"),

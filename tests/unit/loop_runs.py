@@ -99,13 +99,7 @@ class FakeMode:
         self.model = attached.model
         for layer in self.model.model.layers if self.dropout else ():
             layer.mlp.register_forward_hook(lambda _module, _given, made: functional.dropout(made, self.dropout))
-        return OpenedModel(
-            model=self.model,
-            device=attached.device,
-            lr_factors={name: 1.0 for name, _ in self.model.named_parameters()},
-            open_s=attached.attach_s,
-            weight_bytes=attached.weight_bytes(),
-        )
+        return attached.opened()
 
     def publish(self, update: Update) -> FenceTimes:
         self.last_checkpoints.append(update.last_checkpoint)

@@ -46,7 +46,7 @@ def test_the_weights_are_those_of_the_files_and_ready_to_be_trained(folder: Path
     assert not own.model.training
     assert own.device == torch.device("cpu")
     assert own.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
-    assert own.load_s > 0
+    assert own.open_s > 0
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
-from bridge.weights.layout import rows
 from patches import lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
+from tests.unit.test_layout import rows
 from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 SLOTS, RANK = 2, 3

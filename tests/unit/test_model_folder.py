@@ -254,7 +254,7 @@ def test_a_shard_that_cannot_be_read_is_named_before_the_first_byte_is_written(
 def test_an_index_that_is_none_is_refused(text: str, source: Path, out: Path) -> None:
     save(shared_model(tied=True), source, out)
     (out / INDEX_NAME).write_text(text)
-    with pytest.raises(UsageError, match="is no index of weights"):
+    with pytest.raises(UsageError, match="is not an index of weights"):
         check(shared_model(tied=True), out)
 
 

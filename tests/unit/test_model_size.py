@@ -108,7 +108,7 @@ def test_the_part_that_speaks_is_planned_for_where_a_model_has_others(tmp_path: 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "gpt_neox"}, "'gpt_neox' model cannot be counted"),
+        ({"model_type": "gpt_neox"}, "'gpt_neox' model cannot be derived"),
         ({"hidden_size": None}, "dimensions are no numbers"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),

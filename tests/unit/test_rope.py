@@ -146,7 +146,7 @@ def test_a_server_that_runs_transformers_own_model_is_refused() -> None:
 
 def test_dynamic_scaling_beyond_the_models_own_length_is_refused() -> None:
     said = refused(llama(DYNAMIC), UsageError, max_model_len=LONGEST + 1)
-    assert "has frequencies for 256 tokens alone, and the server's longest sequence has 257" in said
+    assert "has frequencies up to 256 tokens, and the server's longest sequence has 257" in said
     assert "--max-model-len 256" in said
     trained = llama(DYNAMIC | {"max_trained_positions": 64})
     assert "max_trained_positions" in refused(trained, UnsupportedModelError)
@@ -157,7 +157,7 @@ def test_a_family_that_computes_longrope_in_a_way_of_its_own_is_refused() -> Non
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     config = PhimoeConfig(**SIZES, **experts, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG | scales)
     said = refused(config, UnsupportedModelError)
-    assert said.startswith("PhimoeRotaryEmbedding computes longrope RoPE in a way of its own")
+    assert said.startswith("PhimoeRotaryEmbedding computes longrope RoPE in its own way")
 
 
 @pytest.fixture
