@@ -18,39 +18,43 @@ PAGE = ROOT / "docs" / "families.md"
 INTRODUCTION = """\
 # Families
 
-`make families` proves every row on a real vLLM on the CPU, with a tiny configuration, random weights and default settings: each parameter of the
-transformers model is matched to elements of vLLM's; log-probs agree before training; `bridge train` takes three steps in place; then the server
-agrees with the saved checkpoint in plain transformers and no longer with the old weights; and `bridge verify` passes. This page is generated from
-the results.
+`make families` proves every row on a real vLLM on the CPU, with a tiny configuration, random weights and default
+settings: each parameter of the transformers model is matched to elements of vLLM's; log-probs agree before training;
+`bridge train` takes three steps in place; then the server agrees with the saved checkpoint in plain transformers and
+no longer with the old weights; and `bridge verify` passes. This page is generated from the results.
 
-Phi-3.5-mini and Phi-4-mini have RoPE that depends on length (`longrope`). vLLM uses the long factors for every sequence if `--max-model-len`
-exceeds `original_max_position_embeddings`, and the short ones otherwise. The trainer does the same, while plain transformers chooses by the longest
-sequence of a batch. `dynamic` RoPE is trained up to `max_position_embeddings`, where vLLM's frequencies end.
+Phi-3.5-mini and Phi-4-mini have RoPE that depends on length (`longrope`). vLLM uses the long factors for every
+sequence if `--max-model-len` exceeds `original_max_position_embeddings`, and the short ones otherwise. The trainer
+does the same, while plain transformers chooses by the longest sequence of a batch. `dynamic` RoPE is trained up to
+`max_position_embeddings`, where vLLM's frequencies end.
 
-A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's own `load_weights`
-([`patches/loading.py`](../patches/loading.py)), runs the same checks, and refuses what does not pass by name.
+A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's
+own `load_weights` ([`patches/loading.py`](../patches/loading.py)), runs the same checks, and refuses what does not
+pass by name.
 
 """
 COLUMNS = ("family", "transformers", "vLLM", "fused in vLLM", "before", "after", "moved", "versions")
 ON_A_GPU = """
-The same proof with more than 100 million parameters on a Hopper GPU, with torch.compile and CUDA graphs (`pytest tests/gpu/test_families.py`):
+The same proof with more than 100 million parameters on a Hopper GPU, with torch.compile and CUDA graphs (`pytest
+tests/gpu/test_families.py`):
 
 """
 ON_A_GPU_COLUMNS = ("family", "parameters", "before", "after", "moved", "versions")
 WINDOWS = """
-Mistral and Phi-3 ran with a window of 4,096 tokens, longer than `--max-model-len`. With a shorter window in every layer, vLLM 0.33's CUDA graphs
-decode incorrectly on that GPU: log-probs differ from `--enforce-eager` by 0.8 nats per token, on untouched weights, where 0.008 is normal. For such
-models Bridge therefore keeps attention out of the graphs by default (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`): Mistral with a
-window of 512 then differs by 0.0079 before and after training. Gemma 2, with a window in every other layer, is not affected.
+Mistral and Phi-3 ran with a window of 4,096 tokens, longer than `--max-model-len`. With a shorter window in every
+layer, vLLM 0.33's CUDA graphs decode incorrectly on that GPU: log-probs differ from `--enforce-eager` by 0.8 nats per
+token, on untouched weights, where 0.008 is normal. For such models Bridge therefore keeps attention out of the graphs
+by default (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`): Mistral with a window of 512 then differs by
+0.0079 before and after training. Gemma 2, with a window in every other layer, is not affected.
 """
 READING = """
-`before`, `after` and `moved` are mean log-prob differences over sampled tokens, in nats: the server against the weights that it loaded, the server
-against the checkpoint of step 3, and after the steps against the old weights.
+`before`, `after` and `moved` are mean log-prob differences over sampled tokens, in nats: the server against the
+weights that it loaded, the server against the checkpoint of step 3, and after the steps against the old weights.
 
 ## Refused
 
-The error names the parameters, the reason and the alternative; the exit code is 4. What the configuration reveals is refused before vLLM starts.
-`bridge doctor --model MODEL` reports it for every mode.
+The error names the parameters, the reason and the alternative; the exit code is 4. What the configuration reveals is
+refused before vLLM starts. `bridge doctor --model MODEL` reports it for every mode.
 
 """
 REFUSED_COLUMNS = ("what", "why", "instead")
