@@ -70,7 +70,11 @@ REFUSED = (
     ("latent attention with `VLLM_MLA_DISABLE=0`", "the same: `W_UV`, `W_UK_T`", "Bridge's own setting, 1"),
     ("experts packed for a kernel", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
     ("a weight with another dtype than the model", "its bytes differ from the trained ones", "`--dtype`"),
-    ("speculative decoding, expert parallelism, offloading", "a second set of weights, or weights that move", "turn it off"),
+    (
+        "speculative decoding, expert parallelism, offloading",
+        "a second set of weights, or weights that move",
+        "turn it off",
+    ),
     (
         "Llama 4's text model and ModernBERT's decoder; MPT, BLOOM",
         "transformers finds no decoder in them, or they take no positions, so sequences cannot be packed",
