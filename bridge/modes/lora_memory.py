@@ -1,4 +1,4 @@
-"""`lora_only`, handed over by memory: the adapter's tensors are vLLM's slot, and publishing is passing the fence.
+"""`lora_only --lora-handover memory`: the adapter's tensors are vLLM's slot; to publish is to pass the fence.
 
 Not covered: how the server keeps the slot in place (`patches/lora_slots.py`).
 """
@@ -39,7 +39,7 @@ class LoraMemory(PatchedServer):
         super().__init__(config, run, manifest_of(config, found), writes="adapter")
 
     def open(self) -> OpenedModel:
-        """Attach to the server's base, put an adapter into it, and move the adapter into the slot."""
+        """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         base = self.attach()
         self._adapter = Adapter(base.model, self._config)
         self._move_in(takeover=self._run.resumes)
@@ -47,25 +47,18 @@ class LoraMemory(PatchedServer):
         return replace(base, lr_factors=self._adapter.lr_factors())
 
     def publish(self, update: Update) -> FenceTimes:
-        """Run `update` inside the fence; before the first checkpoint, the first adapter repairs the server."""
+        """Run `update` inside the fence; until there is a checkpoint, the first adapter repairs a torn server."""
         return super().publish(replace(update, last_checkpoint=update.last_checkpoint or self._run.scratch / ADAPTER))
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT and stock vLLM load it."""
         self._adapter.save(folder)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
-        """Load a saved adapter into the slot."""
         self._adapter.check(checkpoint)  # before the server pauses
+        self.overwrite(lambda: self._adapter.load(checkpoint), checkpoint, version)
 
-        def write() -> None:
-            self._adapter.load(checkpoint)
-
-        self.publish(Update(write, version=version, takeover=True, last_checkpoint=checkpoint))
-
-    def revive(self, checkpoint: Path | None) -> None:
-        """Restart the server with the base, and move the adapter, which this process keeps, into a slot again."""
-        del checkpoint
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the protocol's
+        """Restart the server with the base, and move the adapter, which this process still has, into a slot again."""
         self.restart(self._config.model_name)
         self._move_in(takeover=True, version=self.version + 1)
 

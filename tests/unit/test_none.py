@@ -19,9 +19,8 @@ from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
-from bridge.modes.in_place import InPlace
 from bridge.modes.mode import RunContext
-from bridge.modes.restart import Restart
+from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.run import loop
 from bridge.run.reporting import Listener

@@ -12,8 +12,8 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
-from bridge.modes.in_place import InPlace
 from bridge.modes.mode import Mode, RunContext
+from bridge.modes.none import InPlace
 from bridge.modes.shared_vllm import SharedVllm
 from bridge.server import manifest as manifests
 from bridge.server.fence import Update
