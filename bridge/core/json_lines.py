@@ -2,7 +2,7 @@
 
 A line is in the operating system's hands when `append` returns; a killed process can leave half a line, at the end.
 
-Not covered: what the objects say (`records.py`, `bridge/run/metrics.py`).
+Not covered: what the objects say (`bridge/run/metrics.py`, `bridge/run/run_directory.py`).
 """
 
 import json

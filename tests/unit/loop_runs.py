@@ -20,7 +20,7 @@ from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
 from bridge.rollouts.problems import WINDOW
-from bridge.run import checkpoint, loop
+from bridge.run import checkpoint, trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
@@ -172,7 +172,9 @@ class Run:
             (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
 
         run = RunDirectory.create(self.folder / "run", environment="letters", tell=tell)
-        return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine)
+        return trainer.train(
+            self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine
+        )
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -180,7 +182,7 @@ class Run:
         assert found is not None
         run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
         problems = environment or Letters()
-        return loop.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
+        return trainer.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {
@@ -249,7 +251,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 mode.process = context.process
                 return mode
 
-            monkeypatch.setattr(loop, "way_of", lambda _: made)
+            monkeypatch.setattr(trainer, "way_of", lambda _: made)
             if mode.dropout:  # two passes then differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)

@@ -22,7 +22,7 @@ from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.run import loop
+from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import manifest as manifests
@@ -403,7 +403,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="letters")
-        summary = loop.train(config, Letters(), run, Listener(), process=process)
+        summary = trainer.train(config, Letters(), run, Listener(), process=process)
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
     assert asked_before == [2]  # two groups a step, then the restart; none after the last step, the server ends then

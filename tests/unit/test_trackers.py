@@ -157,7 +157,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
         for step in (1, 2, 3):
             tracked.step(metrics(step), groups())
         tracked.evaluation(evaluation(3))
-    assert told == ["Bad failed, and is told nothing more of this run: OSError: No space left on device"]
+    assert told == ["Bad failed and gets nothing more of this run: OSError: No space left on device"]
     assert [step for step, _, _ in bad.logged] == [1]
     assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
     assert good.logged[-1][1]["held_out/reward_mean"] == 0.75
@@ -195,6 +195,13 @@ def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: An
     fake = installed("tensorboard", "wandb")
     with trackers.of(config(wandb=True), RunDirectory(tmp_path)):
         pass
+    assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_only_rank_0_draws_curves(tmp_path: Path, installed: Any) -> None:
+    fake = installed("tensorboard", "wandb")
+    with trackers.of(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
+        tracked.step(metrics(1), groups())
     assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
 
 

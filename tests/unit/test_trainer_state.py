@@ -249,7 +249,7 @@ def test_a_state_of_another_kind_is_refused_with_the_flags_that_fit_it(written: 
         trainer_state.read(written, trained, optimizer)
     assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
     assert caught.value.message.count(optimizer.flags) == 1
-    assert caught.value.remedy == "go on with --optimizer adamw --no-offload-optimizer"
+    assert caught.value.remedy == "resume with --optimizer adamw --no-offload-optimizer"
     check_equal(before, state(trained, optimizer))
     assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
 
