@@ -49,7 +49,7 @@ class LoraDisk:
         """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
         base = self._open_base()
         self._adapter = Adapter(base.model, self._config)
-        self._serve_first(self.version + 1)
+        self._serve_first()
         if self._attached is not None:
             self._run.note("the base is the server's own, 0 bytes of it here")
         else:
@@ -82,7 +82,7 @@ class LoraDisk:
             if self._attached is not None:
                 self._attached = attach_again(self._attached, self._manifest)
         self._client = self._connect()
-        self._serve_first(self.version + 1)
+        self._serve_first()
 
     def close(self) -> None:
         """Return the lease, and disconnect; the server keeps serving the adapter."""
@@ -105,15 +105,11 @@ class LoraDisk:
                 self._why_copied = error.message
             else:
                 return opened(self._attached)
-        own = loaded.load(
-            self._config.model_name,
-            device=self._config.trainer_device,
-            max_model_len=self.max_model_len,
-            server_class="" if self._manifest is None else self._manifest.shard(0).model_class,
-        )
-        return opened(own)
+        name, device = self._config.model_name, self._config.trainer_device
+        server_class = "" if self._manifest is None else self._manifest.shard(0).model_class
+        return opened(loaded.load(name, device=device, max_model_len=self.max_model_len, server_class=server_class))
 
-    def _serve_first(self, version: int) -> None:
+    def _serve_first(self) -> None:
         """Let the server load the adapter in place of what an earlier run left; AttachError: the server is torn."""
         if isinstance(self._client, BridgeClient) and self._manifest is not None:
             self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
@@ -121,7 +117,7 @@ class LoraDisk:
                 self._client.release_adapter()
         self._client.unload_earlier_adapters()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
-        self._serve(version)
+        self._serve(self.version + 1)
 
     def _serve_next(self, version: int) -> int:
         """Let the server load the adapter, then drop the previous version, which vLLM may read until then."""

@@ -63,11 +63,7 @@ class LoraMemory(PatchedServer):
         self._move_in(takeover=True, version=self.version + 1)
 
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
-        """Let the server load the adapter into a slot, and move the adapter's tensors there.
-
-        Raises:
-            AttachError: the server has no slots, none for one of the modules, or slots of another rank.
-        """
+        """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
         self._refuse_unfit_slots()
         self._run.saved(ADAPTER, self._adapter.save)
         try:
@@ -75,15 +71,19 @@ class LoraMemory(PatchedServer):
         except AttachError:
             self._run.discard(ADAPTER)
             raise
-        slots = {name: self._open_slot(name, number) for name in self._adapter.modules}
-        if not all(_hold(slot, self._adapter.modules[name]) for name, slot in slots.items()):
+        ours = self._adapter.modules
+        slots = {name: self._open_slot(name, number) for name in ours}
+        if not all(_hold(slot, ours[name]) for name, slot in slots.items()):
             raise AttachError(
                 "the server's slot does not hold the adapter that the server has loaded", remedy="restart the server"
             )
 
+        @torch.no_grad()
         def write() -> None:
-            for name, matrices in self._adapter.modules.items():
-                _move(matrices, slots[name])
+            for name, slot in slots.items():
+                for here, there in ((ours[name].lora_a, slot.lora_a), (ours[name].lora_b, slot.lora_b)):
+                    there.copy_(here)
+                    here.data = there.data
 
         self.publish(Update(write, takeover=takeover, version=version))
 
@@ -112,13 +112,6 @@ class LoraMemory(PatchedServer):
 
 
 def _hold(slot: Matrices, ours: Matrices) -> bool:
-    """Compare up to the rounding of dividing B by the scaling, on saving, and multiplying it, on loading."""
+    """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
     return all(torch.allclose(one.float(), other.float(), rtol=1 / 64, atol=1e-6) for one, other in pairs)
-
-
-@torch.no_grad()
-def _move(ours: Matrices, slot: Matrices) -> None:
-    for here, there in ((ours.lora_a, slot.lora_a), (ours.lora_b, slot.lora_b)):
-        there.copy_(here)
-        here.data = there.data

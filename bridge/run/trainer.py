@@ -132,7 +132,13 @@ class Trainer:
         )
         trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
         self._checkpoints = Checkpoints(config, run, mode, trained, self._learner.optimizer)
-        self._sleeps = self._sleeps_always()
+        kv_sleep = config.publishing.kv_sleep
+        if kv_sleep == "always" and not mode.can_sleep:
+            raise UsageError(
+                "--kv-sleep always, but the server's KV cache cannot sleep",
+                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
+            )
+        self._sleeps = None if kv_sleep == "auto" and mode.can_sleep else kv_sleep == "always"
         """Whether the server's KV cache sleeps while training; None: the first batch decides."""
         self._skipped = 0
         """Steps in a row without an update because the first gradient was not finite."""
@@ -145,8 +151,6 @@ class Trainer:
         """Step whose weights are in memory."""
         self._trained = TrainedProblems()
         """Problems that those weights were trained on."""
-        self._taken = frozenset[int]()
-        """Numbers of the problems of the current step."""
         self._half_written = False
         """Whether an error interrupted a write: what is in memory is no model then."""
 
@@ -198,7 +202,6 @@ class Trainer:
         self._reporter.phase("rollouts")
         count = self._config.rollouts.batch_size // self._config.sampling.group_size
         groups = self._surviving(lambda: self._stream.take(count, step=step))
-        self._taken = frozenset(group.number for group in groups if group.number is not None)
         sampled = time.perf_counter()
         self._reporter.phase("train")
         self._learner.take(groups)
@@ -216,7 +219,7 @@ class Trainer:
         with deferred_interrupt():  # a published step has its metrics
             times = self._mode.publish(
                 Update(
-                    lambda: self._write(step),
+                    lambda: self._write(step, groups),
                     prepare=self._learner.prepare if self._sleeps and self._written != step else None,
                     sleep=bool(self._sleeps),
                     last_checkpoint=self._checkpoints.last,
@@ -237,13 +240,14 @@ class Trainer:
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, groups: Sequence[Group]) -> None:
         """Write the updates of `step`, once: a publication that is retried finds them written."""
         if self._written == step:
             return
         self._half_written = True
         self._learner.write()
-        self._written, self._half_written, self._trained = step, False, self._trained.including(self._taken)
+        self._written, self._half_written = step, False
+        self._trained = self._trained.including(group.number for group in groups if group.number is not None)
 
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
@@ -277,15 +281,6 @@ class Trainer:
                 remedy="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
                 " check the model with bridge verify",
             )
-
-    def _sleeps_always(self) -> bool | None:
-        wanted = self._config.publishing.kv_sleep
-        if wanted == "always" and not self._mode.can_sleep:
-            raise UsageError(
-                "--kv-sleep always, but the server's KV cache cannot sleep",
-                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
-            )
-        return wanted == "always" or (None if wanted == "auto" and self._mode.can_sleep else False)
 
     def _lets_sleep(self) -> bool:
         if self._sleeps is None:
