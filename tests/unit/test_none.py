@@ -54,7 +54,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 @dataclass
 class FakeProcess:
-    """Notes what it is started with, and what of it is on the disk at that moment."""
+    """Records the model that it is started with, and what is on the disk at that moment."""
 
     started: list[str] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -263,7 +263,7 @@ def test_nothing_but_checkpoints_is_left_at_the_end(restarting: Callable[..., Ru
 
 
 class FakeRoutes:
-    """The fence of a server; tells in which order weights and calls came."""
+    """The fence of a server; records the order of weights and calls."""
 
     def __init__(self, toy: ToyServer, version: int) -> None:
         self.toy, self.version = toy, version
@@ -287,7 +287,7 @@ class Attached(Running):
     routes: FakeRoutes
 
     def live(self) -> dict[str, Tensor]:
-        """What the server holds."""
+        """The server's weights."""
         return {name: self._view(view).clone() for name, view in self.toy.manifest.shard(0).param_mappings.items()}
 
     def _view(self, view: View) -> Tensor:
@@ -297,7 +297,7 @@ class Attached(Running):
 
 @pytest.fixture
 def in_place(tmp_path: Path) -> Iterator[Callable[..., Attached]]:
-    """Run the mode against a server that shares its weights; all in this process."""
+    """Run the mode against a server in this process that shares its weights."""
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     routes = FakeRoutes(toy, version=0)
     with serving(routes) as server:

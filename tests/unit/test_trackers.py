@@ -19,7 +19,7 @@ from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
 
 NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
-"""Fields that are no figure, or several."""
+"""Fields that are not one number."""
 
 
 def metrics(step: int, **changed: Any) -> StepMetrics:
@@ -46,7 +46,7 @@ def groups(text: str = "5") -> list[Group]:
 
 @dataclass
 class FakeTracker:
-    """Keeps what it is told, and fails from its `fails_at`-th log on."""
+    """Keeps what it logs, and fails from the `fails_at`-th log on."""
 
     fails_at: int = 99
     logged: list[tuple[int, Mapping[str, float], str | None]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class FakeTracker:
 
 
 class FakeWriter:
-    """What `torch.utils.tensorboard.SummaryWriter` is to us."""
+    """The part of `torch.utils.tensorboard.SummaryWriter` that we use."""
 
     made: list["FakeWriter"]
 
@@ -84,7 +84,7 @@ class FakeWriter:
 
 
 class FakeWandb(ModuleType):
-    """What `wandb` is to us."""
+    """The part of `wandb` that we use."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("wandb")
@@ -111,7 +111,7 @@ class FakeWandb(ModuleType):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what makes it look as if exactly these packages were installed."""
+    """Return a function that pretends that exactly these packages are installed."""
 
     def install(*packages: str, wandb: FakeWandb | None = None) -> FakeWandb:
         fake = wandb or FakeWandb()

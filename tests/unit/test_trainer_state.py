@@ -1,4 +1,4 @@
-"""The optimizer's state by name: kept in its own dtypes, in bounded files, taken over whole or not at all."""
+"""The optimizer's state by name: kept in its own dtypes, in bounded files, loaded whole or not at all."""
 
 import json
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def refusal(folder: Path, trained: Trained) -> str:
-    """Read what is refused, and return the message; nothing may have changed."""
+    """Return the message of a refusal to read; nothing may have changed."""
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=9)
     weights, before, random = copies(trained), state(trained, optimizer), torch.get_rng_state()
