@@ -32,9 +32,9 @@ from bridge.config import TrainConfig
 from bridge.modes import way_of
 from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
-from bridge.run.loop import train
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import train
 from bridge.server import fence, manifest, protocol
 from bridge.server.client import BridgeClient, VllmClient, open_http
 from bridge.server.endpoint import Endpoint

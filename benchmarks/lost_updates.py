@@ -24,7 +24,7 @@ from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
-from bridge.run import loop
+from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import fence, manifest
@@ -156,7 +156,7 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
 
     environment = registry.load(config.task)
     listener = Listener(lambda metrics: shares.append(metrics.changed_weight_share))
-    summary = loop.train(config, environment, run, listener, make_optimizer=make)
+    summary = trainer.train(config, environment, run, listener, make_optimizer=make)
     return {
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,

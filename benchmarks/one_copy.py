@@ -25,9 +25,9 @@ from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serv
 from bridge.checks.verify import logprob_diffs, sample, verify
 from bridge.config import TrainConfig
 from bridge.rollouts.sampler import Sampler
-from bridge.run.loop import train
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import train
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint

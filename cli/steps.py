@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from bridge.run.metrics import Evaluation, StepMetrics
-from bridge.run.reporting import Phase
+from bridge.run.reporting import Reporter
 from bridge.run.run_directory import labelled_json, to_json
 from bridge.types import Group
 from cli import console
@@ -17,7 +17,7 @@ GAP = "  "
 """Between two figures of a line."""
 
 
-class Lines:
+class Lines(Reporter):
     """Reports each step and each evaluation in a line, and nothing in between."""
 
     def __init__(
@@ -34,13 +34,7 @@ class Lines:
         """
         self._num_steps, self._opening, self._data, self._width = num_steps, opening, data, width
 
-    def phase(self, name: Phase) -> None:
-        """Print nothing."""
-
-    def progress(self, done: int, total: int) -> None:
-        """Print nothing."""
-
-    def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the protocol's
+    def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the base's
         """Print the step."""
         self._say(step_line(metrics, self._num_steps, width=self._width() if self._width else None))
         if self._data is not None:

@@ -1,6 +1,6 @@
 """`bridge train`: train on a server that is already running, and say what each step did.
 
-Not covered: the training itself (`bridge/run/loop.py`).
+Not covered: the training itself (`bridge/run/trainer.py`).
 """
 
 import dataclasses
@@ -186,7 +186,7 @@ def train_in(
     Raises:
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
-    from bridge.run import loop, trackers
+    from bridge.run import trackers, trainer
     from bridge.run.reporting import Several
 
     data = console.data if as_json else None
@@ -195,7 +195,7 @@ def train_in(
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
         trackers.of(config, run, first_step=first_step) as curves,
     ):
-        summary = loop.train(
+        summary = trainer.train(
             config,
             environment,
             run,

@@ -21,7 +21,7 @@ import peft  # noqa: F401  what this module imports, no command has to
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-from bridge.run import loop  # noqa: F401
+from bridge.run import trainer  # noqa: F401
 from cli import doctor, main, restore, run, train, verify  # noqa: F401
 from tests import disturbed  # noqa: F401
 

@@ -7,8 +7,8 @@
 With one update a batch nothing but the optimizer's step is left to write. Where gradients are released, each parameter
 is stepped in the middle of the backward pass, which is part of writing then.
 
-Not covered: the fence around writing (`loop.py`), forward and backward (`gradients.py`), the loss (`bridge/learn`), the
-optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/budget.py`).
+Not covered: the fence around writing (`fence.py`), forward and backward (`gradients.py`), the loss (`policy_loss.py`),
+the optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/budget.py`).
 """
 
 import math

@@ -1,13 +1,12 @@
-"""The ways of publishing new weights to vLLM: one protocol, `Mode`, and one file for each way.
+"""The ways of publishing new weights to vLLM: one protocol, `Mode`, and one class for each way.
 
-A mode opens the model to train and publishes each update of it. The training loop does not know which one it runs.
+A mode opens the model to train and publishes each update of it. The trainer does not know which one it runs.
 """
 
 from bridge.config import TrainConfig
-from bridge.modes.in_place import InPlace
 from bridge.modes.lora_disk import LoraDisk
 from bridge.modes.lora_memory import LoraMemory
-from bridge.modes.restart import Restart
+from bridge.modes.none import InPlace, Restart
 from bridge.modes.shared_vllm import SharedVllm
 
 Way = type[SharedVllm | LoraMemory | LoraDisk | Restart | InPlace]
@@ -22,5 +21,4 @@ WAYS: dict[tuple[str, str], Way] = {
 
 
 def way_of(config: TrainConfig) -> Way:
-    """Return the class that implements the chosen way of publishing."""
     return WAYS[config.mode, {"lora_only": config.lora.handover, "none": config.publishing.reload}.get(config.mode, "")]

@@ -1,7 +1,7 @@
-"""`lora_only`, handed over by disk: each version is saved, and the server loads it by vLLM's own route.
+"""`lora_only --lora-handover disk`: each adapter is saved, and the server loads it through vLLM's own route.
 
-Works with any vLLM, and pauses nothing: every version has its own name, and requests in flight keep the adapter that
-they asked for. The base is the server's own if the server exports it, else a second copy.
+Works with any vLLM, and pauses nothing: every version has its own name, and in-flight requests keep the adapter that
+they named. The base is the server's own if the server exports it, else a second copy.
 """
 
 import shutil
@@ -46,10 +46,10 @@ class LoraDisk:
         return Endpoint(url=self._client.url, model=_versioned(self.version), version=self.version)
 
     def open(self) -> OpenedModel:
-        """Attach to the server's base or load one, put an adapter into it, and let the server load that."""
+        """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
         base = self._open_base()
         self._adapter = Adapter(base.model, self._config)
-        self._serve_first(self.version + 1)
+        self._serve_first()
         if self._attached is not None:
             self._run.note("the base is the server's own, 0 bytes of it here")
         else:
@@ -67,37 +67,29 @@ class LoraDisk:
         """Do nothing: every update is published."""
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT and stock vLLM load it."""
         self._adapter.save(folder)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
-        """Load a saved adapter, here and in the server."""
         self._adapter.load(checkpoint)
         self._serve_next(max(version, self.version + 1))
 
-    def revive(self, checkpoint: Path | None) -> None:
-        """Restart the server with the base, and let it load the adapter, which this process keeps."""
-        del checkpoint
-        assert self._run.process is not None, "only a server that this run started is revived"
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the protocol's
+        """Restart the server with the base, and let it load the adapter, which this process still has."""
         self._client.close()
-        self._run.process.restart(self._config.model_name)
-        if self._manifest is not None:  # the new server has its own token
+        self._run.restart_server(self._config.model_name)
+        if self._manifest is not None:  # the new server has another token
             self._manifest = manifest.load(self._config.server.config_path)
             if self._attached is not None:
                 self._attached = attach_again(self._attached, self._manifest)
         self._client = self._connect()
-        self._serve_first(self.version + 1)
+        self._serve_first()
 
     def close(self) -> None:
         """Return the lease, and disconnect; the server keeps serving the adapter."""
         self._client.close()
 
     def _connect(self) -> VllmClient:
-        """Connect to the server, and take its lease if it has one.
-
-        Raises:
-            AttachError: another trainer has it.
-        """
+        """Connect to the server, and take its lease if it has one; AttachError: another trainer has it."""
         exported, timeout_s = self._manifest, self._config.sampling.request_timeout_s
         if exported is None:
             return VllmClient(self._config.server.url(), timeout_s=timeout_s)
@@ -106,7 +98,6 @@ class LoraDisk:
         return client
 
     def _open_base(self) -> OpenedModel:
-        """Attach to the server's base, or load one."""
         if self._manifest is not None:
             try:
                 self._attached = attach(self._manifest)
@@ -114,29 +105,22 @@ class LoraDisk:
                 self._why_copied = error.message
             else:
                 return self._attached.opened()
-        return loaded.load(
-            self._config.model_name,
-            device=self._config.trainer_device,
-            max_model_len=self.max_model_len,
-            server_class="" if self._manifest is None else self._manifest.shard(0).model_class,
-        )
+        name, device = self._config.model_name, self._config.trainer_device
+        server_class = "" if self._manifest is None else self._manifest.shard(0).model_class
+        return loaded.load(name, device=device, max_model_len=self.max_model_len, server_class=server_class)
 
-    def _serve_first(self, version: int) -> None:
-        """Let the server load the adapter, instead of whatever an earlier run left.
-
-        Raises:
-            AttachError: the server is torn.
-        """
+    def _serve_first(self) -> None:
+        """Let the server load the adapter in place of what an earlier run left; AttachError: the server is torn."""
         if isinstance(self._client, BridgeClient) and self._manifest is not None:
             self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
-            if self._manifest.shard(0).lora_slots:  # an earlier run may have trained in memory
+            if self._manifest.shard(0).lora_slots:  # an earlier run may have trained in one of them
                 self._client.release_adapter()
         self._client.unload_earlier_adapters()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
-        self._serve(version)
+        self._serve(self.version + 1)
 
     def _serve_next(self, version: int) -> int:
-        """Let the server load the adapter, then drop the version before, which vLLM may read until then."""
+        """Let the server load the adapter, then drop the previous version, which vLLM may read until then."""
         before = _versioned(self.version)
         self._serve(version)
         self._client.unload_adapter(before)
@@ -147,14 +131,14 @@ class LoraDisk:
         folder = self._run.saved(_versioned(version), self._adapter.save)
         try:
             self._client.load_adapter(folder.name, folder)
-        except UsageError:  # a run that is refused leaves nothing behind
+        except UsageError:  # a refused run leaves nothing behind
             self._run.discard(folder.name)
             raise
         self.version = version
 
 
 def _find_manifest(config: TrainConfig) -> tuple[Manifest | None, str]:
-    """Return the manifest of the server to train beside, or None and the reason why there is none.
+    """Return the manifest of the server, or None and the reason why there is none.
 
     Raises:
         ManifestError: the one that the user named cannot be used, or another model is served.

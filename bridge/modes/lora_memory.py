@@ -1,4 +1,4 @@
-"""`lora_only`, handed over by memory: the adapter's tensors are vLLM's slot, and publishing is passing the fence.
+"""`lora_only --lora-handover memory`: the adapter's tensors are vLLM's slot; to publish is to pass the fence.
 
 Not covered: how the server keeps the slot in place (`patches/lora_slots.py`).
 """
@@ -39,7 +39,7 @@ class LoraMemory(PatchedServer):
         super().__init__(config, run, manifest_of(config, found), writes="adapter")
 
     def open(self) -> OpenedModel:
-        """Attach to the server's base, put an adapter into it, and move the adapter into the slot."""
+        """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         base = self.attach()
         self._adapter = Adapter(base.model, self._config)
         self._move_in(takeover=self._run.resumes)
@@ -47,34 +47,23 @@ class LoraMemory(PatchedServer):
         return replace(base, lr_factors=self._adapter.lr_factors())
 
     def publish(self, update: Update) -> FenceTimes:
-        """Run `update` inside the fence; before the first checkpoint, the first adapter repairs the server."""
+        """Run `update` inside the fence; until there is a checkpoint, the first adapter repairs a torn server."""
         return super().publish(replace(update, last_checkpoint=update.last_checkpoint or self._run.scratch / ADAPTER))
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT and stock vLLM load it."""
         self._adapter.save(folder)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
-        """Load a saved adapter into the slot."""
         self._adapter.check(checkpoint)  # before the server pauses
+        self.overwrite(lambda: self._adapter.load(checkpoint), checkpoint, version)
 
-        def write() -> None:
-            self._adapter.load(checkpoint)
-
-        self.publish(Update(write, version=version, takeover=True, last_checkpoint=checkpoint))
-
-    def revive(self, checkpoint: Path | None) -> None:
-        """Restart the server with the base, and move the adapter, which this process keeps, into a slot again."""
-        del checkpoint
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the protocol's
+        """Restart the server with the base, and move the adapter, which this process still has, into a slot again."""
         self.restart(self._config.model_name)
         self._move_in(takeover=True, version=self.version + 1)
 
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
-        """Let the server load the adapter into a slot, and move the adapter's tensors there.
-
-        Raises:
-            AttachError: the server has no slots, none for one of the modules, or slots of another rank.
-        """
+        """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
         self._refuse_unfit_slots()
         self._run.saved(ADAPTER, self._adapter.save)
         try:
@@ -82,15 +71,19 @@ class LoraMemory(PatchedServer):
         except AttachError:
             self._run.discard(ADAPTER)
             raise
-        slots = {name: self._open_slot(name, number) for name in self._adapter.modules}
-        if not all(_hold(slot, self._adapter.modules[name]) for name, slot in slots.items()):
+        ours = self._adapter.modules
+        slots = {name: self._open_slot(name, number) for name in ours}
+        if not all(_hold(slot, ours[name]) for name, slot in slots.items()):
             raise AttachError(
                 "the server's slot does not hold the adapter that the server has loaded", remedy="restart the server"
             )
 
+        @torch.no_grad()
         def write() -> None:
-            for name, matrices in self._adapter.modules.items():
-                _move(matrices, slots[name])
+            for name, slot in slots.items():
+                for here, there in ((ours[name].lora_a, slot.lora_a), (ours[name].lora_b, slot.lora_b)):
+                    there.copy_(here)
+                    here.data = there.data
 
         self.publish(Update(write, takeover=takeover, version=version))
 
@@ -119,13 +112,6 @@ class LoraMemory(PatchedServer):
 
 
 def _hold(slot: Matrices, ours: Matrices) -> bool:
-    """Compare up to the rounding of dividing B by the scaling, on saving, and multiplying it, on loading."""
+    """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
     return all(torch.allclose(one.float(), other.float(), rtol=1 / 64, atol=1e-6) for one, other in pairs)
-
-
-@torch.no_grad()
-def _move(ours: Matrices, slot: Matrices) -> None:
-    for here, there in ((ours.lora_a, slot.lora_a), (ours.lora_b, slot.lora_b)):
-        there.copy_(here)
-        here.data = there.data

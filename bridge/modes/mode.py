@@ -1,4 +1,4 @@
-"""The protocol of a way of publishing, and what a mode needs from the run that uses it."""
+"""What a mode is: the protocol that each implements, and what it needs from its run."""
 
 import shutil
 from collections.abc import Callable
@@ -17,12 +17,11 @@ class ServerProcess(Protocol):
     """A server that this run started."""
 
     def restart(self, model: str | Path) -> None:
-        """Stop whatever is left of it, start it with the weights of `model`, and wait until it serves.
+        """Stop what is left of it, start it with the weights of `model`, and wait until it serves.
 
         Raises:
             ServerUnreachableError: it does not start; the message names its log.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class RunContext:
     note: Callable[[str], None]
     """Logs a line."""
     resumes: bool = False
-    """The weights will be loaded from a checkpoint, so that the server's may be half written now."""
+    """The weights will be loaded from a checkpoint, so the server's may be half-written now."""
     process: ServerProcess | None = None
     """The server, if this run started it."""
 
@@ -49,10 +48,14 @@ class RunContext:
         return folder
 
     def discard(self, name: str) -> None:
-        """Remove a scratch folder, and the one around it if it is empty."""
+        """Remove a scratch folder, and its parent if that is empty then."""
         shutil.rmtree(self.scratch / name, ignore_errors=True)
         with suppress(OSError):
             self.scratch.rmdir()
+
+    def restart_server(self, model: str | Path) -> None:
+        assert self.process is not None, "only a server that this run started is restarted"
+        self.process.restart(model)
 
 
 class Mode(Protocol):
@@ -63,51 +66,40 @@ class Mode(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where rollouts are sampled now."""
-        ...
+        """Where to sample rollouts now."""
 
     @property
     def version(self) -> int:
         """The version that is served now."""
-        ...
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence that the server takes, in tokens; None if it does not say."""
-        ...
+        """Longest sequence that the server takes, in tokens; None if it does not report one."""
 
     @property
     def can_sleep(self) -> bool:
         """Whether the server can free its KV cache during an update."""
-        ...
 
     def open(self) -> OpenedModel:
         """Return the model to train; called once."""
-        ...
 
     def publish(self, update: Update) -> FenceTimes:
         """Run `update`, which writes the model's parameters, and publish the result."""
-        ...
 
     def catch_up(self) -> None:
-        """Publish now whatever was written and not published."""
-        ...
+        """Publish what was written and not published yet."""
 
     def save(self, folder: Path) -> None:
         """Write the trained weights into `folder`, as transformers or PEFT load them."""
-        ...
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         """Load the weights of a checkpoint and publish them as `version`, or as the next one if that is later."""
-        ...
 
     def revive(self, checkpoint: Path | None) -> None:
-        """Start the dead server again and publish the newest weights; the model's parameters stay the same objects.
+        """Restart the dead server and publish the newest weights; the model's parameters stay the same objects.
 
         `checkpoint` holds the weights that the model has now; None: those that it was opened with.
         """
-        ...
 
     def close(self) -> None:
         """Disconnect; the server keeps serving what was published last."""
-        ...

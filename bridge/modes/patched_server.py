@@ -1,6 +1,7 @@
-"""A patched server in whose memory this process writes: the base of the modes that do."""
+"""A patched server whose memory this process writes to: the base of the modes that train in place."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from bridge.config import TrainConfig
@@ -33,22 +34,24 @@ class PatchedServer:
         return self._attached.opened()
 
     def publish(self, update: Update) -> FenceTimes:
-        """Run `update` inside the fence."""
-        asked = "keep" if update.takeover else self._config.publishing.in_flight
+        in_flight = "keep" if update.takeover else self._config.publishing.in_flight
         served = None if update.takeover else self.version
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            times = fence.publish(self.client, update, in_flight=asked, served=served, writes=self._writes)
+            times = fence.publish(self.client, update, in_flight=in_flight, served=served, writes=self._writes)
             self.version = times.version
         return times
+
+    def overwrite(self, write: Callable[[], None], checkpoint: Path, version: int | None) -> FenceTimes:
+        """Publish `write`, which sets everything to what is in `checkpoint`; the server may be torn."""
+        return self.publish(Update(write, version=version, takeover=True, last_checkpoint=checkpoint))
 
     def catch_up(self) -> None:
         """Do nothing: every update is published."""
 
     def restart(self, model: str | Path) -> None:
-        """Start the dead server again with `model`, and point the attached parameters at its memory."""
-        assert self._run.process is not None, "only a server that this run started is revived"
+        """Restart the dead server with `model`, and point the attached parameters at its memory."""
         self.close()
-        self._run.process.restart(model)
+        self._run.restart_server(model)
         self._connect(manifest.load(self._config.server.config_path))
         self._attached = attach_again(self._attached, self.manifest)
 
@@ -65,7 +68,7 @@ class PatchedServer:
         """Take the lease and return the served version.
 
         Raises:
-            AttachError: another trainer has the lease, or something is half written that this run does not rewrite.
+            AttachError: another trainer has the lease, or something is half-written that this run does not rewrite.
         """
         self.manifest, self.max_model_len = manifest, manifest.max_model_len
         url = self._config.server.url(manifest.url)

@@ -1,11 +1,10 @@
-"""`shared_vllm`: the trainer's parameters are vLLM's weights. Nothing is copied; publishing is passing the fence."""
+"""`shared_vllm`: the trainer's parameters are vLLM's weights. Nothing is copied; to publish is to pass the fence."""
 
 from pathlib import Path
 
 from bridge.config import TrainConfig
 from bridge.modes.mode import RunContext
 from bridge.modes.patched_server import PatchedServer, manifest_of
-from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.opened_model import OpenedModel
 
@@ -19,21 +18,13 @@ class SharedVllm(PatchedServer):
         super().__init__(config, run, manifest_of(config))
 
     def open(self) -> OpenedModel:
-        """Attach to the server's weights."""
         model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
-        opened = self.attach()
-        self._model = opened.model
-        return opened
+        return self.attach()
 
     def save(self, folder: Path) -> None:
-        """Write the weights as a plain Hugging Face model."""
-        model_folder.save(self._model, self._config.model_name, folder)
+        model_folder.save(self._attached.model, self._config.model_name, folder)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
-        """Load a checkpoint into the live weights."""
-        model_folder.check(self._model, checkpoint)  # before the server pauses
-
-        def write() -> None:
-            model_folder.load_into(self._model, checkpoint)
-
-        self.publish(Update(write, version=version, takeover=True, last_checkpoint=checkpoint))
+        model = self._attached.model
+        model_folder.check(model, checkpoint)  # before the server pauses
+        self.overwrite(lambda: model_folder.load_into(model, checkpoint), checkpoint, version)

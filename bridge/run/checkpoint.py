@@ -1,4 +1,4 @@
-"""Checkpoints: plain folders of weights with a marker that knows every file's bytes, there whole or not at all.
+"""Checkpoints: plain folders of weights with a marker that lists every file's bytes, written whole or not at all.
 
 Not covered: what is in them (`Mode.save`, `trainer_state.py`), and loading into live weights
 (`bridge/weights/model_folder.py`).
@@ -15,16 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import nn
 
+from bridge.config import TrainConfig
 from bridge.core import whole_folder
 from bridge.errors import CheckpointError
+from bridge.modes.mode import Mode
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.run import trainer_state
+from bridge.run.run_directory import RunDirectory
 from bridge.server.protocol import Version
 from bridge.types import TrainedProblems
 
 MARKER_NAME = "bridge_checkpoint.json"
-"""Written last: a folder that holds it is a checkpoint of ours."""
+"""Written last: a folder that holds it is a checkpoint of Bridge."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
-"""Files that a loader may take for weights: none may be there that was not saved."""
+"""Files that a loader may take for weights: a checkpoint has none that was not saved with it."""
 MAX_THREADS = 8
 """Files that are hashed at once; each thread hashes one to two GB a second."""
 
@@ -37,7 +43,7 @@ class Progress(_Record):
     """How far a run had come."""
 
     step: int
-    """Optimizer steps taken."""
+    """Steps taken."""
     weight_version: Version
     """Version under which the server served these weights."""
     problems_drawn: int
@@ -49,45 +55,107 @@ class Progress(_Record):
 
     @property
     def trained(self) -> TrainedProblems:
-        """Return the problems that the weights were trained on."""
         return TrainedProblems(below=self.problems_drawn, beyond=frozenset(self.problems_beyond))
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is whole."""
+    """A whole checkpoint."""
 
     folder: Path
-    """Where it lies."""
     progress: Progress
-    """How far it had come."""
 
 
 class _File(_Record):
-    """One file of a checkpoint."""
-
     num_bytes: int
-    """Its length."""
     sha256: str
-    """Its checksum."""
 
 
 class _Marker(_Record):
-    """The whole of `bridge_checkpoint.json`."""
-
     progress: Progress
-    """How far the run had come."""
     files: Mapping[str, _File]
     """Every other file, by its path in the folder."""
     sha256: str
     """Checksum of the two above."""
 
 
+class Checkpoints:
+    """The checkpoints that one run has written, and the one that it resumed from."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        mode: Mode,
+        trained: Mapping[str, nn.Parameter],
+        optimizer: InPlaceOptimizer,
+    ) -> None:
+        self._config, self._run, self._mode, self._trained, self._optimizer = config, run, mode, trained, optimizer
+        self._folder = config.checkpoints.save_path or run.checkpoints
+        self._saved: dict[int, Path] = {}
+        self._pinned: set[Path] = set()
+
+    @property
+    def last(self) -> Path | None:
+        """The newest one; None before the first."""
+        return self._saved[max(self._saved)] if self._saved else None
+
+    def load(self, found: Found) -> None:
+        """Load the weights, the optimizer's state and the random state of a checkpoint.
+
+        Raises:
+            UsageError: it is of another model, or has no optimizer state.
+        """
+        trainer_state.read(found.folder, self._trained, self._optimizer)
+        self._mode.restore(found.folder, version=found.progress.weight_version)
+        older = numbered(self._folder, self._mode.checkpoint_prefix)
+        self._saved = {step: path for step, path in sorted(older.items()) if step < found.progress.step}
+        self._saved[found.progress.step] = found.folder
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save a checkpoint after `step`."""
+        interval = self._config.checkpoints.save_interval
+        return step == self._config.training_steps or (interval > 0 and step % interval == 0)
+
+    def save(self, step: int, trained: TrainedProblems) -> Path:
+        """Save the weights of `step`, unless they are saved already, and return the folder.
+
+        They were trained on the problems in `trained`.
+
+        Raises:
+            UsageError: the disk is full or refuses, or a folder that is no checkpoint of Bridge is in the way.
+        """
+        if step not in self._saved:
+            progress = Progress(
+                step=step,
+                weight_version=self._mode.version,
+                problems_drawn=trained.below,
+                problems_beyond=tuple(sorted(trained.beyond)),
+                run_dir=self._run.path.absolute(),
+            )
+            folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{step}")
+            self._run.settle()
+            self._saved[step] = save(folder, self._fill, progress)
+            free = [path for path in self._saved.values() if path not in self._pinned]
+            kept = {*keep_last(free, self._config.checkpoints.keep_last), *self._pinned}
+            self._saved = {number: path for number, path in self._saved.items() if path in kept}
+        return self._saved[step]
+
+    def pin(self, folder: Path) -> None:
+        """Keep one for as long as the run lasts, because a server was started with it."""
+        self._pinned.add(folder)
+
+    def _fill(self, folder: Path) -> None:
+        self._mode.save(folder)
+        if self._config.checkpoints.save_optimizer:
+            trainer_state.write(folder, self._trained, self._optimizer)
+
+
 def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
-    """Let `write` fill a new folder, put it in the place of `folder` with its marker, and return the folder.
+    """Let `write` fill a new folder, move it to `folder` with its marker, and return the folder.
 
     Raises:
-        UsageError: `folder` exists and is no checkpoint of ours, or the disk is full or refuses; no half one is left.
+        UsageError: `folder` exists and is no checkpoint of Bridge, or the disk is full or refuses; nothing is left.
     """
     with whole_folder.written_whole(folder, replaceable=is_checkpoint) as scratch:
         write(scratch)
@@ -99,7 +167,7 @@ def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Pat
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Tell whether `folder` is a checkpoint of ours, which may have been damaged since."""
+    """Return whether `folder` is a checkpoint of Bridge; it may have been damaged since."""
     return (folder / MARKER_NAME).is_file()
 
 
@@ -140,14 +208,14 @@ def newest(save_path: Path, prefix: str) -> tuple[Found | None, tuple[str, ...]]
 
 
 def numbered(save_path: Path, prefix: str) -> dict[int, Path]:
-    """Return what lies under the names of checkpoints, by the step in the name."""
+    """Return everything that is named like a checkpoint, by the step in the name."""
     name = re.compile(rf"{re.escape(prefix)}(0|[1-9][0-9]*)")
     paths = save_path.iterdir() if save_path.is_dir() else ()
     return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
 
 
 def keep_last(folders: Sequence[Path], count: int) -> list[Path]:
-    """Remove all but the last `count` (0: none is removed) and return those that remain, in their order."""
+    """Remove all but the last `count` (0: keep all) and return those that remain, in order."""
     older = folders[:-count] if count else ()
     for folder in older:
         if is_checkpoint(folder):
@@ -164,7 +232,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _marker(progress: Progress, files: Mapping[str, _File]) -> bytes:
-    """Return the marker's very bytes, so that one that was changed in any way is told by comparing."""
+    """Return the marker's exact bytes, so that comparing them finds any change."""
     held = {name: file.model_dump() for name, file in files.items()}
     body = {"progress": progress.model_dump(mode="json", exclude_defaults=True), "files": held}
     whole = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
@@ -172,17 +240,16 @@ def _marker(progress: Progress, files: Mapping[str, _File]) -> bytes:
 
 
 def _checksums(paths: Iterable[Path]) -> Iterator[str]:
+    def checksum(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        yield from pool.map(_checksum, paths)
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        yield from pool.map(checksum, paths)
 
 
 def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
-    """Yield what is wrong, what is cheap to find first."""
+    """Yield what is wrong, the cheapest to find first."""
     found = _files(folder)
     for name, file in files.items():
         num_bytes = found[name].stat().st_size if name in found else None

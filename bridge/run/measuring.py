@@ -1,6 +1,6 @@
-"""What one step, and a whole run, came to.
+"""Compute the metrics of a step, of an evaluation and of a whole run.
 
-Not covered: what the figures mean (`metrics.py`).
+Not covered: what the metrics mean (`metrics.py`).
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import resource
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,20 +35,18 @@ def step(
     changed_weight_share: float,
     device: torch.device,
 ) -> StepMetrics:
-    """Return the metrics of one step, whose rollouts met a server of version `served`."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    completions = sampled(groups)
+    """Return the metrics of one step, whose batch was complete when the server had version `served`."""
+    completions = _sampled(groups)
     mismatch = learnt.mismatch
+    if device.type == "cuda":
+        peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
+    else:
+        peak_memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
     return StepMetrics(
         step=number,
         weight_version=times.version,
-        reward_mean=statistics.fmean(rewards) if rewards else math.nan,
-        reward_std=statistics.pstdev(rewards) if rewards else math.nan,
-        reward_parts=reward_parts(groups),
-        unscored=sum(len(group.unscored) for group in groups),
-        completion_tokens_mean=_mean_tokens(completions),
-        truncated_share=truncated_share(completions),
-        no_signal_share=no_signal_share(groups),
+        **_of_rollouts(groups),
+        no_signal_share=share(sum(not has_signal(group) for group in groups), len(groups)),
         retries=retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
@@ -71,29 +70,17 @@ def step(
         fence_prepare_s=times.prepare_s,
         fence_write_s=times.write_s,
         fence_publish_s=times.publish_s,
-        rollouts=digest(groups),
+        rollouts=hashlib.sha256(repr([each.token_ids for each in completions]).encode()).hexdigest()[:16],
         tokens_generated=sum(completion.num_sampled for completion in completions),
         tokens_trained=learnt.num_tokens,
-        peak_memory_gib=_peak_memory_gib(device),
+        peak_memory_gib=peak_memory_gib,
         device=device.type,
     )
 
 
 def evaluation(groups: Sequence[Group], *, step: int, version: int, seconds: float) -> Evaluation:
-    """Return what an evaluation came to."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    completions = sampled(groups)
     return Evaluation(
-        step=step,
-        weight_version=version,
-        reward_mean=statistics.fmean(rewards) if rewards else math.nan,
-        reward_std=statistics.pstdev(rewards) if rewards else math.nan,
-        reward_parts=reward_parts(groups),
-        unscored=sum(len(group.unscored) for group in groups),
-        num_problems=len(groups),
-        completion_tokens_mean=_mean_tokens(completions),
-        truncated_share=truncated_share(completions),
-        seconds=seconds,
+        step=step, weight_version=version, num_problems=len(groups), seconds=seconds, **_of_rollouts(groups)
     )
 
 
@@ -107,7 +94,7 @@ def summary(
     before: float | None,
     after: float | None,
 ) -> Summary:
-    """Return what a run came to that ended with step `last`."""
+    """Return the result of a run that ended with step `last`."""
     fences = [metrics.fence_s for metrics in steps if metrics.is_published]
     diffs = [metrics.logprob_diff_max for metrics in steps if metrics.logprob_diff_max >= 0]
     return Summary(
@@ -125,33 +112,8 @@ def summary(
     )
 
 
-def sampled(groups: Sequence[Group]) -> list[Completion]:
-    """Return every completion, those with a reward first."""
-    scored = [completion for group in groups for completion in group.completions]
-    return scored + [one.completion for group in groups for one in group.unscored]
-
-
-def digest(groups: Sequence[Group]) -> str:
-    """Return 16 hexadecimal digits for every sampled token id, in their order; those without a reward come last."""
-    token_ids = [completion.token_ids for completion in sampled(groups)]
-    return hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16]
-
-
-def reward_parts(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean of each reward that the groups' rewards are a sum of."""
-    names = dict.fromkeys(name for group in groups for name in group.reward_parts)
-    return {
-        name: statistics.fmean(part for group in groups for part in group.reward_parts.get(name, ())) for name in names
-    }
-
-
-def truncated_share(completions: Sequence[Completion]) -> float:
-    """Return the share of the completions that were cut off by their length; not a number where there are none."""
-    return share(sum(completion.finish_reason == "length" for completion in completions), len(completions))
-
-
 def nothing_learnt(metrics: StepMetrics) -> str | None:
-    """Say that a step taught nothing, and the likely cause; None where at least one group has a signal."""
+    """Return why a step taught nothing, and the likely cause; None if at least one group has a signal."""
     if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
         return None
     if metrics.truncated_share > 0.5:
@@ -166,22 +128,33 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     return f"step {metrics.step} has nothing to learn from: in each group all rewards are equal; likely cause: {cause}"
 
 
-def no_signal_share(groups: Sequence[Group]) -> float:
-    """Return the share of the groups from which nothing can be learnt; not a number where there are no groups."""
-    return share(sum(not has_signal(group) for group in groups), len(groups))
-
-
 def staleness(completions: Sequence[Completion], served: int) -> float:
-    """Return how many versions older than `served` the oldest token of known version is; NaN if no version is known."""
+    """Return by how many versions the oldest token of known version is older than `served`; NaN if none is known."""
     known = {version for completion in completions for version in completion.versions if version is not None}
     return float(served - min(known)) if known else math.nan
 
 
-def _mean_tokens(completions: Sequence[Completion]) -> float:
-    return statistics.fmean(each.num_sampled for each in completions) if completions else math.nan
+def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the fields that steps and evaluations have in common; a mean of nothing is NaN."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = _sampled(groups)
+    names = dict.fromkeys(name for group in groups for name in group.reward_parts)
+    parts = {name: [part for group in groups for part in group.reward_parts.get(name, ())] for name in names}
+    return {
+        "reward_mean": _mean(rewards),
+        "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
+        "reward_parts": {name: statistics.fmean(values) for name, values in parts.items()},
+        "unscored": sum(len(group.unscored) for group in groups),
+        "completion_tokens_mean": _mean([completion.num_sampled for completion in completions]),
+        "truncated_share": share(sum(each.finish_reason == "length" for each in completions), len(completions)),
+    }
 
 
-def _peak_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _sampled(groups: Sequence[Group]) -> list[Completion]:
+    """Return every completion, those with a reward first."""
+    scored = [completion for group in groups for completion in group.completions]
+    return scored + [one.completion for group in groups for one in group.unscored]

@@ -1,7 +1,7 @@
-"""Every metric, declared once: what it means, its unit, how it aggregates, and the curve that trackers draw of it.
+"""Every metric, declared once: its meaning, its unit, how it aggregates, and its curve in the trackers.
 
-`metrics.jsonl` and `evaluations.jsonl` hold the fields by their names; reports and live views read titles and
-units from here. A new metric is one field here and one value where it is measured (`measuring.py`).
+`metrics.jsonl` and `evaluations.jsonl` have the fields under their names. A new metric is one field here, and one value
+where it is measured (`measuring.py`).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from bridge.types import LOGPROB_DIFF_EDGES
 
 BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
-"""Bins of `logprob_diff_histogram`; each begins where the one before ends."""
+"""Bins of `logprob_diff_histogram`; each begins where the previous one ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,14 @@ class Metric:
     """The declaration of one metric."""
 
     title: str
-    """What people read."""
     unit: str = ""
     """Of the number as it is shown: `s`, `ms`, `%`, `nats`, `tokens`, `GiB`, `versions`; empty for plain numbers."""
     scale: float = 1.0
     """Factor from the stored number to the shown one: 100 for a share in percent."""
     curve: str = ""
-    """Name of its curve in TensorBoard and Weights & Biases; empty: it has none."""
+    """Name of its curve in TensorBoard and Weights & Biases; empty: none."""
     over: Literal["mean", "sum", "max", "same"] = "mean"
-    """How the figures of several parts of a step (mini-batches, trainer ranks) become one."""
+    """How the values of several parts of a step (mini-batches, trainer ranks) become one."""
 
 
 def metric(title: str, unit: str = "", **more: Any) -> Any:
@@ -41,7 +40,7 @@ def metric(title: str, unit: str = "", **more: Any) -> Any:
 
 
 def share(title: str, **more: Any) -> Any:
-    """Declare a share, 0 to 1, which people see in percent."""
+    """Declare a share, 0 to 1, that is shown in percent."""
     return metric(title, "%", scale=100.0, **more)
 
 
@@ -65,7 +64,7 @@ class StepMetrics:
     reward_parts: Mapping[str, float]
     """Mean of each part of the reward, before its weight, by the part's name."""
     unscored: int = metric("Unscored completions", over="sum", curve="reward/unscored")
-    """Completions that are left out because scoring failed."""
+    """Completions that were left out because scoring failed."""
     completion_tokens_mean: float = metric("Completion length", "tokens", curve="rollout/completion_tokens")
     """Mean length of the completions."""
     truncated_share: float = share("Truncated completions", curve="rollout/truncated_share")
@@ -79,7 +78,7 @@ class StepMetrics:
     grad_norm: float = metric("Gradient norm", over="same", curve="train/grad_norm")
     """Global norm of the gradient before clipping, mean over the step's updates."""
     updates: int = metric("Updates", over="same", curve="train/updates")
-    """Optimizer steps; fewer than asked for where nothing was to learn or a gradient was not finite."""
+    """Optimizer steps; fewer than configured if there was nothing to learn or a gradient was not finite."""
     skipped_updates: int = metric("Skipped updates", over="same", curve="train/skipped_updates", default=0)
     """Updates that were skipped because their gradient was not finite."""
     entropy: float = metric("Entropy", "nats", curve="train/entropy")
@@ -106,7 +105,7 @@ class StepMetrics:
     effective_share: float = share("Effective sample size", curve="mismatch/effective_share")
     """Effective sample size of the importance weights over the number of tokens."""
     staleness: float = metric("Staleness", "versions", over="max", curve="rollout/staleness")
-    """Most versions that were published between the sampling of a token and the step that trains on it.
+    """Versions published between the sampling of a token and the step that trains on it, at most.
 
     Over the tokens whose version is known; not finite when none is.
     """
@@ -121,48 +120,40 @@ class StepMetrics:
     fence_prepare_s: float = metric("Passes in the fence", "ms", scale=1e3, over="max", curve="fence/prepare_ms")
     """Part of `train_s` during which the server was paused because its KV cache slept."""
     fence_write_s: float = metric("Write", "ms", scale=1e3, over="max", curve="fence/write_ms")
-    """Time in which the optimizer wrote and its device finished."""
+    """Time until the optimizer had written and its device was idle."""
     fence_publish_s: float = metric("Publish", "ms", scale=1e3, over="max", curve="fence/publish_ms")
     """Time until the server generated with the new weights: after the fence, a load from disk, or a restart.
 
-    0 when the step was not published: mode `none` publishes every `vllm_restart_interval` steps.
+    0 if the step was not published: mode `none` publishes every `vllm_restart_interval` steps.
     """
     rollouts: str
-    """Digest of the step's sampled token ids, in order: steps with equal digests had the same rollouts."""
+    """Digest of the step's token ids, in order: steps with equal digests had the same rollouts."""
     tokens_generated: int = metric("Tokens generated", over="sum", curve="rollout/tokens")
     """Sampled tokens of the step."""
     tokens_trained: int = metric("Tokens trained on", over="sum", curve="train/tokens")
-    """Those that were trained on; the others had no advantage or were masked."""
+    """Sampled tokens that were trained on; the others had no advantage or were masked."""
     peak_memory_gib: float = metric("Trainer's peak memory", "GiB", over="max", curve="memory/peak_gib")
-    """Most memory that the trainer has held so far: on the GPU, or of the process on the CPU."""
+    """Peak memory of the trainer so far: on the GPU, or of the process on the CPU."""
     device: str
     """Where that memory is: `cuda` or `cpu`."""
 
     @property
     def fence_s(self) -> float:
-        """Return the seconds from the pause until the server generates with the new weights."""
+        """Seconds from the pause until the server generates with the new weights."""
         return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
 
     @property
     def is_published(self) -> bool:
-        """Tell whether the server got the weights of this step."""
+        """Whether the server got the weights of this step."""
         return self.fence_publish_s > 0
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Return how many tokens a second were sampled."""
-        return self.tokens_generated / self.rollout_s if self.rollout_s else 0.0
-
     def curves(self) -> dict[str, float]:
-        """Return the points of this step by the names of their curves, without those that are not finite."""
-        points = _points(self, "reward/part/")
+        """Return the finite points of this step by the names of their curves."""
         shares = zip(BINS, self.logprob_diff_histogram, strict=False)
-        points |= {f"logprob_diff_share/{name}": value for name, value in shares} | {
-            "fence/total_ms": 1e3 * self.fence_s
-        }
+        more = {f"logprob_diff_share/{name}": value for name, value in shares} | {"fence/total_ms": 1e3 * self.fence_s}
         if self.rollout_s:
-            points["rollout/tokens_per_s"] = self.tokens_per_s
-        return _finite(points)
+            more["rollout/tokens_per_s"] = self.tokens_generated / self.rollout_s
+        return _points(self, "reward/part/", more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +161,9 @@ class Evaluation:
     """The held-out problems, sampled and scored as in training, but not trained on."""
 
     step: int
-    """Steps taken before; 0: before training."""
+    """Steps taken so far; 0: before training."""
     weight_version: int
-    """Version that made the completions."""
+    """Version that sampled the completions."""
     reward_mean: float = metric("Mean reward", curve="held_out/reward_mean")
     """Mean reward of the completions."""
     reward_std: float = metric("Standard deviation of the rewards", curve="held_out/reward_std")
@@ -191,8 +182,8 @@ class Evaluation:
     """Time spent on sampling and scoring."""
 
     def curves(self) -> dict[str, float]:
-        """Return the points of this evaluation by the names of their curves, without those that are not finite."""
-        return _finite(_points(self, "held_out/part/"))
+        """Return the finite points of this evaluation by the names of their curves."""
+        return _points(self, "held_out/part/", {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +199,7 @@ class Summary:
     checkpoint: Path
     """The last checkpoint."""
     reward_before: float | None
-    """Mean reward of the held-out problems before the first step, of a resumed run too; None without evaluation."""
+    """Mean held-out reward before the first step, also of a resumed run; None without evaluation."""
     reward_after: float | None
     """The same afterwards."""
     rewards: tuple[float, ...]
@@ -218,19 +209,16 @@ class Summary:
     fence_p50_ms: float
     """Median of `StepMetrics.fence_s` over the published steps, in milliseconds."""
     attach_ms: float
-    """Time to attach all parameters, in milliseconds."""
+    """Time to attach or load all parameters, in milliseconds."""
     weight_bytes: int
     """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
 
 
-def _points(record: StepMetrics | Evaluation, parts: str) -> dict[str, float]:
-    found = {each.curve: (name, each) for name, each in declared(type(record)).items() if each.curve}
+def _points(record: StepMetrics | Evaluation, parts: str, more: dict[str, float]) -> dict[str, float]:
     points = {
-        curve: float(getattr(record, name)) * (each.scale if each.unit == "ms" else 1)
-        for curve, (name, each) in found.items()
+        each.curve: float(getattr(record, name)) * (each.scale if each.unit == "ms" else 1)
+        for name, each in declared(type(record)).items()
+        if each.curve
     }
-    return points | {parts + name: mean for name, mean in record.reward_parts.items()}
-
-
-def _finite(points: Mapping[str, float]) -> dict[str, float]:
+    points |= {parts + name: mean for name, mean in record.reward_parts.items()} | more
     return {name: value for name, value in points.items() if math.isfinite(value)}

@@ -16,16 +16,23 @@ from bridge.config import TrainConfig
 from bridge.core import atomic_file, claim, json_lines, mark, private
 from bridge.core.atomic_file import one_line_errors
 from bridge.errors import UsageError
-from bridge.run import records
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.manifest import MANIFEST_NAME
-from bridge.types import Group
+from bridge.types import Completion, Group
 
 RUNS = Path("runs")
-CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
-CHECKED_APART = {CHECKPOINTS, REPORT, MANIFEST_NAME}
-"""What is known by its own content, and replaces nothing else wherever it is written."""
+
+
+class _Place:
+    """Path of a file or folder in a run directory."""
+
+    def __init__(self, name: str, *, checked_apart: bool = False) -> None:
+        """`checked_apart`: it is recognized by its content, and never replaces anything else."""
+        self.name, self.checked_apart = name, checked_apart
+
+    def __get__(self, run: "RunDirectory", _: type["RunDirectory"]) -> Path:
+        return run.path / self.name
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,43 @@ class RunDirectory:
     """One run's folder."""
 
     path: Path
-    """The folder."""
     made: tuple[Path, ...] = ()
-    """The folders that were made for it, the innermost first."""
+    """The folders that were made for it, innermost first."""
     tell: Callable[[str], None] | None = None
-    """Tells a person of an event when it happens; absent: nobody is told."""
+    """Shows a person an event when it happens."""
     is_writer: bool = True
-    """False on every rank of the run but the first: its notes are shown but not kept, and it writes nothing else."""
+    """False on every rank but the first: it shows events, and writes nothing."""
+
+    config = _Place("config.json")
+    """The choices, and what was derived from them."""
+    server_config = _Place("serve.json")
+    """The server's choices, if the run started the server."""
+    metrics = _Place("metrics.jsonl")
+    """The steps, one JSON object a line."""
+    rollouts = _Place("rollouts.jsonl")
+    """The completions, one JSON object a line for each group."""
+    evaluations = _Place("evaluations.jsonl")
+    """The evaluations on held-out problems, one JSON object a line."""
+    summary = _Place("summary.json")
+    """The result of the whole run."""
+    events = _Place("events.log")
+    """What happened between the steps, one line each."""
+    server_log = _Place("serve.log")
+    """The server's output, if the run started the server."""
+    manifest = _Place(MANIFEST_NAME, checked_apart=True)
+    """The server's manifest, if the run started the server and no other path was given."""
+    served = _Place("served")
+    """Folder of the versions that a server loads between two checkpoints."""
+    checkpoints = _Place("checkpoints", checked_apart=True)
+    """Folder of the checkpoints, unless `--save-path` names another."""
+    report = _Place(REPORT, checked_apart=True)
+    """The page that `bridge report` writes."""
+    tensorboard = _Place("tensorboard")
+    """Folder that TensorBoard reads."""
+    wandb = _Place("wandb")
+    """Folder that Weights & Biases writes."""
+    wandb_id = _Place("wandb_id")
+    """The run's id at Weights & Biases."""
 
     @classmethod
     def create(
@@ -55,30 +92,27 @@ class RunDirectory:
         Raises:
             UsageError: `given` holds another run or foreign files, is in use, is a file, or cannot be made.
         """
-        path = _unused(environment) if given is None else given
-        run = cls(path, _claimed(path), tell)
+        path = given or _unused(environment)
+        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), tell)
         if run.metrics.exists():
+            resume = f", or resume that run: --resume --save-path {shlex.quote(str(run.save_path))}"
             raise UsageError(
                 f"{path} holds another run: {run.metrics.name}",
-                remedy="name another with --run-dir"
-                + (
-                    f", or go on with that run: --resume --save-path {shlex.quote(str(run.save_path))}"
-                    if run.save_path
-                    else ""
-                ),
+                remedy="name another with --run-dir" + (resume if run.save_path else ""),
             )
-        mark.refuse_foreign(path, run.names - CHECKED_APART, flag="--run-dir")
+        taken = run.names - {place.name for place in _places() if place.checked_apart}
+        mark.refuse_foreign(path, taken, flag="--run-dir")
         mark.put(path, kind)
         return run
 
     @classmethod
     def reopen(cls, path: Path, step: int, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
-        """Return the directory of a run that goes on after `step`; what is of later steps is moved aside.
+        """Return the directory of a run that resumes after `step`; lines of later steps are moved aside.
 
         Raises:
-            UsageError: another process is at it, or the disk refuses.
+            UsageError: another process uses it, or the disk refuses.
         """
-        run = cls(path, _claimed(path), tell)
+        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), tell)
         mark.put(path, "run")
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
@@ -102,99 +136,26 @@ class RunDirectory:
         return cls(path, tell=tell, is_writer=False)
 
     @property
-    def config(self) -> Path:
-        """Return the file of the resolved choices."""
-        return self.path / "config.json"
-
-    @property
-    def server_config(self) -> Path:
-        """Return the file of the server's resolved choices, where the run started the server."""
-        return self.path / "serve.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Return the file of the steps, one JSON object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """Return the file of the completions, one JSON object a line for each group."""
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """Return the file of the evaluations on held-out problems, one JSON object a line."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Return the folder of what TensorBoard reads."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
-        """Return the file of the id that Weights & Biases knows the run by."""
-        return self.path / "wandb_id"
-
-    @property
-    def summary(self) -> Path:
-        """Return the file of what the whole run came to."""
-        return self.path / "summary.json"
-
-    @property
     def lost_metrics(self) -> Path:
-        """Return the file of the steps that were lost, because the run went on from an earlier checkpoint."""
+        """The steps that were taken after the checkpoint that the run resumed from."""
         return json_lines.lost(self.metrics)
 
     @property
-    def events(self) -> Path:
-        """Return the file of what happened between the steps, one line each."""
-        return self.path / "events.log"
-
-    @property
-    def served(self) -> Path:
-        """Return the folder of what is handed to a server between two checkpoints."""
-        return self.path / "served"
-
-    @property
-    def server_log(self) -> Path:
-        """Return the file of the server's output, where the run started the server."""
-        return self.path / "serve.log"
-
-    @property
-    def manifest(self) -> Path:
-        """Return where the server's manifest goes, where the run started the server and no place was given."""
-        return self.path / MANIFEST_NAME
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of the checkpoints, unless `--save-path` names another."""
-        return self.path / CHECKPOINTS
-
-    @property
-    def report(self) -> Path:
-        """Return the file of the page that `bridge report` writes."""
-        return self.path / REPORT
-
-    @property
     def names(self) -> frozenset[str]:
-        """Return the name of everything that Bridge writes into the folder."""
-        lines = (self.metrics, self.rollouts, self.evaluations)
-        files = (self.config, self.server_config, self.summary, self.events, self.server_log, self.wandb_id)
-        folders = (self.tensorboard, self.path / "wandb", self.served, self.checkpoints)
-        whole = (*lines, *map(json_lines.lost, lines), *files, *folders, self.manifest, self.report)
-        return frozenset(path.name for path in whole)
+        """The name of everything that Bridge writes into the folder."""
+        names = {place.name for place in _places()}
+        return frozenset(names | {json_lines.lost(Path(name)).name for name in names if name.endswith(".jsonl")})
 
     @property
     def save_path(self) -> Path | None:
-        """Return the folder of the run's checkpoints; None where there is no telling."""
+        """The folder of the run's checkpoints; None if it is not known."""
         try:
             return Path(self.choices()["save_path"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def choices(self) -> dict[str, Any]:
-        """Return the run's choices by key, derived values in the place of absent ones.
+        """Return the run's choices by key, derived values in place of absent ones.
 
         Raises:
             OSError: there is no `config.json`.
@@ -203,45 +164,43 @@ class RunDirectory:
         return TrainConfig.written(json.loads(self.config.read_bytes()))
 
     def remove_if_unused(self) -> None:
-        """Remove the folders that were made for this run, where nothing was put into them."""
+        """Remove the folders that were made for this run, if they are empty."""
         if self.is_writer:
             claim.remove_unused(self.made)
             mark.remove_if_alone(self.path)
             claim.remove_unused(self.made)
 
     def write_config(self, chosen: TrainConfig, settled: TrainConfig | None = None) -> None:
-        """Write what was chosen and, apart from it, what `settled` derived; readable by the owner only: secrets."""
-        write_json(self._writable(self.config), chosen.document(settled), mode=0o600)
+        """Write what was chosen and, apart from it, what `settled` derived; only the owner may read it: secrets."""
+        write_json(self.writable(self.config), chosen.document(settled), mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
-        """Write what the run came to; a number that is not finite becomes null."""
-        write_json(self._writable(self.summary), json_lines.plain(dataclasses.asdict(summary)))
+        """Write the result of the run; a number that is not finite becomes null."""
+        write_json(self.writable(self.summary), json_lines.plain(dataclasses.asdict(summary)))
 
     def record(self, line: str) -> None:
-        """Append what happened to the events, with the time."""
-        if not self.is_writer:
-            return
-        line = private.shown_line(line)
-        with one_line_errors(self.events), self.events.open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
+        """Append an event, with the time."""
+        if self.is_writer:
+            with one_line_errors(self.events), self.events.open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {private.shown_line(line)}\n")
 
     def note(self, line: str) -> None:
-        """Append what happened to the events, and show it to the person who started the run."""
+        """Append an event, and show it to the person who started the run."""
         self.record(line)
         if self.tell is not None:
             self.tell(private.shown_line(line))
 
     def append(self, metrics: StepMetrics) -> None:
-        """Append one step and hand it to the operating system at once; a number that is not finite becomes null."""
-        json_lines.append(self._writable(self.metrics), [dataclasses.asdict(metrics)])
+        """Append one step, at once; a number that is not finite becomes null."""
+        json_lines.append(self.writable(self.metrics), [dataclasses.asdict(metrics)])
 
     def append_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Append what `step` was learnt from; what JSON cannot hold of an answer becomes its repr."""
-        json_lines.append(self._writable(self.rollouts), (records.of_group(step, group) for group in groups))
+        """Append the groups of `step`; anything in an answer that JSON cannot hold becomes its repr."""
+        json_lines.append(self.writable(self.rollouts), (_group_record(step, group) for group in groups))
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
-        """Append one evaluation on held-out problems, as `append` does."""
-        json_lines.append(self._writable(self.evaluations), [dataclasses.asdict(evaluation)])
+        """Append one evaluation, as `append` does."""
+        json_lines.append(self.writable(self.evaluations), [dataclasses.asdict(evaluation)])
 
     def first_evaluation(self) -> float | None:
         """Return the mean held-out reward before the run's first step; None if it was not measured."""
@@ -252,10 +211,11 @@ class RunDirectory:
         return first.get("reward_mean") if first.get("step") == 0 else None
 
     def settle(self) -> None:
-        """Wait until the metrics are on the disk: no checkpoint shall survive a power cut that a line did not."""
+        """Wait until the metrics are on the disk: a power cut must not leave a checkpoint without its step's line."""
         json_lines.settle(self.metrics)
 
-    def _writable(self, path: Path) -> Path:
+    def writable(self, path: Path) -> Path:
+        """Return `path`, a file or folder of this run that is about to be written."""
         assert self.is_writer, f"only rank 0 of a run writes {path}"
         return path
 
@@ -266,7 +226,7 @@ def to_json(metrics: StepMetrics) -> str:
 
 
 def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:
-    """Return a record of another kind, with what else belongs to it, as `{label: {...}}` on one line."""
+    """Return another record, and `more` keys, as `{label: {...}}` on one line."""
     return json_lines.line({label: {**dataclasses.asdict(record), **more}})
 
 
@@ -275,9 +235,37 @@ def write_json(path: Path, document: dict[str, Any], *, mode: int = 0o666) -> No
     atomic_file.replace(path, (json.dumps(document, indent=1) + "\n").encode(), mode=mode)
 
 
-def _claimed(path: Path) -> tuple[Path, ...]:
-    """Make the run directory `path`, keep other processes out of it, and return the folders that were made."""
-    return claim.make(path, what="run directory", flag="--run-dir")
+def _places() -> list[_Place]:
+    return [place for place in vars(RunDirectory).values() if isinstance(place, _Place)]
+
+
+def _group_record(step: int, group: Group) -> dict[str, Any]:
+    """Return a line of `rollouts.jsonl`: the texts and rewards of one group, without its token ids."""
+    problem: dict[str, Any] = {**group.problem}
+    return {
+        "step": step,
+        "problem": {key: problem[key] for key in ("prompt", "answer") if key in problem},  # others may be of any size
+        "completions": [
+            {
+                "text": completion.text,
+                "reward": group.rewards[place],
+                "parts": {name: parts[place] for name, parts in group.reward_parts.items()},
+                "tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "weight_version": _version(completion),
+            }
+            for place, completion in enumerate(group.completions)
+        ],
+        "unscored": [{"text": each.completion.text, "fault": each.fault} for each in group.unscored],
+    }
+
+
+def _version(completion: Completion) -> int | str | None:
+    """Return the version of all tokens, a range such as "3-4" if there are several, or None if one is unknown."""
+    known = [version for version in set(completion.versions) if version is not None]
+    if not known or None in completion.versions:
+        return None
+    return known[0] if len(known) == 1 else f"{min(known)}-{max(known)}"
 
 
 def _unused(environment: str) -> Path:

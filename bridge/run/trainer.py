@@ -1,43 +1,117 @@
-"""The steps of one run: rollouts -> gradients -> one write that is published, whatever the mode.
+"""The training loop, the same in every mode: rollouts -> gradients -> one write that is published.
 
-A server that is ours and dies is started again with the newest weights, and what it interrupted is done over.
+If this run started the server and the server dies, it is restarted with the newest weights, and what it interrupted is
+done again.
 
-Not covered: opening and closing what it works with (`loop.py`), rollouts (`stream.py`), what is learnt from them
-(`learner.py`), checkpoints (`series.py`), how weights reach vLLM (`bridge/modes`).
+Not covered: rollouts (`stream.py`), learning from them (`learner.py`), how weights reach vLLM (`bridge/modes`).
 """
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import ServerUnreachableError, UsageError
-from bridge.learn import mismatch
+from bridge.learn import mismatch, reference
 from bridge.learn.opening import MakeOptimizer, learner_of
-from bridge.modes.mode import Mode
+from bridge.modes import way_of
+from bridge.modes.mode import Mode, RunContext, ServerProcess
+from bridge.optimizers import factory
+from bridge.rollouts import limits
+from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.stream import Stream
 from bridge.run import measuring
-from bridge.run.checkpoint import Found
+from bridge.run.checkpoint import Checkpoints, Found
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
-from bridge.run.series import Series
+from bridge.scoring.score import Scores
 from bridge.server.fence import Update
-from bridge.types import Group, TrainedProblems
+from bridge.types import Environment, Group, TrainedProblems
 
 Result = TypeVar("Result")
 RESTARTS_PER_STEP = 3
-"""A server that dies more often than this in one step is given up: starting it again does not help."""
+"""A server that dies more often than this in one step is given up: another restart would not help."""
 SKIPS_IN_A_ROW = 3
 """Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
 
 
+def train(
+    config: TrainConfig,
+    environment: Environment | None,
+    run: RunDirectory,
+    reporter: Reporter,
+    *,
+    recipe: Callable[[], Scores] | None = None,
+    process: ServerProcess | None = None,
+    resume: Found | None = None,
+    chosen: TrainConfig | None = None,
+    make_optimizer: MakeOptimizer = factory.make,
+) -> Summary:
+    """Train up to step `config.training_steps`, write metrics and checkpoints, and report each step to `reporter`.
+
+    `environment` has the problems; None if rollouts come from elsewhere. `recipe` builds the scorer in other processes;
+    without it, `environment` scores in this one. An interrupt or an error ends the run with the weights of the
+    last published step saved. `process` is the server if this run started it: it is restarted if it dies. `resume` is
+    the checkpoint to resume from. `make_optimizer` is for comparisons. `config` may have derived values where nothing
+    was `chosen`; both are written to the run directory.
+
+    Raises:
+        BridgeError: the mode, the environment, the server or the disk ended the run.
+    """
+    chosen = chosen or config
+    reference.check(config)
+    config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
+    name = str(run.path.absolute())
+    context = RunContext(name=name, scratch=run.served, note=run.note, resumes=resume is not None, process=process)
+    mode = way_of(config)(config, context)
+    try:
+        config = limits.fit_completions(config, mode.max_model_len, run.note)
+        with closing(_stream(config, environment, run, reporter, recipe)) as stream:
+            trainer = Trainer(config, stream, run, mode, reporter, make_optimizer, owns_server=process is not None)
+            if resume is not None:
+                trainer.resume(resume)
+            elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
+                run.note(
+                    f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
+                    f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
+                )
+            run.write_config(chosen, config.changed(lr=config.learning_rate))  # a refused run leaves no trace
+            first = 1 if resume is None else resume.progress.step + 1
+            steps = f"steps {first} to {config.training_steps}"
+            run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")
+            summary = trainer.run()
+            run.record(f"all steps done; checkpoint {summary.checkpoint}")
+            return summary
+    finally:
+        mode.close()
+
+
+def _stream(
+    config: TrainConfig,
+    environment: Environment | None,
+    run: RunDirectory,
+    reporter: Reporter,
+    recipe: Callable[[], Scores] | None,
+) -> Stream:
+    if config.rollouts.source == "atropos":
+        assert config.checkpoints.save_path is not None, "derived from the run directory"
+        folder = config.checkpoints.save_path.absolute()
+        name = (folder.parent if folder.name == run.checkpoints.name else folder).name or "bridge"
+        return AtroposStream(config, run.note, run_name=name)
+    assert environment is not None, "nothing to sample for"
+    return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress)
+
+
 class Trainer:
-    """One run: its state, and what is done in each step."""
+    """The state of one run, and what each step does."""
 
     def __init__(
         self,
@@ -50,61 +124,67 @@ class Trainer:
         *,
         owns_server: bool,
     ) -> None:
-        self._config, self._run, self._mode, self._owns_server = config, run, mode, owns_server
-        self._stream, self._reporter = stream, reporter
+        self._config, self._stream, self._run, self._mode = config, stream, run, mode
+        self._reporter, self._owns_server = reporter, owns_server
         self._opened = mode.open()
-        self._device = self._opened.device
         self._learner = learner_of(
             config, self._opened, run.note, max_model_len=mode.max_model_len, make_optimizer=make_optimizer
         )
         trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
-        self._checkpoints = Series(config, run, mode, trained, self._learner.optimizer)
-        self._sleeps = self._sleeps_always()
-        """Whether the server's KV cache sleeps while training; None: to be seen with the first batch."""
+        self._checkpoints = Checkpoints(config, run, mode, trained, self._learner.optimizer)
+        kv_sleep = config.publishing.kv_sleep
+        if kv_sleep == "always" and not mode.can_sleep:
+            raise UsageError(
+                "--kv-sleep always, but the server's KV cache cannot sleep",
+                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
+            )
+        self._sleeps = None if kv_sleep == "auto" and mode.can_sleep else kv_sleep == "always"
+        """Whether the server's KV cache sleeps while training; None: the first batch decides."""
         self._skipped = 0
         """Steps in a row without an update because the first gradient was not finite."""
         self._alarmed: dict[str, str | None] = {}
-        """What was alarming in the last step, by its kind."""
+        """Alarms of the last step, by their kind."""
         self._steps: list[StepMetrics] = []
         self._begun_at = 0
-        """The step that a checkpoint was of, where the run goes on from one."""
+        """Step of the checkpoint that the run resumed from."""
         self._written = 0
-        """The step whose weights are in memory."""
+        """Step whose weights are in memory."""
         self._trained = TrainedProblems()
-        """The problems that those weights were trained on."""
-        self._taken = frozenset[int]()
-        """Numbers of the problems of the step at hand."""
+        """Problems that those weights were trained on."""
         self._half_written = False
-        """Whether an error stopped a write: what is in memory is no model then."""
+        """Whether an error interrupted a write: what is in memory is no model then."""
 
     def resume(self, found: Found) -> None:
-        """Go on from a checkpoint: weights, optimizer, random state and the place in the data.
+        """Resume from a checkpoint: its weights, optimizer, random state and place in the data.
 
         Raises:
-            UsageError: it is of another model, or no step is left to take.
+            UsageError: it is of another model, or no step is left.
         """
         step, wanted = found.progress.step, self._config.training_steps
         if step >= wanted:
             raise UsageError(
-                f"{found.folder} is of step {step}, and --training-steps is {wanted}: no step is left to take",
-                remedy=f"--training-steps {step + wanted}, or begin another run without --resume",
+                f"{found.folder} is of step {step}, and --training-steps is {wanted}: no step is left",
+                remedy=f"--training-steps {step + wanted}, or start another run without --resume",
             )
         self._checkpoints.load(found)
         self._stream.resume(found.progress.trained)
         self._begun_at, self._written, self._trained = step, step, found.progress.trained
 
     def run(self) -> Summary:
-        """Take every step, evaluating before, in between and after if asked to."""
+        """Take every step, and evaluate before, in between and afterwards if configured."""
         self._tell_stream()
-        before, last = self._before(), self._config.training_steps
+        before = self._run.first_evaluation() if self._begun_at else None
+        if before is None:
+            before = self._evaluate()
+        last, interval = self._config.training_steps, self._config.evaluation.interval
         try:
             for step in range(self._begun_at + 1, last + 1):
                 self._step(step)
                 if self._checkpoints.is_due(step):
                     self._save()
-                if step < last and self._config.evaluation.interval and step % self._config.evaluation.interval == 0:
+                if step < last and interval and step % interval == 0:
                     self._evaluate()
-        except BaseException:  # whatever it was, steps that were paid for are not lost
+        except BaseException:  # whatever it was, published steps are not lost
             if self._written > self._begun_at and not self._half_written:
                 self._save()
             raise
@@ -122,7 +202,6 @@ class Trainer:
         self._reporter.phase("rollouts")
         count = self._config.rollouts.batch_size // self._config.sampling.group_size
         groups = self._surviving(lambda: self._stream.take(count, step=step))
-        self._taken = frozenset(group.number for group in groups if group.number is not None)
         sampled = time.perf_counter()
         self._reporter.phase("train")
         self._learner.take(groups)
@@ -135,11 +214,56 @@ class Trainer:
         self._reporter.step(metrics, groups)
         self._count_skipped(metrics)
 
+    def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
+        served = self._mode.version
+        with deferred_interrupt():  # a published step has its metrics
+            times = self._mode.publish(
+                Update(
+                    lambda: self._write(step, groups),
+                    prepare=self._learner.prepare if self._sleeps and self._written != step else None,
+                    sleep=bool(self._sleeps),
+                    last_checkpoint=self._checkpoints.last,
+                    is_last=self._is_last(step),
+                )
+            )
+            learnt = self._learner.learnt()
+            metrics = measuring.step(
+                step, groups, learnt, times,
+                served=served, retries=self._stream.num_retries, rollout_s=seconds[0], train_s=seconds[1],
+                changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._opened.device,
+            )  # fmt: skip
+            self._steps.append(metrics)
+            if self._config.tracking.save_rollouts:
+                self._run.append_rollouts(step, groups)
+            self._run.append(metrics)
+        self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
+        self._watch("signal", measuring.nothing_learnt(metrics))
+        return metrics
+
+    def _write(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the updates of `step`, once: a publication that is retried finds them written."""
+        if self._written == step:
+            return
+        self._half_written = True
+        self._learner.write()
+        self._written, self._half_written = step, False
+        self._trained = self._trained.including(group.number for group in groups if group.number is not None)
+
+    def _is_last(self, step: int) -> bool:
+        """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
+        return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
+
+    def _watch(self, kind: str, alarm: str | None) -> None:
+        """Log an alarm in the first of consecutive steps that have one."""
+        if alarm and not self._alarmed.get(kind):
+            self._run.note(alarm)
+        self._alarmed[kind] = alarm
+
     def _count_skipped(self, metrics: StepMetrics) -> None:
-        """Log an update that was skipped; the step was published, with the weights of the update before.
+        """Log a skipped update; the step was published with the weights of the update before.
 
         Raises:
-            UsageError: there were too many in a row.
+            UsageError: too many in a row.
         """
         if metrics.updates:
             self._skipped = 0
@@ -158,15 +282,6 @@ class Trainer:
                 " check the model with bridge verify",
             )
 
-    def _sleeps_always(self) -> bool | None:
-        wanted = self._config.publishing.kv_sleep
-        if wanted == "always" and not self._mode.can_sleep:
-            raise UsageError(
-                "--kv-sleep always, and the server's KV cache cannot sleep",
-                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
-            )
-        return wanted == "always" or (None if wanted == "auto" and self._mode.can_sleep else False)
-
     def _lets_sleep(self) -> bool:
         if self._sleeps is None:
             self._sleeps = self._learner.wants_sleep()
@@ -175,7 +290,7 @@ class Trainer:
         return bool(self._sleeps)
 
     def _surviving(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation`; where the server dies and is ours, start it again with the newest weights and repeat."""
+        """Run `operation`; if the server is ours and dies, restart it with the newest weights and repeat."""
         for _ in range(RESTARTS_PER_STEP if self._owns_server else 0):
             try:
                 return operation()
@@ -187,82 +302,34 @@ class Trainer:
         if self._half_written:
             raise error
         self._run.note(f"the server died: {error.message}")
-        newest = self._save() if self._written else None
-        if newest is not None:
+        newest = None
+        if self._written:
+            newest = self._save()
             self._checkpoints.pin(newest)
         if self._sleeps:
-            self._learner.forget()  # its memory is the new server's KV cache's
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM refuses to start where less is free than it is to take
+            self._learner.forget()  # the new server needs its memory for the KV cache
+        if self._opened.device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
         self._mode.revive(newest)
         self._tell_stream()
         self._run.note(f"the server was started again with the weights of step {self._written}")
 
-    def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
-        served = self._mode.version
-        with deferred_interrupt():  # a step that was published is in the metrics too
-            times = self._mode.publish(
-                Update(
-                    lambda: self._write(step),
-                    prepare=self._learner.prepare if self._sleeps and self._written != step else None,
-                    sleep=bool(self._sleeps),
-                    last_checkpoint=self._checkpoints.last,
-                    is_last=self._is_last(step),
-                )
-            )
-            learnt = self._learner.learnt()
-            metrics = measuring.step(
-                step, groups, learnt, times,
-                served=served, retries=self._stream.num_retries, rollout_s=seconds[0], train_s=seconds[1],
-                changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._device,
-            )  # fmt: skip
-            self._steps.append(metrics)
-            if self._config.tracking.save_rollouts:
-                self._run.append_rollouts(step, groups)
-            self._run.append(metrics)
-        self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
-        self._watch("signal", measuring.nothing_learnt(metrics))
-        return metrics
-
-    def _is_last(self, step: int) -> bool:
-        """Tell whether nothing is sampled after `step`: a server of our own ends with the run."""
-        return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
-
-    def _watch(self, kind: str, alarm: str | None) -> None:
-        """Note an alarm in the first of the steps in a row that have one."""
-        if alarm and not self._alarmed.get(kind):
-            self._run.note(alarm)
-        self._alarmed[kind] = alarm
-
-    def _write(self, step: int) -> None:
-        """Write the updates of `step`, once: a publication that is repeated finds them written."""
-        if self._written == step:
-            return
-        self._half_written = True
-        self._learner.write()
-        self._written, self._half_written, self._trained = step, False, self._trained.including(self._taken)
-
-    def _before(self) -> float | None:
-        """Return the held-out reward before the first step; a resumed run has measured it already."""
-        known = self._run.first_evaluation() if self._begun_at else None
-        return self._evaluate() if known is None else known
-
     def _evaluate(self) -> float | None:
+        def evaluation() -> Evaluation | None:
+            start = time.perf_counter()
+            groups = self._stream.evaluate(step=self._written)
+            if groups is None:
+                return None
+            seconds = time.perf_counter() - start
+            return measuring.evaluation(groups, step=self._written, version=self._mode.version, seconds=seconds)
+
         self._reporter.phase("evaluation")
-        found = self._surviving(self._evaluation)
+        found = self._surviving(evaluation)
         if found is None:
             return None
         self._run.append_evaluation(found)
         self._reporter.evaluation(found)
         return found.reward_mean
-
-    def _evaluation(self) -> Evaluation | None:
-        start = time.perf_counter()
-        groups = self._stream.evaluate(step=self._written)
-        if groups is None:
-            return None
-        seconds = time.perf_counter() - start
-        return measuring.evaluation(groups, step=self._written, version=self._mode.version, seconds=seconds)
 
     def _tell_stream(self) -> None:
         self._stream.served(self._mode.endpoint, self._mode.version)

@@ -1,8 +1,8 @@
-"""What a run needs beside its weights to go on from a checkpoint: optimizer state by name, and torch's random state.
+"""What a run needs besides its weights to resume: the optimizer's state by name, and torch's random state.
 
-It lies in a folder of its own: vLLM loads every file of safetensors that lies beside the weights of a small model.
+Both are in a folder of their own: vLLM loads every safetensors file beside the weights of a small model.
 
-Not covered: hyperparameters, which the configuration gives anew, the weights, and the order of the problems
+Not covered: hyperparameters, which come from the configuration, and the order of the problems
 (`bridge/rollouts/problems.py`).
 """
 
@@ -23,18 +23,16 @@ from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 FOLDER = "optimizer"
 STATE_NAME = "state.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file, and its copy in host memory while it is written; a tensor that is larger has a file of its own."""
+"""Largest file, and its copy in host memory while it is written; a larger tensor has a file of its own."""
 
 
 class _State(BaseModel):
-    """The whole of `state.json`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     flags: str = "--optimizer adamw --no-offload-optimizer"
-    """What gives an optimizer that holds its state in this way; absent: the only one that there was."""
+    """The flags of an optimizer with this kind of state; absent: written before there was another one."""
     steps: dict[str, int]
-    """Every trained parameter -> the updates that it had; 0: it has no state yet."""
+    """Every trained parameter -> its number of updates; 0: it has no state yet."""
     cpu_random: str
     """Random state of the CPU, base64."""
     cuda_random: tuple[str, ...]
@@ -60,18 +58,28 @@ def write(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceO
 
 
 def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
-    """Take over what `write` wrote; the hyperparameters stay the optimizer's own.
+    """Load what `write` wrote; the hyperparameters stay the optimizer's own.
 
     Raises:
-        CheckpointError: the checkpoint holds no such state, or that of another kind of optimizer.
-        UsageError: it is of other parameters; nothing was taken over.
+        CheckpointError: the checkpoint has no optimizer state, a damaged one, or one of another kind of optimizer.
+        UsageError: it is of other parameters; nothing was loaded.
     """
     place = folder / FOLDER
-    state = _state(folder)
+    try:
+        state = _State.model_validate_json((place / STATE_NAME).read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} holds no optimizer state to resume from: it was saved with --no-save-optimizer",
+            remedy=f"serve it as a model and train that with --model-name {folder}, or take another checkpoint",
+        ) from error
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{place / STATE_NAME} cannot be used: it is damaged", remedy="take another checkpoint"
+        ) from error
     if state.flags != optimizer.flags:
         raise CheckpointError(
             f"{place} was written with {state.flags}, and this run has {optimizer.flags}: the states differ in kind",
-            remedy=f"go on with {state.flags}",
+            remedy=f"resume with {state.flags}",
         )
     files = sorted(place.glob("optimizer-*.safetensors"))
     refuse_misfits(str(place), dict.fromkeys(state.steps, "trained"), dict.fromkeys(trained, "trained"))
@@ -80,14 +88,17 @@ def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOp
     refuse_misfits(str(place), found, expected)
     optimizer.reset({trained[name]: step for name, step in state.steps.items()})
     for path in files:
-        _take_over(path, trained, optimizer)
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  no mapping
+                name, _, part = key.rpartition(".")
+                optimizer.parts(trained[name])[part].copy_(file.get_tensor(key))
     _set_random(state)
 
 
 def _stepped(
     steps: Mapping[str, int], trained: Mapping[str, nn.Parameter], parts: Callable[[Tensor], Mapping[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of every parameter that had an update, by the name that they have in the files."""
+    """Yield the parts of every parameter that had an update, by their names in the files."""
     for name in (name for name in trained if steps[name]):
         yield from ((f"{name}.{part}", tensor) for part, tensor in parts(trained[name]).items())
 
@@ -103,26 +114,6 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         num_bytes += tensor.nbytes
     if shard:
         yield shard
-
-
-def _state(folder: Path) -> _State:
-    path = folder / FOLDER / STATE_NAME
-    try:
-        return _State.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} holds no optimizer state to go on from: it was saved with --no-save-optimizer",
-            remedy=f"serve it as a model and train that with --model-name {folder}, or take another checkpoint",
-        ) from error
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path} cannot be used: it is damaged", remedy="take another checkpoint") from error
-
-
-def _take_over(path: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
-    with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118  no mapping
-            name, _, part = key.rpartition(".")
-            optimizer.parts(trained[name])[part].copy_(file.get_tensor(key))
 
 
 def _set_random(state: _State) -> None:

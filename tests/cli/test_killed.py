@@ -1,7 +1,7 @@
 """A trainer killed with -9 between two checkpoints resumes as if it had never been killed, on a fence without vLLM.
 
 Not covered: the real vLLM (`tests/cpu/test_killed.py`), trainers killed inside the fence (`tests/cpu/test_restore.py`),
-the same weights as without the kill, which takes a sampler that repeats itself (`tests/unit/test_loop_resume.py`), and
+the same weights as without the kill, which takes a deterministic sampler (`tests/unit/test_trainer_resume.py`), and
 checkpoints killed at random moments (`tests/unit/test_checkpoint.py`).
 """
 

@@ -199,7 +199,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_direct
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([], [1, 2, 3, 4, 5])
     opened.run.append(metrics(1))
     remedy = place.refused("mine holds another run", resume=True, run_dir=place.mine, save_path=Path("fresh"))
-    assert remedy == "name another with --run-dir, or go on with that run: --resume --save-path saved"
+    assert remedy == "name another with --run-dir, or resume that run: --resume --save-path saved"
 
 
 def test_a_run_that_went_on_elsewhere_and_was_killed_there_goes_on_there(place: Place) -> None:

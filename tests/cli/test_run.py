@@ -9,7 +9,7 @@ from bridge.checks.result import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.run import loop
+from bridge.run import trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
@@ -113,7 +113,7 @@ def test_the_data_of_a_run_are_its_steps_its_evaluations_and_what_it_came_to(
         reporter.step(metrics(1, loss=math.nan), [])
         return came_to
 
-    monkeypatch.setattr(loop, "train", trained)
+    monkeypatch.setattr(trainer, "train", trained)
     folder = RunDirectory.create(tmp_path / "run", environment="letters")
     config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
     assert train.train_in(folder, config, None, as_json=True) is came_to

@@ -343,6 +343,7 @@ def test_another_rank_opens_the_directory_of_rank_0_and_writes_nothing(tmp_path:
         lambda: other.append_evaluation(nothing),
         lambda: other.write_config(TrainConfig.of(model_name="m")),
         lambda: other.write_summary(nothing),
+        lambda: other.writable(other.checkpoints),
     ]
     for write in writes:
         with pytest.raises(AssertionError, match="only rank 0 of a run writes"):

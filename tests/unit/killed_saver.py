@@ -66,7 +66,7 @@ def fault(folder: Path) -> str | None:
 
 
 def seen(folder: Path) -> dict[str, object]:
-    """Return what is to be seen after a kill."""
+    """Return what a kill left behind."""
     found, passed_over = checkpoint.newest(folder, "step_")
     faults = [*passed_over, *(fault(path) for path in folder.glob("step_*"))]
     names = sorted(path.name for path in folder.iterdir())

@@ -27,12 +27,12 @@ from tests.unit.toy_server import ToyServer
 
 RANK = 4
 EARLIER = ["bridge-adapter-3", "mine"]
-"""What an earlier run left, and what somebody else serves."""
+"""Adapters that an earlier run left, and that somebody else serves."""
 
 
 @dataclass
 class FakeProcess:
-    """Starts a new server: other memory, no adapters, version 0, and another manifest in the old place."""
+    """Starts a new server: other memory, no adapters, version 0, and another manifest in the same file."""
 
     world: "World"
     started: list[str | Path] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Running:
         return {name: self.opened.model.get_parameter(name).detach().clone() for name in self.opened.lr_factors}
 
     def write(self) -> None:
-        """Train, as far as a server can tell."""
+        """Train, as the server sees it."""
         self.world.server.calls.append("write")
         with torch.no_grad():
             for name in self.opened.lr_factors:
@@ -66,18 +66,18 @@ class Running:
         return self.mode.publish(Update(self.write, **choices))
 
     def calls(self, action: Callable[[], object]) -> list[str]:
-        """Return what the server was asked for by `action`."""
+        """Return the requests that `action` sent."""
         self.world.server.calls.clear()
         action()
         return self.world.server.calls
 
     def base_is_the_servers(self) -> bool:
-        """Tell whether the server's memory is what the base computes with."""
+        """Return whether the base computes with the server's memory."""
         base = self.opened.model.get_submodule("model.layers.0.mlp.down_proj").base_layer.weight
         return _sees(self.world.server.toy.tensors["model.layers.0.mlp.down_proj.weight"], base)
 
     def adapter_is_in_the_slot(self) -> bool:
-        """Tell whether every matrix is the server's own memory."""
+        """Return whether every matrix is in the server's memory."""
         found = []
         for name, (a, b) in self.world.server.toy.slots.items():
             module: Any = self.opened.model.get_submodule(name)
@@ -87,7 +87,7 @@ class Running:
 
 
 def _sees(whole: Tensor, part: Tensor) -> bool:
-    """Tell whether what is written into the one is read in the other, and put it back."""
+    """Return whether a value written to the one is read from the other, and restore it."""
     with torch.no_grad():
         before = whole[0, 0].item()
         whole[0, 0] = before + 1
@@ -98,7 +98,7 @@ def _sees(whole: Tensor, part: Tensor) -> bool:
 
 @dataclass
 class World:
-    """A folder with a live server's manifest in it, as far as a trainer can tell."""
+    """A folder with the manifest of a live server, as a trainer sees it."""
 
     server: LoraServer
     http: HttpServer
@@ -145,7 +145,7 @@ def weight_bytes(toy: ToyServer) -> int:
 
 @contextmanager
 def world_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Run a fake server whose manifest, once exported, is found from the current folder."""
+    """Run a fake server; once its manifest is exported, it is found from the current folder."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("LOGDIR", raising=False)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", folder / "default")

@@ -14,7 +14,7 @@ from bridge.atropos import stream
 from bridge.errors import AtroposError
 from tests.unit.atropos_api import FakeApi, pair, scored
 from tests.unit.http_server import serving
-from tests.unit.loop_runs import STEPS, FakeEngine, Running, runner
+from tests.unit.trainer_runs import STEPS, FakeEngine, Running, runner
 
 CHOICES: dict[str, Any] = {"rollouts": "atropos", "batch_size": 16, "group_size": 4}
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, whatever ends the process; every byte known; the newest whole one found."""
+"""Checkpoints: whole or absent, however the process ends; every byte is checked; the newest whole one is found."""
 
 import json
 import os

@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
-    """See it refused with `words`, and return the hint."""
+    """Check that it is refused with `words`, and return the hint."""
     with pytest.raises(kind, match=words) as caught:
         world.opened("disk", **choices)
     return caught.value.remedy

@@ -1,4 +1,4 @@
-"""`lora_only --lora-handover memory`: where base and adapter lie, and what the server is asked for in which order.
+"""`lora_only --lora-handover memory`: where base and adapter are, and the order of requests to the server.
 
 Not covered: the adapter itself (`test_lora_adapter.py`).
 """
@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
-    """See it refused with `words`, and return the hint."""
+    """Check that it is refused with `words`, and return the hint."""
     with pytest.raises(kind, match=words) as caught:
         world.opened("memory", **choices)
     return caught.value.remedy

@@ -19,11 +19,10 @@ from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
-from bridge.modes.in_place import InPlace
 from bridge.modes.mode import RunContext
-from bridge.modes.restart import Restart
+from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.run import loop
+from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server import manifest as manifests
@@ -55,7 +54,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 @dataclass
 class FakeProcess:
-    """Notes what it is started with, and what of it is on the disk at that moment."""
+    """Records the model that it is started with, and what is on the disk at that moment."""
 
     started: list[str] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -264,7 +263,7 @@ def test_nothing_but_checkpoints_is_left_at_the_end(restarting: Callable[..., Ru
 
 
 class FakeRoutes:
-    """The fence of a server; tells in which order weights and calls came."""
+    """The fence of a server; records the order of weights and calls."""
 
     def __init__(self, toy: ToyServer, version: int) -> None:
         self.toy, self.version = toy, version
@@ -288,7 +287,7 @@ class Attached(Running):
     routes: FakeRoutes
 
     def live(self) -> dict[str, Tensor]:
-        """What the server holds."""
+        """The server's weights."""
         return {name: self._view(view).clone() for name, view in self.toy.manifest.shard(0).param_mappings.items()}
 
     def _view(self, view: View) -> Tensor:
@@ -298,7 +297,7 @@ class Attached(Running):
 
 @pytest.fixture
 def in_place(tmp_path: Path) -> Iterator[Callable[..., Attached]]:
-    """Run the mode against a server that shares its weights; all in this process."""
+    """Run the mode against a server in this process that shares its weights."""
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     routes = FakeRoutes(toy, version=0)
     with serving(routes) as server:
@@ -404,7 +403,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="letters")
-        summary = loop.train(config, Letters(), run, Listener(), process=process)
+        summary = trainer.train(config, Letters(), run, Listener(), process=process)
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
     assert asked_before == [2]  # two groups a step, then the restart; none after the last step, the server ends then

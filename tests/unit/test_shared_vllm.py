@@ -1,4 +1,4 @@
-"""The mode `shared_vllm`: which server it takes, and which version it knows of."""
+"""The mode `shared_vllm`: which server it uses, and which version it knows."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError, ManifestError, ServerUnreachableError
-from bridge.modes.in_place import InPlace
 from bridge.modes.mode import Mode, RunContext
+from bridge.modes.none import InPlace
 from bridge.modes.shared_vllm import SharedVllm
 from bridge.server import manifest as manifests
 from bridge.server.fence import Update
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_takes_torn_weights(tmp_path: Path) -> None:
 
 
 class FakeProcess:
-    """A new server in the place of the old one, with memory and a manifest of its own."""
+    """A new server in place of the old one, with its own memory and manifest."""
 
     def __init__(self, toy: ToyServer, url: str, path: Path) -> None:
         self._toy, self._url, self._path = toy, url, path

@@ -12,7 +12,7 @@ from tests.ground import Ground, NotWholeError, Proof
 
 
 class FakeGround:
-    """Proves what it is told to."""
+    """Returns the given proofs, in order."""
 
     def __init__(self, proofs: list[Proof | NotWholeError]) -> None:
         self.calls: list[str] = []

@@ -19,7 +19,7 @@ from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
 
 NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
-"""Fields that are no figure, or several."""
+"""Fields that are not one number."""
 
 
 def metrics(step: int, **changed: Any) -> StepMetrics:
@@ -46,7 +46,7 @@ def groups(text: str = "5") -> list[Group]:
 
 @dataclass
 class FakeTracker:
-    """Keeps what it is told, and fails from its `fails_at`-th log on."""
+    """Keeps what it logs, and fails from the `fails_at`-th log on."""
 
     fails_at: int = 99
     logged: list[tuple[int, Mapping[str, float], str | None]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class FakeTracker:
 
 
 class FakeWriter:
-    """What `torch.utils.tensorboard.SummaryWriter` is to us."""
+    """The part of `torch.utils.tensorboard.SummaryWriter` that we use."""
 
     made: list["FakeWriter"]
 
@@ -84,7 +84,7 @@ class FakeWriter:
 
 
 class FakeWandb(ModuleType):
-    """What `wandb` is to us."""
+    """The part of `wandb` that we use."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("wandb")
@@ -111,7 +111,7 @@ class FakeWandb(ModuleType):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what makes it look as if exactly these packages were installed."""
+    """Return a function that pretends that exactly these packages are installed."""
 
     def install(*packages: str, wandb: FakeWandb | None = None) -> FakeWandb:
         fake = wandb or FakeWandb()
@@ -157,7 +157,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
         for step in (1, 2, 3):
             tracked.step(metrics(step), groups())
         tracked.evaluation(evaluation(3))
-    assert told == ["Bad failed, and is told nothing more of this run: OSError: No space left on device"]
+    assert told == ["Bad failed and gets nothing more of this run: OSError: No space left on device"]
     assert [step for step, _, _ in bad.logged] == [1]
     assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
     assert good.logged[-1][1]["held_out/reward_mean"] == 0.75
@@ -195,6 +195,13 @@ def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: An
     fake = installed("tensorboard", "wandb")
     with trackers.of(config(wandb=True), RunDirectory(tmp_path)):
         pass
+    assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_only_rank_0_draws_curves(tmp_path: Path, installed: Any) -> None:
+    fake = installed("tensorboard", "wandb")
+    with trackers.of(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
+        tracked.step(metrics(1), groups())
     assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's state by name: kept in its own dtypes, in bounded files, taken over whole or not at all."""
+"""The optimizer's state by name: kept in its own dtypes, in bounded files, loaded whole or not at all."""
 
 import json
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def refusal(folder: Path, trained: Trained) -> str:
-    """Read what is refused, and return the message; nothing may have changed."""
+    """Return the message of a refusal to read; nothing may have changed."""
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=9)
     weights, before, random = copies(trained), state(trained, optimizer), torch.get_rng_state()
@@ -249,7 +249,7 @@ def test_a_state_of_another_kind_is_refused_with_the_flags_that_fit_it(written: 
         trainer_state.read(written, trained, optimizer)
     assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
     assert caught.value.message.count(optimizer.flags) == 1
-    assert caught.value.remedy == "go on with --optimizer adamw --no-offload-optimizer"
+    assert caught.value.remedy == "resume with --optimizer adamw --no-offload-optimizer"
     check_equal(before, state(trained, optimizer))
     assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
 

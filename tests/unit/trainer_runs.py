@@ -1,4 +1,4 @@
-"""Training runs against a fake server and a fake mode, for the tests of the loop."""
+"""Training runs against a fake server and a fake mode, for the tests of the trainer."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
 from bridge.rollouts.problems import WINDOW
-from bridge.run import checkpoint, loop
+from bridge.run import checkpoint, trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
@@ -57,7 +57,7 @@ class Letters:
 
 
 class Endless(Letters):
-    """The same rewards for problems without an end."""
+    """The same rewards for an endless stream of problems."""
 
     def __iter__(self) -> Iterator[Problem]:
         for number in count():
@@ -66,7 +66,7 @@ class Endless(Letters):
 
 
 class Killed(BaseException):
-    """The process is gone: nothing more is written."""
+    """The process was killed: nothing more is written."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class FakeMode:
     max_model_len: int | None = None
     last_checkpoints: list[Path | None] = field(default_factory=list)
     gradients_at_revival: list[int] = field(default_factory=list)
-    """How many gradients the trainer held each time."""
+    """Number of gradients that the trainer held each time."""
     process: ServerProcess | None = None
     checkpoint_prefix = "step_"
 
@@ -156,9 +156,9 @@ class Run:
     asked: list[Asked]
     reported: list[StepMetrics] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
-    """What a person was told, but for the line below."""
+    """Notes, except for those below."""
     told_before: list[str] = field(default_factory=list)
-    """That the fake server was trained before: it begins with version 3."""
+    """The note that the fake server was trained before: it starts at version 3."""
     report: Callable[[StepMetrics], None] = lambda _: None
 
     def train(self, environment: Letters | None = None, engine: ServerProcess | None = None, **choices: Any) -> Summary:
@@ -166,7 +166,9 @@ class Run:
             (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
 
         run = RunDirectory.create(self.folder / "run", environment="letters", tell=tell)
-        return loop.train(self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine)
+        return trainer.train(
+            self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine
+        )
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -174,7 +176,7 @@ class Run:
         assert found is not None
         run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
         problems = environment or Letters()
-        return loop.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
+        return trainer.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {
@@ -206,22 +208,22 @@ class Run:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """What was asked for, in the order of arrival."""
+        """Request bodies, in the order of arrival."""
         return [asked.body for asked in self.asked if asked.method == "POST"]
 
     def saved(self) -> dict[str, dict[str, Any]]:
-        """Checkpoint -> its step and version; each is checked to be whole."""
+        """Return the step and version of each checkpoint, by name; check that each is whole."""
         steps = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
         found = [checkpoint.read(folder) for _, folder in steps]
         return {each.folder.name: each.progress.model_dump(include={"step", "weight_version"}) for each in found}
 
     def weights(self) -> dict[str, Tensor]:
-        """What lies in the server's memory now."""
+        """Copy the weights in the server's memory."""
         model = attach(self.mode.server.manifest).model
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def check_saved(self, name: str) -> None:
-        """Check that a checkpoint holds what lies in the server's memory."""
+        """Check that a checkpoint equals the weights in the server's memory."""
         saved = load_file(self.folder / "saved" / name / "model.safetensors")
         for parameter, tensor in self.weights().items():
             assert torch.equal(saved[parameter], tensor), parameter
@@ -231,7 +233,7 @@ Running = Callable[..., AbstractContextManager[Run]]
 
 
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """Return what starts a fake server below `tmp_path`, and puts the fake mode in the place of `shared_vllm`."""
+    """Return a context manager that starts a fake server and replaces the mode by a fake one."""
 
     @contextmanager
     def start(bend: Bend = unbent, folder: str = ".", version: str = "3", **choices: Any) -> Iterator[Run]:
@@ -243,7 +245,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 mode.process = context.process
                 return mode
 
-            monkeypatch.setattr(loop, "way_of", lambda _: made)
+            monkeypatch.setattr(trainer, "way_of", lambda _: made)
             if mode.dropout:  # two passes then differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)
@@ -253,7 +255,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 @dataclass
 class FakeEngine:
-    """A server that can be started again, at least `num_lives` times."""
+    """A server that can be restarted `num_lives` times."""
 
     num_lives: int = 99
     alive: bool = True
@@ -266,7 +268,7 @@ class FakeEngine:
         self.alive = True
 
     def bend(self, dies: Callable[[int], bool]) -> Bend:
-        """Answer until `dies` says so of a step, and again after a restart."""
+        """Answer until a step for which `dies` is true, and again after a restart."""
 
         def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any] | None:
             if self.alive and dies(asked.body["seed"] // 1_000_003):

@@ -1,4 +1,4 @@
-"""The training loop against a fake server: what each way of ending leaves behind."""
+"""The trainer against a fake server: its steps, and what each way of ending leaves behind."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
 from bridge.types import Completion
 from tests.unit.http_server import Asked, as_json
-from tests.unit.loop_runs import STEPS, Letters, Run, Running, runner
+from tests.unit.trainer_runs import STEPS, Letters, Run, Running, runner
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ SLEEPS = ["sleep", "prepare", "publish"]
 
 
 def outcome(run: Run) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return what was learnt: the metrics without what tells times, and the weights."""
+    """Return the metrics without times and memory, and the weights."""
     times = {"rollout_s", "train_s", "fence_prepare_s", "peak_memory_gib"}
     return [{key: value for key, value in row.items() if key not in times} for row in run.metrics], run.weights()
 

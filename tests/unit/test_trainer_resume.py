@@ -1,4 +1,4 @@
-"""A training run that is killed and goes on, and one whose server dies, against the same run undisturbed."""
+"""A run that is killed and resumed, and one whose server dies, compared with the same run undisturbed."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from bridge.run.metrics import StepMetrics
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, TrainedProblems
 from bridge.weights.attach import attach
-from tests.unit.loop_runs import STEPS, Endless, FakeEngine, Killed, Run, Running, once, runner, spoil
+from tests.unit.trainer_runs import STEPS, Endless, FakeEngine, Killed, Run, Running, once, runner, spoil
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 TIMES = {"rollout_s", "train_s", "peak_memory_gib"}
 VERSIONS = "weight_version", "staleness"
-"""What another server counts otherwise."""
+"""Fields that differ on another server."""
 
 
 def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any]]:
@@ -33,12 +33,12 @@ def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any
 
 
 def seed(request: dict[str, Any]) -> int:
-    """Order requests that were sent at once: by their seed, which grows with the step."""
+    """Sort concurrent requests by their seed, which grows with the step."""
     return int(request["seed"])
 
 
 def kill(run: Run, step: int) -> None:
-    """Let the trainer's process be gone once `step` was reported."""
+    """Kill the trainer once `step` was reported."""
 
     def gone(metrics: StepMetrics) -> None:
         if metrics.step == step:

@@ -1,0 +1,175 @@
+"""`none`: the trainer owns a copy of the weights, and saves each version for the server, in one of two ways.
+
+`--reload restart` restarts a server of any kind that this run started; `--reload in-place` loads the version into the
+weights that a patched server shares. Between two reloads the server has older weights, so rollouts are off-policy by
+that many steps. The loss corrects for this: the log-probabilities that it compares with are the server's own.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.modes.mode import RunContext
+from bridge.modes.patched_server import PatchedServer, manifest_of
+from bridge.server import fence
+from bridge.server.client import max_model_len
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, Update
+from bridge.weights import loaded, model_folder
+from bridge.weights.opened_model import OpenedModel
+
+
+class OwnCopy(ABC):
+    """One trainer process with its own weights, beside one server."""
+
+    checkpoint_prefix = "step_"
+    can_sleep = False
+    """The server generates while this process trains, or does not run at all."""
+
+    def __init__(
+        self, config: TrainConfig, run: RunContext, *, max_model_len: int | None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._config, self._run, self._dtype = config, run, dtype
+        self.max_model_len = max_model_len
+        self._behind = 0
+        """Steps that the server does not serve yet."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The served version."""
+
+    def open(self) -> OpenedModel:
+        name = self._config.model_name
+        model_folder.tokenizer_files(name)  # checkpoints need them
+        device = self._config.trainer_device
+        opened = loaded.load(name, device=device, dtype=self._dtype, max_model_len=self.max_model_len)
+        self._model = opened.model
+        return opened
+
+    def publish(self, update: Update) -> FenceTimes:
+        """Run `update`, and reload the server every `--vllm-restart-interval` steps.
+
+        Units: `publish_s` includes saving the model and reloading the server; it is 0 without a reload.
+        """
+        assert not update.sleep, "nothing pauses the server, so nothing would wake it"
+        pause_s, reloads = 0.0, False
+
+        def publish() -> int:
+            nonlocal pause_s, reloads
+            self._behind += 1
+            reloads = self._behind >= self._config.publishing.restart_interval and not update.is_last
+            if reloads:
+                pause_s = self._reload()
+            return self.version
+
+        times = fence.run(update, publish)
+        return replace(times, pause_s=pause_s, publish_s=times.publish_s - pause_s if reloads else 0.0)
+
+    def catch_up(self) -> None:
+        if self._behind:
+            self._reload()
+
+    def save(self, folder: Path) -> None:
+        model_folder.save(self._model, self._config.model_name, folder)
+
+    def _saved(self) -> Path:
+        return self._run.saved(f"version_{self.version + 1}", self.save)
+
+    @abstractmethod
+    def _reload(self) -> float:
+        """Let the server serve the newest weights, and return the seconds until it had paused."""
+
+
+class Restart(OwnCopy):
+    """`--reload restart`: a server that reports no versions, so they are counted here."""
+
+    version = 0
+
+    def __init__(self, config: TrainConfig, run: RunContext) -> None:
+        if run.process is None:
+            raise UsageError(
+                "--reload restart restarts the server for each version, but Bridge did not start this server",
+                remedy="bridge run --mode none, or --start-command 'vllm serve {model} --port N', or bridge serve-vllm"
+                " and --reload in-place",
+            )
+        self._process, self._url = run.process, config.server.url()
+        super().__init__(config, run, max_model_len=max_model_len(self._url))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(url=self._url, version=self.version)
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        model_folder.load_into(self._model, checkpoint)
+        self._start(checkpoint, max(version, self.version + 1))
+
+    def revive(self, checkpoint: Path | None) -> None:
+        self._start(checkpoint or self._config.model_name, self.version + 1)
+
+    def close(self) -> None:
+        """Remove the saved version: the server that was started with it ends with this run."""
+        self._discard_versions()
+
+    def _reload(self) -> float:
+        self._start(self._saved(), self.version + 1)
+        return 0.0
+
+    def _start(self, model: str | Path, version: int) -> None:
+        self._process.restart(model)
+        self.version, self._behind = version, 0
+        self._discard_versions(but=model)
+
+    def _discard_versions(self, *, but: str | Path | None = None) -> None:
+        for folder in self._run.scratch.glob("version_*"):
+            if folder.absolute() != but:
+                self._run.discard(folder.name)
+
+
+class InPlace(OwnCopy):
+    """`--reload in-place`: a patched server beside a copy of its dtype, so that it loads bitwise what was saved."""
+
+    def __init__(self, config: TrainConfig, run: RunContext) -> None:
+        self._server = PatchedServer(config, run, manifest_of(config))
+        exported = self._server.manifest
+        super().__init__(config, run, max_model_len=exported.max_model_len, dtype=getattr(torch, exported.dtype))
+
+    @property
+    def version(self) -> int:
+        return self._server.version
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._server.endpoint
+
+    def open(self) -> OpenedModel:
+        """Load the model, attach to the server, and reload it if an earlier run has trained it."""
+        own = super().open()
+        self._served = self._server.attach().model
+        if self.version > 0:
+            self._reload()
+        return own
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        model_folder.load_into(self._model, checkpoint)
+        self._server.overwrite(lambda: model_folder.load_into(self._served, checkpoint), checkpoint, version)
+        self._behind = 0
+
+    def revive(self, checkpoint: Path | None) -> None:
+        self._server.revive(checkpoint)
+        self._behind = 0
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _reload(self) -> float:
+        folder = self._saved()
+        update = Update(lambda: model_folder.load_into(self._served, folder), last_checkpoint=folder)
+        pause_s = self._server.publish(update).pause_s
+        self._run.discard(folder.name)  # not after an error: it repairs the torn server
+        self._behind = 0
+        return pause_s
