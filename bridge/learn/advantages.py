@@ -4,7 +4,7 @@ A completion that is left out because its advantages are zero counts in every me
 useful groups takes a smaller step, not a steeper one. One that is masked because it was cut off counts among the
 completions, but its tokens do not count among the tokens, as in TRL. A token that was not sampled counts nowhere.
 
-Not covered: packing (`bridge/passes/batch.py`), the loss itself (`policy_loss.py`).
+Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss.py`).
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Literal
 
 from bridge.errors import UsageError
 from bridge.learn.policy_loss import LossSpec
-from bridge.passes.samples import Sample
+from bridge.passes.packing import Sample
 from bridge.types import Completion, Group
 
 STD_EPSILON = 1e-6

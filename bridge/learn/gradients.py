@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from bridge.learn.mismatch import Mismatch, Tally, measure, share
 from bridge.learn.policy_loss import LossShares, LossSpec, LossStatistics, policy_loss
 from bridge.learn.reference import Reference
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch
 
 
 @dataclass(kw_only=True)

@@ -28,8 +28,7 @@ from bridge.learn.reference import Reference
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.release import added_in_float32
 from bridge.passes.budget import Budget
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import Sample, packs
 from bridge.types import Group
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.learn.mismatch import Correction, share
-from bridge.passes.batch import MicroBatch
+from bridge.passes.packing import MicroBatch
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log ratio before it is exponentiated: past it the gradient is zero instead of inf * 0, not a number."""

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.passes import preparation
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch
 from bridge.weights import loaded, skeleton
 
 

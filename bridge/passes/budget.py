@@ -20,9 +20,8 @@ from bridge.optimizers.state_bytes import FLOAT32_BYTES
 from bridge.passes import attention
 from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
 from bridge.passes.expected import Note
-from bridge.passes.packing import num_tokens
+from bridge.passes.packing import Sample, num_tokens
 from bridge.passes.preparation import recompute_activations
-from bridge.passes.samples import Sample
 from bridge.planning.memory import FEW, MOST_TOKENS
 
 GIB = 2**30

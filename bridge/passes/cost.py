@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 
 from bridge.core.memory import left_bytes
 from bridge.passes import layers, logits
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import packs
+from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.preparation import first_trained
-from bridge.passes.samples import Sample
 
 PROBES = (1_024, 2_048)
 """Tokens of the two passes that are measured."""

@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention
-from bridge.passes.batch import MicroBatch
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import MicroBatch, Sample, packs
 
 Note = Callable[[str], None]
 

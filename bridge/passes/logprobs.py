@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import layers
 from bridge.passes.attention import packed_hidden
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logits import LogitTransform, blocks, multiply, operand, transformed
+from bridge.passes.packing import MicroBatch
 
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""

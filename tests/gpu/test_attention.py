@@ -13,9 +13,8 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.passes import attention
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import packs
+from bridge.passes.packing import Sample, packs
 from bridge.passes.preparation import prepare
-from bridge.passes.samples import Sample
 from tests.models.families import SMALL
 from tests.scenarios import PARITY_LIMIT
 

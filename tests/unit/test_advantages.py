@@ -11,7 +11,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.advantages import has_signal, samples, with_advantages
 from bridge.learn.policy_loss import LOSSES, LossSpec
-from bridge.passes.samples import Sample
+from bridge.passes.packing import Sample
 from bridge.types import Completion, FinishReason, Group
 
 Scale = Literal["group", "batch", "none"]

@@ -31,8 +31,7 @@ from transformers import (
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, dense_attention, layers
 from bridge.passes.expected import packed
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import Sample, packs
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {

@@ -12,8 +12,8 @@ from bridge.errors import UsageError
 from bridge.passes import attention
 from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
 from bridge.passes.cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, measure_cost
+from bridge.passes.packing import Sample
 from bridge.passes.preparation import recompute_activations
-from bridge.passes.samples import Sample
 from bridge.planning.memory import FEW, MOST_TOKENS
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from bridge.learn import gradients, policy_loss
 from bridge.learn.gradients import Learnt
 from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
-from bridge.passes.batch import MicroBatch
+from bridge.passes.packing import MicroBatch
 from bridge.types import Completion, Group
 from tests.models import tiny
 from tests.unit.test_learner import Descent, updated

@@ -19,10 +19,8 @@ from transformers import (
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import logits
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import check_head, model_logprobs, token_logprobs
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import MicroBatch, Sample, packs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCABULARY = 301

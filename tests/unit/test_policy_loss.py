@@ -13,9 +13,7 @@ from bridge.config import TrainConfig
 from bridge.learn.advantages import samples
 from bridge.learn.mismatch import Correction
 from bridge.learn.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
-from bridge.passes.batch import MicroBatch
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Completion, Group
 
 CPU = torch.device("cpu")

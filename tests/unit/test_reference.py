@@ -15,10 +15,8 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
