@@ -1,16 +1,15 @@
-"""Causal attention over packed sequences: each token sees its own sequence alone, and no tokens x tokens mask is made.
+"""Causal attention over packed sequences: each token attends to its own sequence, without a mask of tokens x tokens.
 
-Registered with transformers under a name of our own, for any model that calls its attention through that registry.
-Where a sequence begins travels as keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`, and
-one of our own), so that what is recomputed under gradient checkpointing, and what is compiled, gets it too.
+Registered with transformers under Bridge's own name, for every model that looks up its attention there. The boundaries
+of the sequences are keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`, and `seen`), so that
+recomputed and compiled layers get them, too.
 
-Completions of one prompt may share it: it is computed once, and each of them sees its keys and values before its own.
-Everything but attention treats each token on its own, so that nothing else has to know.
+Completions may share their prompt: it is computed once, and each completion attends to the prompt's keys and values
+before its own. Everything but attention treats each token on its own and needs no change.
 
-Not covered: what the kernel lacks (`dense_attention.py`), choosing this attention for a model and checking the choice
-(`preparation.py`), dropout inside attention.
-Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each sees, span after span, A attention
-heads, K key-value heads (A is a multiple of K), D size of a head, H hidden size.
+Not covered: what the kernel lacks (`dense_attention.py`), how an attention is chosen and checked (`preparation.py`).
+Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each span attends to (span after span), A
+attention heads, K key-value heads (A is a multiple of K), D size of a head, H hidden size.
 """
 
 import inspect
@@ -30,27 +29,37 @@ from bridge.passes import dense_attention
 from bridge.passes.dense_attention import Rule
 
 NAME = "bridge_packed"
-"""The name in transformers' registry. Masks have a registry of their own; what is not in it gets none."""
+"""The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
 KERNEL_HEAD_SIZE = 256
-"""Largest head that the kernel takes."""
-_KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-"""Windows and grouped heads came to `varlen_attn` after torch 2.10."""
+"""Largest head that the kernel supports."""
+_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Not in torch 2.11."""
+
+
+class Seen(NamedTuple):
+    """What each span attends to, with shared prompts. One object: a model that drops it drops all of it."""
+
+    keys_U: Tensor
+    """int64: places in T."""
+    starts_S1: Tensor
+    """int32: where each span's keys begin in U, and U itself."""
+    longest: int
+    """Most keys of one span."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Runs of tokens that lie behind one another, and which tokens each of them sees.
+    """Consecutive runs of tokens: a whole sequence, a shared prompt, or one of its completions.
 
-    A sequence is a span that sees itself. A prompt that is shared is one as well, and so is each of its completions,
-    which sees the prompt and itself. A span is the end of what it sees, and sees it causally.
+    A span attends causally to itself, and a completion first to its prompt: a span is the end of what it attends to.
     """
 
     starts_S1: Tensor
     """int32: where each span begins in T, and T itself: what variable-length attention takes."""
     longest: int
     """Tokens of the longest span."""
-    seen: "Seen | None" = None
-    """What each span sees; None: itself alone."""
+    seen: Seen | None = None
+    """What each span attends to; None: only itself."""
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Self:
@@ -59,19 +68,8 @@ class Spans:
         return cls(starts_S1=starts_S1, longest=max(lengths))
 
 
-class Seen(NamedTuple):
-    """What each span sees where prompts are shared. One object: a model that loses it on its way loses all of it."""
-
-    keys_U: Tensor
-    """int64: places in T."""
-    starts_S1: Tensor
-    """int32: where what each span sees begins in U, and U itself."""
-    longest: int
-    """Most tokens that a span sees."""
-
-
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Let `model` attend by what is registered as `name`, if it lets anybody choose."""
+    """Set the attention of `model`, if the model allows it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
 
@@ -79,8 +77,8 @@ def choose(model: PreTrainedModel, name: str) -> None:
 def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
     """Return the last hidden states of packed sequences.
 
-    Positions tell attention functions other than ours where sequences begin: transformers makes a mask of them. No
-    shared prompt can be told that way.
+    Other attention functions find the sequences by their positions, from which transformers makes a mask; they cannot
+    share prompts.
 
     Shapes: [T], [T] -> [T, H].
     """
@@ -98,7 +96,7 @@ def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor,
 
 def _boundaries(model: PreTrainedModel, spans: Spans) -> dict[str, Any]:
     if model.config._attn_implementation != NAME:
-        assert spans.seen is None, "a prompt is shared, and attention is not ours"
+        assert spans.seen is None, "only Bridge's attention can share a prompt"
         return {}
     return {
         "cu_seq_lens_q": spans.starts_S1, "cu_seq_lens_k": spans.starts_S1,
@@ -125,18 +123,18 @@ def attend(
     position_bias: Tensor | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence, as transformers calls it; a batch without boundaries is one sequence a row.
+    """Attend within each sequence, with transformers' signature; without boundaries, each row is one sequence.
 
     Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, T, A, D].
 
     Raises:
-        UnsupportedModelError: the layer asks for what this attention has not.
+        UnsupportedModelError: the layer needs what this attention does not support.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = attention_mask is None and position_bias is None and not dropout and causal
     if not plain or query.shape[2] != key.shape[2]:
         raise UnsupportedModelError(
-            f"{type(module).__name__} wants a mask, a bias, a cache, dropout or future tokens in its attention",
+            f"the attention of {type(module).__name__} needs a mask, a bias, a cache, dropout or future tokens",
             remedy="train another model, or report this one",
         )
     rule = Rule(scale=scaling, window=sliding_window, cap=softcap, sinks_A=s_aux)
@@ -156,37 +154,26 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
 def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:
-    """Return what the spans see; in float32, so that the gradients of all completions add up in it."""
+    """Return the keys or values of all spans; in float32, in which the gradients of all completions then add up."""
     return x_TKD.float().index_select(0, keys_U).to(x_TKD.dtype)
 
 
 def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
     size = q_TAD.shape[-1]
-    return (
-        q_TAD.is_cuda
-        and q_TAD.dtype in (torch.bfloat16, torch.float16)
-        and rule.cap is None
-        and rule.sinks_A is None
-        and size == v_UKD.shape[-1]
-        and size <= KERNEL_HEAD_SIZE
-        and size % 8 == 0
-        and (rule.window is None or "window_size" in _KERNEL_OPTIONS)
-    )
+    is_half = q_TAD.is_cuda and q_TAD.dtype in (torch.bfloat16, torch.float16)
+    is_plain = rule.cap is None and rule.sinks_A is None
+    return is_half and is_plain and size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
 
 
 def _kernel(
     q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], rule: Rule
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": rule.scale}
-    if "window_size" in _KERNEL_OPTIONS:
-        options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in _KERNEL_OPTIONS:
+    options: dict[str, Any] = {"window_size": (-1 if rule.window is None else rule.window - 1, 0)}
+    if _GROUPS_HEADS:
         options["enable_gqa"] = True
     else:
         groups = q_TAD.shape[1] // k_UKD.shape[1]
         k_UKD, v_UKD = k_UKD.repeat_interleave(groups, dim=1), v_UKD.repeat_interleave(groups, dim=1)
-    output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, **options)
-    assert isinstance(output_TAD, Tensor), "nothing beside the output was asked for"
+    output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, scale=rule.scale, **options)
+    assert isinstance(output_TAD, Tensor), "only the output was requested"
     return output_TAD

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.core.memory import left_bytes
-from bridge.passes import layers, logits
-from bridge.passes.logprobs import model_logprobs
+from bridge.passes import layers
+from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.preparation import first_trained
 
@@ -30,7 +30,7 @@ CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
 """The same on a CPU, where a pass takes long and counting is exact."""
 LIVE_LAYERS = 3
 """Layers whose activations, recomputed, and gradients a backward pass holds at once on a CPU."""
-CPU_LOGITS_BYTES = 3 * 4 * logits.BLOCK_LOGITS["cpu"]
+CPU_LOGITS_BYTES = 3 * 4 * BLOCK_LOGITS["cpu"]
 """Float32 logits of one block of the vocabulary, and what is made of them."""
 
 

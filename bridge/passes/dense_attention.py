@@ -1,11 +1,10 @@
 """Causal attention over packed sequences by blocks of rows: exact for whatever a layer asks, on any device.
 
-What the kernel for variable lengths lacks is done here: the CPU, float32, caps on scores, attention sinks.
+It serves what the variable-length kernel does not support: the CPU, float32, capped scores and attention sinks.
 
-Not covered: the kernel (`attention.py`).
-Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each sees, span after span, L tokens of
-the longest span of a block, M the most that one of them sees, A attention heads, K key-value heads (A is a multiple of
-K), X either, D size of a head.
+Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each span attends to (span after span), L
+tokens of the longest span of a block, M most keys of one of its spans, A attention heads, K key-value heads (A is a
+multiple of K), X either, D size of a head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +16,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 LEAST_FILLED = 0.7
-"""No sequence of a block is shorter than this share of the longest."""
+"""The shortest sequence of a block has at least this share of the longest one's keys."""
 ENOUGH = 16
-"""Sequences after which a block ends where the next is of another length: those of equal lengths need no filling."""
-
+"""Sequences after which a block ends at the next change of length: equal lengths need no padding."""
 
 Span = tuple[int, int]
-"""How many tokens a span has, and how many it sees: those before it, and itself."""
+"""Number of tokens, and number of keys: those before the span, and the span itself."""
 
 
 class Rule(NamedTuple):
@@ -32,16 +30,16 @@ class Rule(NamedTuple):
     scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(D)."""
     window: int | None = None
-    """Tokens that one sees, itself included; None: all before it."""
+    """Tokens that a token attends to, itself included; None: all before it."""
     cap: float | None = None
     """c in c * tanh(score / c), as in Gemma 2."""
     sinks_A: Tensor | None = None
-    """Score of a token that all see and that has no value, as in gpt-oss."""
+    """Score of a token without a value that all tokens attend to, as in gpt-oss."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-    """Attend by blocks of neighbours of similar length; a pack has its sequences in the order of their lengths.
+    """Attend by blocks of neighbors of similar length; a pack has its sequences in the order of their lengths.
 
     Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
     """
@@ -53,7 +51,7 @@ def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor,
 
 
 def _similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Cut the spans into blocks: of those that see equally many tokens, or of few that differ little."""
+    """Cut the spans into blocks: of equally many keys, or a few that differ little."""
     block: list[Span] = []
     shortest = longest = 0
     for span in spans:
@@ -66,12 +64,12 @@ def _similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
-    """Attend in rows as long as the longest; what fills a row behind its span is seen by none of it."""
+    """Attend in rows as long as the longest; no span attends to the padding behind it."""
     queries, keys = (_Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
     seen = None
     if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):
         before_S1 = keys.lengths_S1 - queries.lengths_S1
-        last_SL = torch.minimum(before_S1 + queries.within_1L, keys.lengths_S1 - 1)  # or what fills would see nothing
+        last_SL = torch.minimum(before_S1 + queries.within_1L, keys.lengths_S1 - 1)  # or padding would see nothing
         seen = _up_to(last_SL, keys.num_columns, rule).unsqueeze(1)
     rows = queries.of(q_TAD), keys.of(k_UKD), keys.of(v_UKD)
     return queries.back(in_rows(*rows, rule=rule, seen_SLM=seen))
@@ -88,7 +86,7 @@ class _Rows:
         self._is_full = min(lengths) == self.num_columns
 
     def of(self, x_TXD: Tensor) -> Tensor:
-        """Return [S, X, L, D]; a row that is too short is filled with its last token."""
+        """Return [S, X, L, D]; a short row is padded with its last token."""
         if not self._is_full:
             firsts_S1 = self.lengths_S1.cumsum(0) - self.lengths_S1
             places_SL = firsts_S1 + torch.minimum(self.within_1L, self.lengths_S1 - 1)
@@ -97,7 +95,7 @@ class _Rows:
         return rows_SLXD.transpose(1, 2)
 
     def back(self, x_SXLD: Tensor) -> Tensor:
-        """Return [T, X, D], without what was filled in."""
+        """Return [T, X, D], without the padding."""
         x_TXD = x_SXLD.transpose(1, 2).flatten(0, 1)
         if self._is_full:
             return x_TXD
@@ -106,9 +104,9 @@ class _Rows:
 
 
 def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_SLM: Tensor | None = None) -> Tensor:
-    """Attend in each row on its own, causally; in float32 on the CPU, whose bf16 kernels take ten times as long.
+    """Attend causally in each row; on the CPU in float32, whose bf16 kernels take ten times as long.
 
-    The queries are of the last tokens of a row, unless `seen_SLM` says what each sees.
+    The queries are the last tokens of their rows, unless `seen_SLM` gives the keys of each.
 
     Shapes: [S, A, L, D], [S, K, M, D] x 2, [S, 1, L, M] bool -> [S, A, L, D].
     """
@@ -116,21 +114,21 @@ def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_
         rows = (x_SXLD.float() for x_SXLD in (q_SALD, k_SKMD, v_SKMD))
         return in_rows(*rows, rule=rule, seen_SLM=seen_SLM).to(q_SALD.dtype)
     groups, num_queries, num_keys = q_SALD.shape[1] // k_SKMD.shape[1], q_SALD.shape[2], k_SKMD.shape[2]
-    is_spelt_out = rule.cap is not None or rule.sinks_A is not None
+    is_spelled_out = rule.cap is not None or rule.sinks_A is not None
     is_whole = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
-    if seen_SLM is None and (is_spelt_out or not is_whole):
+    if seen_SLM is None and (is_spelled_out or not is_whole):
         last_L = torch.arange(num_keys - num_queries, num_keys, device=q_SALD.device)
         seen_SLM = _up_to(last_L, num_keys, rule)
-    if is_spelt_out:
+    if is_spelled_out:
         assert seen_SLM is not None
         k_SAMD, v_SAMD = (x_SKMD.repeat_interleave(groups, dim=1) for x_SKMD in (k_SKMD, v_SKMD))
-        return _spelt_out(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
+        return _spelled_out(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
     return scaled_dot_product_attention(
         q_SALD, k_SKMD, v_SKMD, attn_mask=seen_SLM, is_causal=is_whole, scale=rule.scale, enable_gqa=groups > 1
     )
 
 
-def _spelt_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor, rule: Rule) -> Tensor:
+def _spelled_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor, rule: Rule) -> Tensor:
     scale = q_SALD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
     scores_SALM = (q_SALD @ k_SAMD.transpose(2, 3)).float() * scale
     if rule.cap is not None:
@@ -143,7 +141,7 @@ def _spelt_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor,
 
 
 def _up_to(last_L: Tensor, num_keys: int, rule: Rule) -> Tensor:
-    """Return which of the keys each token sees that is the last of those before it: [..., L] -> [..., L, M]."""
+    """Return which keys a token attends to, given the last of them: [..., L] -> [..., L, M]."""
     keys_M = torch.arange(num_keys, device=last_L.device)
     seen_LM = keys_M <= last_L.unsqueeze(-1)
     return seen_LM if rule.window is None else seen_LM & (keys_M > last_L.unsqueeze(-1) - rule.window)

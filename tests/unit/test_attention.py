@@ -159,7 +159,7 @@ def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_the_layer_s_name(asked: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 3, 8)
-    with pytest.raises(UnsupportedModelError, match=r"Identity wants a mask, a bias"):
+    with pytest.raises(UnsupportedModelError, match=r"the attention of Identity needs a mask, a bias"):
         attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | asked))
 
 
