@@ -17,7 +17,7 @@ from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
-from bridge.passes.expected import Note
+from bridge.passes.preparation import Note
 from bridge.weights.opened_model import OpenedModel
 
 MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
@@ -40,7 +40,7 @@ def learner_of(
         UnsupportedModelError: the model cannot be trained as it is wanted to be.
     """
     model = opened.model
-    shares_prompts = preparation.prepare(model, config, note, max_model_len=max_model_len)
+    shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
     lr = config.learning_rate
     groups = [
         factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=config.optimizer.weight_decay)

@@ -86,7 +86,7 @@ def open_reference(
     assert config.loss.reference_model is not None, "refused by the configuration"
     _check_memory(config.loss.reference_model, device, model.dtype)
     own = loaded.load(config.loss.reference_model, device=str(device), dtype=model.dtype, max_model_len=max_model_len)
-    without = config.changed(gradient_checkpointing=False)
+    without = config.compute.model_copy(update={"gradient_checkpointing": False})
     shares_prompts = preparation.prepare(own.model, without, note, max_model_len=max_model_len)
     return Reference(own.model, weight_bytes=own.weight_bytes, frozen=nullcontext, shares_prompts=shares_prompts)
 

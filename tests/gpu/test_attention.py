@@ -58,7 +58,7 @@ def test_completions_see_the_prompt_that_they_share(window: int | None) -> None:
     exact = MistralForCausalLM(config).cuda()
     model = copy.deepcopy(exact).bfloat16()
     attention.choose(exact, attention.NAME)  # in float32, which the kernel has not
-    assert prepare(model, TrainConfig.of(model_name="m", compile_layers=False), pytest.fail)
+    assert prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute, pytest.fail)
     ours, expected = computed(model, share_prompts=True), computed(exact, share_prompts=True)
     assert (ours[0] - expected[0]).abs().mean() < PARITY_LIMIT
     assert cosine_similarity(ours[1], expected[1], dim=0) > 0.99

@@ -30,8 +30,8 @@ from transformers import (
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, dense_attention, layers
-from bridge.passes.expected import packed
 from bridge.passes.packing import Sample, packs
+from bridge.passes.preparation import packed
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {

@@ -191,7 +191,7 @@ def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
     )
     assert asked is not None
     assert asked.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
-    preparation.prepare(model, config_of(), note)
+    preparation.prepare(model, config_of().compute, note)
     before = logprobs(model)
     with torch.no_grad():
         for parameter in model.parameters():
