@@ -10,7 +10,7 @@ from contextlib import closing
 from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.learn import reference
-from bridge.learn.opening import MakeOptimizer
+from bridge.learn.learner import MakeOptimizer
 from bridge.modes import way_of
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.optimizers import factory

@@ -17,7 +17,7 @@ from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import ServerUnreachableError, UsageError
 from bridge.learn import mismatch
-from bridge.learn.opening import MakeOptimizer, learner_of
+from bridge.learn.learner import MakeOptimizer, learner_of
 from bridge.modes.mode import Mode
 from bridge.rollouts.stream import Stream
 from bridge.run import measuring

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from bridge.learn import gradients, policy_loss
-from bridge.learn.gradients import Learnt
+from bridge.learn import learner, policy_loss
+from bridge.learn.learner import Learnt
 from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
 from bridge.passes.packing import MicroBatch
@@ -74,7 +74,7 @@ def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append((logprobs_N - old_logprobs_N).detach())
         return original(logprobs_N, old_logprobs_N, batch, *rest)
 
-    monkeypatch.setattr(gradients, "policy_loss", noting)
+    monkeypatch.setattr(learner, "policy_loss", noting)
     return seen
 
 
@@ -112,7 +112,7 @@ def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPat
         logprobs_N, entropies_N = original(*given)
         return logprobs_N + torch.randn_like(logprobs_N), entropies_N
 
-    monkeypatch.setattr(gradients, "model_logprobs", noisy)
+    monkeypatch.setattr(learner, "model_logprobs", noisy)
     seen = log_ratios(monkeypatch)
     learnt(loss="gspo", updates_per_batch=2)
     assert calls == [3]

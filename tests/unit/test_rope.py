@@ -183,4 +183,4 @@ def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer)
     config = TrainConfig.of(model_name=folder, kl_coef=0.1, reference_model=folder)
     reference = open_reference(config, own.model, own.device, pytest.fail, max_model_len=LONGEST)
     assert reference is not None
-    torch.testing.assert_close(turned(reference._model, 5), of_factors("long", 5, 1.4142135))
+    torch.testing.assert_close(turned(reference.model, 5), of_factors("long", 5, 1.4142135))
