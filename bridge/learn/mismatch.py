@@ -56,7 +56,7 @@ class Correction:
             return torch.ones_like(ratios_N)
         if self.kind == "truncate":
             return ratios_N.clamp(max=self.high)
-        return torch.where(self._outside(ratios_N), 0.0, ratios_N)
+        return torch.where(self.changed(old_logprobs_N, sampled_logprobs_N, sequences_N), 0.0, ratios_N)
 
     def changed(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
         """Return for each token whether its weight was truncated or masked.
@@ -64,12 +64,8 @@ class Correction:
         Shapes: [N], [N], [N] int64 -> [N] bool.
         """
         ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
-        if self.kind == "mask":
-            return self._outside(ratios_N)
-        return ratios_N > (self.high if self.kind == "truncate" else math.inf)
-
-    def _outside(self, ratios_N: Tensor) -> Tensor:
-        return (ratios_N < self.low) | (ratios_N > self.high)
+        too_high_N = ratios_N > (math.inf if self.kind == "none" else self.high)
+        return too_high_N | (ratios_N < self.low) if self.kind == "mask" else too_high_N
 
 
 def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None) -> Tensor:

@@ -25,8 +25,6 @@ MAX_LOG_RATIO = 20.0
 class LossSpec:
     """The choices that distinguish policy losses."""
 
-    ratio_level: Literal["token", "sequence"]
-    """What has a probability ratio and is clipped: each token, or each completion."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     """Mean over all tokens, mean over completions of each one's mean over its tokens, or sum over a constant."""
     advantage_scale: Literal["group", "batch", "none"]
@@ -35,6 +33,8 @@ class LossSpec:
     """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
     """The ratio's upper clip is 1 + clip_high."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """What has a probability ratio and is clipped: each token, or each completion."""
     mask_truncated: bool = False
     kl_coef: float = 0.0
     correction: Correction = field(default_factory=Correction)
@@ -64,20 +64,14 @@ class LossSpec:
 
 LOSSES: Mapping[str, LossSpec] = {
     # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; it names no clip: PPO's own, arXiv 1707.06347, section 6.1
-    "grpo": LossSpec(
-        ratio_level="token", aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2
-    ),
+    "grpo": LossSpec(aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2),
     # Dr. GRPO, arXiv 2503.20783, section 3.2: divides neither by a length nor by a standard deviation
-    "dr_grpo": LossSpec(
-        ratio_level="token", aggregation="constant", advantage_scale="none", clip_low=0.2, clip_high=0.2
-    ),
+    "dr_grpo": LossSpec(aggregation="constant", advantage_scale="none", clip_low=0.2, clip_high=0.2),
     # DAPO, arXiv 2503.14476, equation 8 and section 4.1; its mask of truncated completions is mask_truncated
-    "dapo": LossSpec(
-        ratio_level="token", aggregation="token_mean", advantage_scale="group", clip_low=0.2, clip_high=0.28
-    ),
+    "dapo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=0.2, clip_high=0.28),
     # GSPO, arXiv 2507.18071, equations 5 to 7 and section 5.1
     "gspo": LossSpec(
-        ratio_level="sequence", aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4
+        aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4, ratio_level="sequence"
     ),
 }
 """Name of a loss -> its paper's choices."""

@@ -10,12 +10,11 @@ Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import Literal
 
 from bridge.errors import UsageError
 from bridge.learn.policy_loss import LossSpec
-from bridge.passes.packing import Sample
+from bridge.passes.packing import Sample, of_sampled
 from bridge.types import Completion, Group
 
 STD_EPSILON = 1e-6
@@ -64,9 +63,6 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence,
     those whose advantages are all zero.
 
-    Raises:
-        UsageError: see `with_advantages`.
-
     Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
         DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
@@ -81,7 +77,7 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     result = []
     for prompt, completion, given in kept:
         num_given, length = len(completion.token_ids), completion.num_sampled
-        advantages = _of_sampled(given if len(given) == num_given else given * num_given, completion)
+        advantages = of_sampled(given if len(given) == num_given else given * num_given, completion.sampled)
         if not length or not (any(advantages) or spec.kl_coef > 0):
             continue
         divisor = {
@@ -100,15 +96,11 @@ def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[f
     return Sample(
         prompt_token_ids=prompt + tokens[:first],
         token_ids=tokens[first:],
-        sampled_logprobs=_of_sampled(completion.logprobs, completion),
+        sampled_logprobs=of_sampled(completion.logprobs, sampled),
         advantages=advantages,
         weight=weight,
         sampled=None if sampled is None or all(sampled[first:]) else sampled[first:],
     )
-
-
-def _of_sampled(values: tuple[float, ...], completion: Completion) -> tuple[float, ...]:
-    return values if completion.sampled is None else tuple(compress(values, completion.sampled))
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:

@@ -33,9 +33,6 @@ def call_again(model: PreTrainedModel) -> None:
 
     The layers check whether they are in training mode before they do so. Only they are switched to it, so that dropout
     stays what it was: an adapter's on, and the model's off.
-
-    Raises:
-        UnsupportedModelError: the model cannot.
     """
     if not model.supports_gradient_checkpointing:
         raise UnsupportedModelError(
@@ -71,11 +68,6 @@ def uncompile_layers(model: PreTrainedModel) -> None:
 def are_compiled(model: PreTrainedModel) -> bool:
     """Whether the model's layers are compiled, or will be at their first call."""
     return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
-
-
-def num_breaks() -> int:
-    """Return how many graph breaks there were: places where a layer became several graphs."""
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

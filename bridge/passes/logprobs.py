@@ -69,19 +69,12 @@ def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature:
     hidden_TH = packed_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
     head_VH, bias_V, transform = _head(model, temperature)
     hidden_NH = hidden_TH.index_select(0, micro_batch.rows_N)
-    return token_logprobs(
-        hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles=layers.are_compiled(model)
-    )
+    compiles = layers.are_compiled(model)
+    return token_logprobs(hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles)
 
 
 def token_logprobs(
-    hidden_NH: Tensor,
-    head_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    by: LogitTransform,
-    *,
-    compiles: bool = False,
+    hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, by: LogitTransform, compiles: bool
 ) -> tuple[Tensor, Tensor]:
     """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
 

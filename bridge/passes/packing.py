@@ -65,33 +65,29 @@ class Sample:
         """Sampled tokens."""
         return len(self.advantages)
 
-    def of_sampled(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Return the values that belong to sampled tokens, given one for each token of the completion."""
-        return values if self.sampled is None else tuple(compress(values, self.sampled))
+
+def of_sampled(values: Sequence[Value], sampled: tuple[bool, ...] | None) -> tuple[Value, ...]:
+    """Return the values of sampled tokens, given one for each token of a completion."""
+    return tuple(values if sampled is None else compress(values, sampled))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Packed sequences: the input of one forward and backward pass."""
+    """Packed sequences: the input of one forward and backward pass; int64 indices, float32 values."""
 
     tokens_T: Tensor
-    """int64."""
     positions_T: Tensor
-    """int64: 0, 1, 2, ... in each sequence."""
     spans: Spans
     num_sequences: int
     rows_N: Tensor
-    """int64: positions in T that predict a sampled token, sample after sample."""
     targets_N: Tensor
-    """int64: the token that was sampled there."""
     sequences_N: Tensor
-    """int64: the sample of each row, from 0 to num_sequences - 1."""
+    """The sample of each row, from 0 to num_sequences - 1."""
     sampled_logprobs_N: Tensor
-    """float32, nats: the server's; NaN where unknown."""
+    """In nats: the server's; NaN where unknown."""
     advantages_N: Tensor
-    """float32."""
     weights_N: Tensor
-    """float32: factor of the row's term in the loss."""
+    """Factor of the row's term in the loss."""
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
@@ -163,7 +159,7 @@ class _Layout:
         self._starts, self._key_starts = [0], [0]
         rows = self._rows(groups)
         keys = self._keys if len(groups) < len(self.samples) else []
-        targets = [token for sample in self.samples for token in sample.of_sampled(sample.token_ids)]
+        targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
         counts = [sample.num_trained for sample in self.samples]
         self.integers = [
             torch.from_numpy(np.array(values, dtype=np.int64))  # torch.tensor takes four times as long
@@ -195,9 +191,9 @@ class _Layout:
                 assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
                 if prompt is None:
                     whole = self._add(sample.prompt_token_ids + sample.token_ids)
-                    rows += sample.of_sampled(whole[len(sample.prompt_token_ids) - 1 : -1])
+                    rows += of_sampled(whole[len(sample.prompt_token_ids) - 1 : -1], sample.sampled)
                 else:
-                    rows += sample.of_sampled([prompt[-1], *self._add(sample.token_ids, prompt)[:-1]])
+                    rows += of_sampled([prompt[-1], *self._add(sample.token_ids, prompt)[:-1]], sample.sampled)
         return rows
 
     def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:

@@ -57,9 +57,17 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
         UnsupportedModelError: the model computes something else for packed sequences than for each alone.
         UsageError: liger-kernel was requested, and cannot be used.
     """
-    with _refusing_misfits(model):
+    try:
         check_head(model)
         expected = Expected(model, max_model_len)
+    except MISFITS as error:
+        if isinstance(error, BridgeError):
+            raise
+        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be called like other language models: {words}",
+            remedy="train another model, of those in docs/families.md, or report this one",
+        ) from error
     compiles = model.device.type == "cuda" if compute.compile_layers is None else compute.compile_layers
     if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
         wide_linear.widen(model)  # not both: torch would compile every layer separately
@@ -79,9 +87,6 @@ def recompute_activations(model: PreTrainedModel, note: Note) -> None:
 
     The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
     called again, and not compiled: of several graphs, the second call might use others than the first.
-
-    Raises:
-        UnsupportedModelError: the model cannot.
     """
     if layers.are_compiled(model):
         layers.compile_layers(model, recomputed=True)
@@ -92,20 +97,6 @@ def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained parameters of the first layer that has any: their gradients need the whole backward pass."""
     candidates = ([p for p in part.parameters() if p.requires_grad] for part in (*layers.decoder_layers(model), model))
     return next((trained for trained in candidates if trained), [])
-
-
-@contextmanager
-def _refusing_misfits(model: PreTrainedModel) -> Iterator[None]:
-    try:
-        yield
-    except MISFITS as error:
-        if isinstance(error, BridgeError):
-            raise
-        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be called like other language models: {words}",
-            remedy="train another model, of those in docs/families.md, or report this one",
-        ) from error
 
 
 def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) -> None:
@@ -165,15 +156,19 @@ def _recompute(model: PreTrainedModel, note: Note) -> None:
 
 def _against_recomputing(model: PreTrainedModel) -> str | None:
     """Compile the layers and return why their code cannot run twice; None: it can."""
-    num_breaks, random_state = layers.num_breaks(), _random_state(model.device)
+    num_breaks, random_state = _num_breaks(), _random_state(model.device)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             _run_all_forms(model)
     except COMPILE_ERRORS as error:
         return f"torch cannot compile that: {' '.join(str(error).strip().splitlines()[:2])}"
-    if layers.num_breaks() > num_breaks:
+    if _num_breaks() > num_breaks:
         return "torch makes several graphs of one"
     return None if torch.equal(_random_state(model.device), random_state) else "draw random numbers"
+
+
+def _num_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -231,9 +226,6 @@ class Expected:
         """Compare with the packed forward pass of the model as it is prepared now.
 
         And once more with the first sequence at the end of the longest possible one: the others must not depend on it.
-
-        Raises:
-            UnsupportedModelError: they differ by more than rounding.
         """
         with torch.no_grad(), _checking(model):
             tokens_T = self._tokens_T
@@ -260,8 +252,10 @@ def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, 
     """
     positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
     positions_T[: lengths[0]] += begin
-    spans = attention.Spans.of_lengths(lengths, tokens_T.device)
-    return attention.packed_hidden(model, tokens_T, positions_T, spans)
+    starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_T.device)
+    return attention.packed_hidden(
+        model, tokens_T, positions_T, attention.Spans(starts_S1=starts_S1, longest=max(lengths))
+    )
 
 
 def _packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:

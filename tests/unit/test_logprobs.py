@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_naive_computation_in_float64(
         ours[2] if with_bias else None,
         targets,
         LogitTransform(temperature=0.7, final_logit_softcapping=cap, logits_scaling=scale),
-        compiles=compiles,
+        compiles,
     )
     expected, expected_entropies = naive(
         exact[0], exact[1], targets, temperature=0.7, bias=exact[2] if with_bias else None, cap=cap, scale=scale
@@ -111,7 +111,7 @@ def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
     hidden, head = torch.randn(50, 64).bfloat16(), torch.randn(VOCABULARY, 64).bfloat16()
     targets = torch.randint(VOCABULARY, (50,))
     exact, _ = naive(hidden.double(), head.double(), targets)
-    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN)
+    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
     rounded = (hidden @ head.T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     assert (ours - exact).abs().max() < 1e-4
     assert (rounded - exact).abs().max() > 0.02
@@ -119,14 +119,14 @@ def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
 
 def test_a_frozen_head_gets_no_gradient_and_the_rows_still_do() -> None:
     hidden, head = torch.randn(4, 16, requires_grad=True), torch.randn(VOCABULARY, 16)
-    token_logprobs(hidden, head, None, torch.arange(4), PLAIN)[0].sum().backward()
+    token_logprobs(hidden, head, None, torch.arange(4), PLAIN, False)[0].sum().backward()
     assert hidden.grad is not None
     assert head.grad is None
 
 
 def test_no_rows_give_no_numbers_and_zero_gradients() -> None:
     hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
-    logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN)
+    logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
     logprobs.sum().backward()
     assert logprobs.shape == entropies.shape == (0,)
     assert head.grad is not None
@@ -145,7 +145,7 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
 
     hidden, head = torch.randn(100, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     with Watch():  # type: ignore[no-untyped-call]
-        token_logprobs(hidden, head, None, torch.arange(100), PLAIN)[0].sum().backward()
+        token_logprobs(hidden, head, None, torch.arange(100), PLAIN, False)[0].sum().backward()
     assert max(sizes) == head.numel() < 100 * VOCABULARY
 
 
@@ -161,7 +161,7 @@ def test_the_gradient_of_the_head_is_the_only_tensor_of_its_size() -> None:
 
     hidden = torch.randn(20, 64, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
-    logprobs = token_logprobs(hidden, head, None, torch.arange(20), PLAIN)[0]
+    logprobs = token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False)[0]
     with Watch():  # type: ignore[no-untyped-call]
         gradient, _ = torch.autograd.grad(logprobs.sum(), [head, hidden])
     assert places == {gradient.data_ptr(), head.data_ptr()}
@@ -172,7 +172,7 @@ def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -
     torch.manual_seed(0)
     hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     targets = torch.arange(VOCABULARY)
-    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, compiles=compiles)
+    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, compiles)
     exact, _ = naive(hidden, head, targets)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
     mine, theirs = (torch.autograd.grad(x.sum(), [hidden, head]) for x in (ours, exact))
@@ -182,7 +182,7 @@ def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -
 def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
     hidden, head = torch.full((2, 1), 1e4), torch.linspace(-1, 1, VOCABULARY).unsqueeze(1)
     targets = torch.tensor([0, VOCABULARY - 1])
-    logprobs, entropies = token_logprobs(hidden, head, None, targets, PLAIN)
+    logprobs, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False)
     expected, expected_entropies = naive(hidden.double(), head.double(), targets)
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-2)
