@@ -35,8 +35,8 @@ NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
 KERNEL_HEAD_SIZE = 256
 """Largest head that the kernel supports."""
-_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Not in torch 2.11."""
+_KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+"""Windows and grouped heads came to `varlen_attn` after torch 2.10."""
 LEAST_FILLED = 0.7
 """The shortest sequence of a block has at least this share of the longest one's keys."""
 ENOUGH = 16
@@ -176,19 +176,25 @@ def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
     size = q_TAD.shape[-1]
     is_half = q_TAD.is_cuda and q_TAD.dtype in (torch.bfloat16, torch.float16)
     is_plain = rule.cap is None and rule.sinks_A is None
-    return is_half and is_plain and size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
+    has_window = rule.window is None or "window_size" in _KERNEL_OPTIONS
+    fits = size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
+    return is_half and is_plain and has_window and fits
 
 
 def _kernel(
     q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], rule: Rule
 ) -> Tensor:
-    options: dict[str, Any] = {"window_size": (-1 if rule.window is None else rule.window - 1, 0)}
-    if _GROUPS_HEADS:
+    options: dict[str, Any] = {"scale": rule.scale}
+    if "window_size" in _KERNEL_OPTIONS:
+        options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
+    else:
+        options["is_causal"] = True
+    if "enable_gqa" in _KERNEL_OPTIONS:
         options["enable_gqa"] = True
     else:
         groups = q_TAD.shape[1] // k_UKD.shape[1]
         k_UKD, v_UKD = k_UKD.repeat_interleave(groups, dim=1), v_UKD.repeat_interleave(groups, dim=1)
-    output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, scale=rule.scale, **options)
+    output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, **options)
     assert isinstance(output_TAD, Tensor), "only the output was requested"
     return output_TAD
 
