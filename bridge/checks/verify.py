@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from bridge.checks.result import Check, judged, skipped
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import Sample, packs
 from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient

@@ -1,6 +1,6 @@
-"""From groups to updates: advantages and samples, the loss, gradients, and the learner that takes the steps.
+"""From groups to updates: advantages and samples, the loss, its gradients, and the learner that takes the updates.
 
-Words: *sample* (one completion that is trained on), *update* (one optimizer step), *epoch* (one pass over a batch),
-*mini-batch* (the samples of one update), *micro-batch* (the samples of one forward and backward pass).
+Words: *sample* (a completion to train on), *step* (one batch), *update* (one optimizer step), *epoch* (one pass over a
+batch), *mini-batch* (the samples of one update), *micro-batch* (the samples of one forward and backward pass).
 May import: `bridge.passes`, `bridge.optimizers`, `bridge.weights`, `bridge.config`.
 """

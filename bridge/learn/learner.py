@@ -1,36 +1,123 @@
-"""One batch of rollouts turned into updates: all that can be computed before a weight changes, and the changes.
+"""Train on batches of rollouts: compute all that can be computed before a weight changes, then take the updates.
 
-    take       the groups become samples, one share of them per update
-    prepare    forward and backward passes up to where the first weight would change
-    write      the update, and where a batch makes several, the passes and the updates that follow
+    take       turn the groups into samples, and cut them into mini-batches
+    prepare    run forward and backward passes up to the first change of a weight
+    write      take the update, and if a batch has several, run the remaining passes and take their updates
 
-With one update a batch nothing but the optimizer's step is left to write. Where gradients are released, each parameter
-is stepped in the middle of the backward pass, which is part of writing then.
+With one update per batch, `write` only takes the optimizer step. With gradient release each parameter is updated in the
+middle of the backward pass, which is then part of `write`.
 
-Not covered: the fence around writing (`fence.py`), forward and backward (`gradients.py`), the loss (`policy_loss.py`),
-the optimizer (`bridge/optimizers`), how many tokens a pass takes (`bridge/passes/budget.py`).
+Not covered: the fence around `write` (`bridge/server/fence.py`), the loss (`policy_loss.py`).
+Shape suffixes: N rows (positions that predict a sampled token).
 """
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.learn.advantages import samples, with_advantages
-from bridge.learn.gradients import Gradients, Learnt, Part, Sums
-from bridge.learn.policy_loss import LossSpec
-from bridge.learn.reference import Reference
+from bridge.learn.mismatch import Mismatch, Tally, measure, share
+from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, policy_loss
+from bridge.learn.reference import Reference, open_reference
+from bridge.learn.samples import samples, with_advantages
+from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.release import added_in_float32
+from bridge.passes import preparation
 from bridge.passes.budget import Budget
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.preparation import Note
 from bridge.types import Group
+from bridge.weights.opened_model import OpenedModel
+
+MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
+
+
+def learner_of(
+    config: TrainConfig,
+    opened: OpenedModel,
+    note: Note,
+    *,
+    max_model_len: int | None = None,
+    make_optimizer: MakeOptimizer = factory.make,
+) -> "Learner":
+    """Prepare the model and return its learner; all memory is allocated that does not depend on a batch.
+
+    `max_model_len` is the length of the server's longest sequence; None: unknown.
+
+    Raises:
+        UsageError: it does not fit.
+        UnsupportedModelError: the model cannot be trained as configured.
+    """
+    model, lr, weight_decay = opened.model, config.learning_rate, config.optimizer.weight_decay
+    shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
+    groups = [
+        factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=weight_decay)
+        for name, factor in opened.lr_factors.items()
+    ]
+    if config.optimizer.lr is None:
+        trained = "an adapter" if config.mode == "lora_only" else "all weights"
+        note(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
+    if not factory.decays(groups):
+        note(
+            f"weight decay has no effect: 1 - {lr:g} x {weight_decay:g} is 1 in float32, as in torch's AdamW; at this"
+            f" learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
+        )
+    optimizer = make_optimizer(config, groups)
+    try:
+        optimizer.allocate()
+        reference = open_reference(config, model, opened.device, note, max_model_len=max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
+            remedy=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
+            " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
+        ) from error
+    if reference is not None:
+        shares_prompts = shares_prompts and reference.shares_prompts
+    budget = Budget(model, config, note, share_prompts=shares_prompts)
+    return Learner(config, model, optimizer, budget=budget, reference=reference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """The figures of one step."""
+
+    loss: float
+    """Mean over the updates."""
+    grad_norm: float
+    """Global norm of the gradient before it is clipped, mean over the updates."""
+    entropy: float
+    """Mean entropy of the policy at the sampled tokens, before the first update, in nats."""
+    mismatch: Mismatch
+    """Between the server and the trainer, before the first update."""
+    shares: LossShares
+    num_tokens: int
+    """Sampled tokens that were trained on."""
+    num_updates: int
+    num_skipped: int
+    """Updates that were skipped because their gradient was not finite: the first of them ends its step."""
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """One micro-batch, and its log-probabilities from before the first update of the batch, once they are computed."""
+
+    batch: MicroBatch
+    old_logprobs_N: Tensor | None = None
+    """The trainer's."""
+    reference_logprobs_N: Tensor | None = None
+    """The frozen reference's."""
 
 
 class Learner:
@@ -46,33 +133,31 @@ class Learner:
         reference: Reference | None,
     ) -> None:
         self.optimizer = optimizer
-        self._config, self._model, self._budget = config, model, budget
-        self._spec = LossSpec.of(config)
-        self._gradients = Gradients(
-            model=model, spec=self._spec, temperature=config.sampling.temperature, reference=reference
-        )
+        self._config, self._model, self._budget, self._reference = config, model, budget, reference
+        self._spec, self._temperature = LossSpec.of(config.loss), config.sampling.temperature
+        self._updates_in_backward = config.optimizer.gradient_release and not config.optimizer.offload
         self._refusal: UsageError | None = None
-        """What is wrong since an update that can never fit: the weights are whole, and the next batch is refused."""
+        """Why no batch can follow: an update can never fit. The weights are whole."""
         self._take([])
 
     def take(self, groups: Sequence[Group]) -> None:
-        """Make `groups` the batch at hand.
+        """Start a step with this batch.
 
         Raises:
-            UsageError: advantages from outside cannot be used.
+            UsageError: given advantages are invalid.
         """
         whole = with_advantages(groups, self._spec.advantage_scale)
         cut = _cut(whole, self._config.optimizer.updates_per_batch)
         self._take([samples(each, self._spec, max_new_tokens=self._config.sampling.longest) for each in cut])
 
     def wants_sleep(self) -> bool | None:
-        """Tell whether the batch lacks memory, which a sleeping KV cache would give; None: it is empty."""
-        if not any(self._shares):
+        """Whether the batch needs the memory of a sleeping KV cache; None: the batch is empty."""
+        if not any(self._mini_batches):
             return None
-        return self._budget.is_short(max(self._shares, key=lambda each: sum(sample.num_tokens for sample in each)))
+        return self._budget.is_short(max(self._mini_batches, key=lambda each: sum(one.num_tokens for one in each)))
 
     def prepare(self) -> None:
-        """Compute what comes before the first change of a weight, once; what is interrupted leaves nothing.
+        """Compute, once, what comes before the first change of a weight; an interrupt leaves nothing behind.
 
         Raises:
             UsageError: it does not fit in memory, or an update of the batch before did not.
@@ -92,117 +177,146 @@ class Learner:
     def write(self) -> None:
         """Take every update of the batch.
 
-        A gradient that is not finite is skipped and ends the batch, as does what does not fit in memory after the first
-        update: the weights and the optimizer's state are those of the update before.
+        An update is skipped if its gradient is not finite, and ends the batch. So does one that does not fit in memory
+        after the first: the weights and the optimizer's state are then those of the update before.
 
         Raises:
-            UsageError: gradients are released, and memory ran out in the middle of an update.
+            UsageError: memory ran out in the middle of an update with gradient release.
         """
         for number in range(self._config.optimizer.passes_per_batch * len(self._parts)):
-            parts = self._parts[number % len(self._parts)]
-            if not self._update(parts, first=number == 0):
+            if not self._update(self._parts[number % len(self._parts)], first=number == 0):
                 break
         self._model.zero_grad(set_to_none=True)  # a KV cache that slept needs their memory
         self._is_written = True
 
     def forget(self) -> None:
-        """Drop what was computed of the batch at hand; what was measured stays if it is written."""
+        """Drop what was computed for the batch; its figures are kept if it is written."""
         self._model.zero_grad(set_to_none=True)
         if not self._is_written:
-            self._take(self._shares)
+            self._take(self._mini_batches)
 
     def learnt(self) -> Learnt:
-        """Wait for the device, and return what was found."""
-        return self._sums.read(sum(sample.num_trained for each in self._shares for sample in each))
+        """Wait for the device, and return the figures."""
+        num_taken = self._num_updates or len(self._norms)  # if the first was skipped: the figures that show why
+        num_tokens = sum(sample.num_trained for each in self._mini_batches for sample in each)
+        return Learnt(
+            loss=sum(loss.item() for loss in self._losses[:num_taken]) / max(num_taken, 1),
+            grad_norm=sum(self._norms[:num_taken]) / max(num_taken, 1),
+            entropy=share(self._entropy.item(), num_tokens),
+            mismatch=self._tally.read(),
+            shares=LossShares.of(self._loss_sums),
+            num_tokens=num_tokens,
+            num_updates=self._num_updates,
+            num_skipped=sum(not math.isfinite(norm) for norm in self._norms),
+        )
 
-    def _take(self, shares: list[list[Sample]]) -> None:
-        self._shares, self._parts = shares, list[list[Part]]()
+    def _take(self, mini_batches: list[list[Sample]]) -> None:
+        self._mini_batches, self._parts = mini_batches, list[list[_Part]]()
         self._prepared = self._is_written = False
-        self._sums = Sums(self._model.device)
+        self._num_updates = 0
+        self._norms, self._losses = list[float](), list[Tensor]()  # of every update, and of one that was skipped
+        device = self._model.device
+        self._entropy = torch.zeros((), dtype=torch.float64, device=device)
+        self._tally = Tally.zero(device)
+        self._loss_sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
 
     def _prepare(self) -> None:
-        self._parts = [self._pack(each) for each in self._shares if each]
+        self._parts = [self._pack(each) for each in self._mini_batches if each]
         if self._budget.sums_in_float32:
             self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
-        for part in (part for parts in self._parts[1:] for part in parts):
-            self._gradients.look_back(part, self._sums)  # the first update needs none: its ratios are 1
-        if self._parts and not self._steps_in_backward:
+        for part in (part for parts in self._parts[1:] for part in parts):  # the first update's ratios are 1
+            # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
+            # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
+            with torch.enable_grad():
+                logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
+            self._remember(part, logprobs_N.detach(), entropies_N)
+        if self._parts and not self._updates_in_backward:
             self._differentiate(self._parts[0])
         self._prepared = True
 
-    def _pack(self, share: Sequence[Sample]) -> list[Part]:
-        max_tokens = self._budget.max_tokens(share)
+    def _pack(self, mini_batch: Sequence[Sample]) -> list[_Part]:
+        max_tokens = self._budget.max_tokens(mini_batch)
         sharing = self._budget.share_prompts
-        packed = packs(share, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing)
-        parts = [Part(batch=batch) for batch in packed]
-        if len(parts) > 1 and self._steps_in_backward:
+        packed = packs(mini_batch, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing)
+        if len(packed) > 1 and self._updates_in_backward:
+            num_groups = self._config.rollouts.batch_size // self._config.sampling.group_size
+            wanted = len(packed) * len(self._mini_batches)
+            cuts = [cut for cut in range(wanted, num_groups + 1) if num_groups % cut == 0]
             raise UsageError(
-                f"--gradient-release steps each parameter after one backward pass, and the {len(share)} completions of"
-                f" an update need {len(parts)}, of at most {max_tokens:,} tokens",
-                remedy=self._smaller_updates(len(parts)),
+                f"--gradient-release updates each parameter within one backward pass, but the {len(mini_batch)}"
+                f" completions of an update need {len(packed)}, of at most {max_tokens:,} tokens",
+                remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
+                + "a smaller --batch-size, or --offload-optimizer, which sums gradients in host memory",
             )
-        return parts
+        return [_Part(batch=batch) for batch in packed]
 
-    def _smaller_updates(self, num_passes: int) -> str:
-        """Say what makes one pass of an update that takes several."""
-        num_groups = self._config.rollouts.batch_size // self._config.sampling.group_size
-        wanted = num_passes * len(self._shares)
-        cuts = [cut for cut in range(wanted, num_groups + 1) if num_groups % cut == 0]
-        smaller = f"--updates-per-batch {cuts[0]}, " if cuts else ""
-        return smaller + "a smaller --batch-size, or --offload-optimizer, which adds gradients up in host memory"
+    def _update(self, parts: Sequence[_Part], *, first: bool) -> bool:
+        """Take one update; return whether it was taken."""
+        if self._updates_in_backward or not first:
+            try:
+                self._differentiate(parts)
+            except torch.OutOfMemoryError as error:
+                if self._updates_in_backward:
+                    raise UsageError(
+                        f"out of memory in the middle of an update: {str(error).strip().splitlines()[0]}",
+                        remedy="resume from the last checkpoint with --gradient-checkpointing, a higher"
+                        " --updates-per-batch or --kv-sleep always",
+                    ) from error
+                try:
+                    self._budget.shrink(error)
+                except UsageError as refusal:  # not raised here: no weight is half written
+                    self._refusal = refusal
+                return False
+        if not math.isfinite(self._norms[-1]):
+            return False
+        self.optimizer.step(grad_norm=self._norms[-1], max_norm=self._config.optimizer.max_grad_norm)
+        self._num_updates += 1
+        return True
 
-    @property
-    def _steps_in_backward(self) -> bool:
-        return self._config.optimizer.gradient_release and not self._config.optimizer.offload
-
-    def _differentiate(self, parts: Sequence[Part]) -> None:
+    def _differentiate(self, parts: Sequence[_Part]) -> None:
         """Compute the gradients of one update, and their norm."""
         self._model.zero_grad(set_to_none=True)
-        max_norm, steps = self._config.optimizer.max_grad_norm, self._steps_in_backward
         with ExitStack() as gradients:
             if self._config.optimizer.gradient_release:
-                gradients.enter_context(self.optimizer.releasing(max_norm=max_norm))
+                gradients.enter_context(self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm))
             elif len(parts) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
-            is_whole = self._gradients.backward(parts, self._sums, checks_loss=steps)
-        self._sums.norms.append(self.optimizer.global_norm() if is_whole else math.nan)
+            is_whole = self._backward(parts)
+        self._norms.append(self.optimizer.global_norm() if is_whole else math.nan)
 
-    def _update(self, parts: Sequence[Part], *, first: bool) -> bool:
-        """Take one update, and tell whether it was taken."""
-        if self._steps_in_backward:
-            self._step_in_backward(parts)
-        elif not first and not self._can_differentiate(parts):
-            return False
-        if not math.isfinite(self._sums.norms[-1]):
-            return False
-        self.optimizer.step(grad_norm=self._sums.norms[-1], max_norm=self._config.optimizer.max_grad_norm)
-        self._sums.num_updates += 1
+    def _backward(self, parts: Iterable[_Part]) -> bool:
+        """Add up the gradients of one update.
+
+        Return False before a backward pass that would update weights by a loss that is not finite.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._model.device)
+        self._losses.append(total)
+        for part in parts:
+            logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
+            if part.old_logprobs_N is None:
+                self._remember(part, logprobs_N.detach(), entropies_N)
+            if self._reference is not None and part.reference_logprobs_N is None:
+                part.reference_logprobs_N = self._reference.logprobs(part.batch, self._temperature)
+            assert part.old_logprobs_N is not None
+            loss, sums_K = policy_loss(
+                logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N
+            )
+            total += loss.detach()
+            self._loss_sums += sums_K
+            if self._updates_in_backward and not math.isfinite(loss.item()):
+                return False
+            loss.backward()
         return True
 
-    def _can_differentiate(self, parts: Sequence[Part]) -> bool:
-        try:
-            self._differentiate(parts)
-        except torch.OutOfMemoryError as error:
-            try:
-                self._budget.shrink(error)
-            except UsageError as refusal:  # not raised here: no weight is half written
-                self._refusal = refusal
-            return False
-        return True
-
-    def _step_in_backward(self, parts: Sequence[Part]) -> None:
-        try:
-            self._differentiate(parts)
-        except torch.OutOfMemoryError as error:
-            raise UsageError(
-                f"out of memory in an update, which is half written: {str(error).strip().splitlines()[0]}",
-                remedy="go on from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
-                " --kv-sleep always",
-            ) from error
+    def _remember(self, part: _Part, logprobs_N: Tensor, entropies_N: Tensor) -> None:
+        part.old_logprobs_N = logprobs_N
+        self._entropy += entropies_N.sum(dtype=torch.float64)
+        batch, spec = part.batch, self._spec
+        self._tally += measure(logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch))
 
 
 def _cut(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Cut a batch into parts that differ by at most one group; into fewer where there are fewer groups."""
+    """Cut a batch into parts that differ by at most one group; into fewer if there are fewer groups."""
     num_parts = max(1, min(num_parts, len(groups)))
     borders = [len(groups) * number // num_parts for number in range(num_parts + 1)]
     return [groups[start:end] for start, end in pairwise(borders)]

@@ -1,12 +1,11 @@
-"""Two engines' log-probabilities of the same tokens: what their difference weighs, and how large it is.
+"""The log-prob mismatch between the server and the trainer: how large it is, and its importance-sampling correction.
 
-The server samples with its own arithmetic, and with older weights where rollouts are stale. The importance weight of a
-token, its probability by the trainer over that by the server, turns a mean over what the server sampled into one over
-the trainer's own policy: exactly for each token, given the tokens before it, which stay the server's. A loss with one
-ratio per completion takes one truncated weight per completion: the product of its tokens' weights, which is exact for
-it. Truncating or masking bounds the variance that this costs.
+The server computes with its own arithmetic, and with older weights where rollouts are stale. The importance weight of a
+token is its probability by the trainer over that by the server. It turns a mean over the server's samples into one over
+the trainer's policy: exactly for each token, given the tokens before it, which stay the server's. A loss with one ratio
+per completion takes one truncated weight per completion: the product of its tokens' weights. Truncating or masking
+bounds the variance.
 
-Not covered: the loss that is weighted (`policy_loss.py`), the log-probabilities themselves.
 Shape suffixes: N rows (positions that predict a sampled token), K sums.
 """
 
@@ -19,87 +18,85 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from bridge.config import TrainConfig
+from bridge.config import LossConfig
 from bridge.types import HEALTHY_NATS, LOGPROB_DIFF_EDGES
 
-OWN_HIGH: Mapping[str, float] = {"truncate": 2.0, "mask": 5.0, "none": math.inf}
-"""Correction -> its largest importance weight where none is chosen."""
+DEFAULT_HIGH: Mapping[str, float] = {"truncate": 2.0, "mask": 5.0, "none": math.inf}
+"""Kind of correction -> its default for the largest importance weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What is done where the server and the trainer differ in a token's probability."""
+    """The importance-sampling correction."""
 
     kind: Literal["truncate", "mask", "none"] = "none"
-    """`truncate`: the weight is cut off at `high`. `mask`: it is zero outside of `low` to `high`. `none`: it is one."""
+    """`truncate` limits the weight to `high`, `mask` sets it to 0 outside of `low` to `high`, `none` sets it to 1."""
     low: float = 0.0
-    """Least weight that `mask` keeps."""
     high: float = math.inf
-    """Largest weight."""
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Self:
-        """Return what the configuration asks for."""
-        high = OWN_HIGH[config.loss.mismatch] if config.loss.mismatch_high is None else config.loss.mismatch_high
-        return cls(kind=config.loss.mismatch, low=config.loss.mismatch_low, high=high)
+    def of(cls, config: LossConfig) -> Self:
+        high = DEFAULT_HIGH[config.mismatch] if config.mismatch_high is None else config.mismatch_high
+        return cls(kind=config.mismatch, low=config.mismatch_low, high=high)
 
     def weights(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
         """Return each token's importance weight, without gradient; given `sequences_N`, that of its whole sequence.
 
-        `old_logprobs_N` are the trainer's at the beginning of the batch: the weight is of the server's distance from
-        there, staleness included, and the loss's own ratio goes on from there. It is one where the server's is unknown.
+        `old_logprobs_N` are the trainer's before the first update of the batch: the weight covers the distance from the
+        server to there, staleness included, and the loss's ratio the rest. It is 1 where the server's is unknown.
 
         Shapes: [N], [N], [N] int64 -> [N].
         Source: truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
             after IMPALA (arXiv 1802.01561), section 4.1; masked: IcePop, in Ring-1T (arXiv 2510.18855); both apart from
             the loss's ratio: decoupled PPO, in AReaL (arXiv 2505.24298); of a sequence: the product of its tokens', as
-            verl's `rollout_is: sequence` and TRL's `sequence_truncate` have it; a geometric mean would be biased.
+            in verl's `rollout_is: sequence` and TRL's `sequence_truncate`; a geometric mean would be biased.
         """
         ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
         if self.kind == "none":
             return torch.ones_like(ratios_N)
         if self.kind == "truncate":
             return ratios_N.clamp(max=self.high)
-        return torch.where(self._outside(ratios_N), 0.0, ratios_N)
+        return torch.where(self.changed(old_logprobs_N, sampled_logprobs_N, sequences_N), 0.0, ratios_N)
 
     def changed(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
-        """Tell of each token whether its weight was cut off, or the token was left out.
+        """Return for each token whether its weight was truncated or masked.
 
         Shapes: [N], [N], [N] int64 -> [N] bool.
         """
         ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
-        if self.kind == "mask":
-            return self._outside(ratios_N)
-        return ratios_N > (self.high if self.kind == "truncate" else math.inf)
+        too_high_N = ratios_N > (math.inf if self.kind == "none" else self.high)
+        return too_high_N | (ratios_N < self.low) if self.kind == "mask" else too_high_N
 
-    def _outside(self, ratios_N: Tensor) -> Tensor:
-        return (ratios_N < self.low) | (ratios_N > self.high)
+
+def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None) -> Tensor:
+    differences_N = (old_logprobs_N - sampled_logprobs_N).detach()
+    differences_N = torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N)
+    if sequences_N is not None:  # there are at most as many sequences as rows
+        differences_N = torch.zeros_like(differences_N).index_add(0, sequences_N, differences_N)[sequences_N]
+    return differences_N.exp()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """How far the two engines are apart in one step, of the tokens whose log-probability the server told.
-
-    Not a number where no token was trained on, or none was told.
-    """
+    """The mismatch of one step, over the tokens whose log-probability the server reported; NaN if there are none."""
 
     mean: float
-    """Mean over the tokens of |log-probability of the server - of the trainer|, in nats."""
+    """Mean of |log-probability of the server - of the trainer|, in nats."""
     max: float
-    """Largest of the same differences."""
+    """Largest of these differences."""
     histogram: tuple[float, ...]
-    """Share of the tokens in each bin that `LOGPROB_DIFF_EDGES` make."""
+    """Share of the tokens in each bin of `LOGPROB_DIFF_EDGES`."""
     changed_share: float
-    """Share of the tokens whose weight was truncated, or that were left out."""
+    """Share of the tokens whose weight was truncated or masked."""
     weight_mean: float
     """Mean importance weight after that; 1 where the engines agree."""
     effective_share: float
-    """Effective sample size of the same weights over the number of tokens, 0 to 1; 1 where all weigh the same."""
+    """Effective sample size of these weights over the number of tokens; 1 where all weigh the same."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over the tokens of a micro-batch, on its device; those of several add up."""
+    """Sums over the tokens of micro-batches, on their device."""
 
     sums_K: Tensor
     """float64: tokens, differences, weights, squared weights, changed tokens, tokens at or above each edge."""
@@ -108,7 +105,6 @@ class Tally:
 
     @classmethod
     def zero(cls, device: torch.device) -> Self:
-        """Return that of no tokens."""
         empty = torch.zeros(5 + len(LOGPROB_DIFF_EDGES), dtype=torch.float64, device=device)
         return cls(empty, empty[0])
 
@@ -116,11 +112,10 @@ class Tally:
         return Tally(self.sums_K + other.sums_K, torch.maximum(self.max, other.max))
 
     def read(self) -> Mismatch:
-        """Wait for the device and return what was measured."""
+        """Wait for the device."""
         *sums, largest = torch.cat([self.sums_K, self.max.unsqueeze(0)]).tolist()
         num_tokens, difference, weight, squared_weight, changed, *at_or_above = sums
-        borders = [num_tokens, *at_or_above, 0.0]
-        in_bins = [above - beyond for above, beyond in pairwise(borders)]
+        in_bins = [above - beyond for above, beyond in pairwise([num_tokens, *at_or_above, 0.0])]
         return Mismatch(
             mean=share(difference, num_tokens),
             max=largest if num_tokens else math.nan,
@@ -136,8 +131,6 @@ def measure(
     old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, correction: Correction, sequences_N: Tensor | None = None
 ) -> Tally:
     """Compare the trainer's log-probabilities with the server's, without waiting for the device.
-
-    Weights are those that `correction` gives for the same arguments.
 
     Shapes: [N], [N] float32, [N] int64.
     """
@@ -157,20 +150,8 @@ def measure(
     return Tally(sums_K, largest.double())
 
 
-def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None) -> Tensor:
-    """Return the probability by the trainer over that by the server, of each token or of its whole sequence.
-
-    It is one for a token whose probability by the server is unknown.
-    """
-    differences_N = (old_logprobs_N - sampled_logprobs_N).detach()
-    differences_N = torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N)
-    if sequences_N is not None:  # there are at most as many sequences as rows
-        differences_N = torch.zeros_like(differences_N).index_add(0, sequences_N, differences_N)[sequences_N]
-    return differences_N.exp()
-
-
 def alarm(measured: Mismatch, threshold: float) -> str | None:
-    """Return one line that names the likely causes where the mean difference is `threshold` or more, in nats."""
+    """Return one line with the likely causes if the mean mismatch is at least `threshold`, in nats."""
     if not measured.mean >= threshold:
         return None
     low, high = HEALTHY_NATS
@@ -182,5 +163,5 @@ def alarm(measured: Mismatch, threshold: float) -> str | None:
 
 
 def share(part: float, whole: float) -> float:
-    """Return part / whole, not a number where there is no whole."""
+    """Return part / whole, or NaN if `whole` is 0."""
     return part / whole if whole else math.nan

@@ -1,52 +1,48 @@
-"""The policy loss of one micro-batch: clipped probability ratios, importance weights, and a KL divergence if asked for.
+"""The policy loss of one micro-batch: clipped probability ratios, importance weights, and an optional KL divergence.
 
-A pure function. The aggregation lies in the weights of the tokens (`advantages.py`): the losses of an update's
-micro-batches, and their gradients, add up to those of one pass over everything, however it was cut.
+A pure function. The tokens' weights (`samples.py`) define the aggregation: the losses of an update's micro-batches, and
+their gradients, add up to those of a single pass, however the update was cut.
 
-Not covered: advantages and weights (`advantages.py`), the model's forward pass (`bridge/passes/logprobs.py`).
-Shape suffixes: S sequences, N rows (positions that predict a sampled token).
+Shape suffixes: S sequences, N rows (positions that predict a sampled token), K sums.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from bridge.config import TrainConfig
+from bridge.config import LossConfig
 from bridge.learn.mismatch import Correction, share
-from bridge.passes.batch import MicroBatch
+from bridge.passes.packing import MicroBatch
 
 MAX_LOG_RATIO = 20.0
-"""Bound of a log ratio before it is exponentiated: past it the gradient is zero instead of inf * 0, not a number."""
+"""Bound of a log ratio before it is exponentiated: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """What makes one policy loss another."""
+    """The choices that distinguish policy losses."""
 
-    ratio_level: Literal["token", "sequence"]
-    """What has a probability ratio and is clipped: each token, or each completion."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
-    """Mean over all tokens, mean over completions of the mean over each one's tokens, or sum over a constant."""
+    """Mean over all tokens, mean over completions of each one's mean over its tokens, or sum over a constant."""
     advantage_scale: Literal["group", "batch", "none"]
-    """Whose standard deviation advantages are divided by."""
+    """Whose standard deviation divides the advantages."""
     clip_low: float
-    """Lower clip of the ratio, as 1 - clip_low."""
+    """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
-    """Upper clip of the ratio, as 1 + clip_high."""
+    """The ratio's upper clip is 1 + clip_high."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """What has a probability ratio and is clipped: each token, or each completion."""
     mask_truncated: bool = False
-    """Whether completions that were cut off are left out."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence from the reference."""
     correction: Correction = field(default_factory=Correction)
-    """What is done where the server and the trainer differ."""
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
-        """Return the sequence of each row where each sequence has one importance weight; None: each token has its own.
+        """Return each row's sequence if each sequence has one importance weight; None: each token has its own.
 
-        Masking leaves single tokens out, whatever has the ratio.
+        Masking leaves out single tokens, whatever has the ratio.
 
         Shapes: -> [N] int64.
         """
@@ -54,34 +50,28 @@ class LossSpec:
         return batch.sequences_N if by_sequence else None
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "LossSpec":
-        """Return the loss that the configuration names, with what it overrules in its place."""
+    def of(cls, config: LossConfig) -> "LossSpec":
+        """Return the loss that the configuration names, with the parts that it overrides."""
         parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high")
         return replace(
-            LOSSES[config.loss.name],
-            mask_truncated=config.loss.mask_truncated,
-            kl_coef=config.loss.kl_coef,
+            LOSSES[config.name],
+            mask_truncated=config.mask_truncated,
+            kl_coef=config.kl_coef,
             correction=Correction.of(config),
-            **{part: getattr(config.loss, part) for part in parts if getattr(config.loss, part) is not None},
+            **{part: getattr(config, part) for part in parts if getattr(config, part) is not None},
         )
 
 
 LOSSES: Mapping[str, LossSpec] = {
-    # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; its clip is not told: PPO's own, arXiv 1707.06347, section 6.1
-    "grpo": LossSpec(
-        ratio_level="token", aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2
-    ),
-    # Dr. GRPO, arXiv 2503.20783, section 3.2: neither a length nor a standard deviation divides
-    "dr_grpo": LossSpec(
-        ratio_level="token", aggregation="constant", advantage_scale="none", clip_low=0.2, clip_high=0.2
-    ),
+    # DeepSeekMath, arXiv 2402.03300, equations 3 and 21; it names no clip: PPO's own, arXiv 1707.06347, section 6.1
+    "grpo": LossSpec(aggregation="sequence_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2),
+    # Dr. GRPO, arXiv 2503.20783, section 3.2: divides neither by a length nor by a standard deviation
+    "dr_grpo": LossSpec(aggregation="constant", advantage_scale="none", clip_low=0.2, clip_high=0.2),
     # DAPO, arXiv 2503.14476, equation 8 and section 4.1; its mask of truncated completions is mask_truncated
-    "dapo": LossSpec(
-        ratio_level="token", aggregation="token_mean", advantage_scale="group", clip_low=0.2, clip_high=0.28
-    ),
+    "dapo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=0.2, clip_high=0.28),
     # GSPO, arXiv 2507.18071, equations 5 to 7 and section 5.1
     "gspo": LossSpec(
-        ratio_level="sequence", aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4
+        aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4, ratio_level="sequence"
     ),
 }
 """Name of a loss -> its paper's choices."""
@@ -89,44 +79,24 @@ LOSSES: Mapping[str, LossSpec] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossShares:
-    """What an update's loss met; not a number where there was no token."""
+    """Means over the trained tokens; NaN if there are none."""
 
     clip_low: float
-    """Share of the tokens without a gradient because they were bad, and already less likely than 1 - clip_low."""
+    """Share of tokens without a gradient because they were bad, and already less likely than 1 - clip_low."""
     clip_high: float
-    """Share of the tokens without a gradient because they were good, and already likelier than 1 + clip_high."""
+    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high."""
     kl: float
-    """Mean over the tokens of the KL divergence from the reference, in nats; 0 without one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossStatistics:
-    """Sums over the tokens of a micro-batch, without gradient and on its device; those of several add up."""
-
-    num_tokens: Tensor
-    """Tokens that were trained on."""
-    num_clipped_low: Tensor
-    """Tokens that the lower clip left without a gradient."""
-    num_clipped_high: Tensor
-    """Tokens that the upper clip left without a gradient."""
-    kl_sum: Tensor
-    """Sum of the KL divergence's estimates, in nats."""
+    """KL divergence from the reference, in nats; 0 without one."""
 
     @classmethod
-    def zero(cls, device: torch.device) -> "LossStatistics":
-        """Return that of no tokens."""
-        return cls(**{part.name: torch.zeros((), dtype=torch.float64, device=device) for part in fields(cls)})
+    def of(cls, sums_K: Tensor) -> Self:
+        """Read the added-up sums of micro-batches, which waits for the device."""
+        num_tokens, low, high, kl = sums_K.tolist()
+        return cls(clip_low=share(low, num_tokens), clip_high=share(high, num_tokens), kl=share(kl, num_tokens))
 
-    def __add__(self, other: "LossStatistics") -> "LossStatistics":
-        return LossStatistics(
-            **{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)}
-        )
 
-    def read(self) -> LossShares:
-        """Wait for the device and return what was met."""
-        sums = torch.stack([self.num_tokens, self.num_clipped_low, self.num_clipped_high, self.kl_sum])
-        num_tokens, low, high, kl = sums.tolist()
-        return LossShares(clip_low=share(low, num_tokens), clip_high=share(high, num_tokens), kl=share(kl, num_tokens))
+NUM_SUMS = 4
+"""Trained tokens, those clipped low and high, and the KL divergence."""
 
 
 def policy_loss(
@@ -135,14 +105,14 @@ def policy_loss(
     batch: MicroBatch,
     spec: LossSpec,
     reference_logprobs_N: Tensor | None = None,
-) -> tuple[Tensor, LossStatistics]:
-    """Return the micro-batch's part of the update's loss, and what it met.
+) -> tuple[Tensor, Tensor]:
+    """Return the micro-batch's part of the update's loss, and the sums for `LossShares`.
 
-    `old_logprobs_N` are the trainer's at the beginning of the batch. `reference_logprobs_N` are given where
-    `spec.kl_coef` asks for them. The importance weight multiplies the whole term of a token, KL divergence included:
-    both are means over the trainer's policy, and a token that is left out is left out of both.
+    `old_logprobs_N` are the trainer's before the first update of the batch. `reference_logprobs_N` are required if
+    `spec.kl_coef` is not 0. The importance weight multiplies a token's whole term, KL divergence included: both are
+    means over the trainer's policy, and a masked token is in neither.
 
-    Shapes: [N] float32 x 2, [N] float32 -> [].
+    Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; the losses' own papers are named in `LOSSES`.
     """
     assert not old_logprobs_N.requires_grad
@@ -154,7 +124,12 @@ def policy_loss(
     terms_N = spec.kl_coef * kl_N - torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
     sequences_N = spec.weighted_sequences(batch)
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
-    return (terms_N * weights_N).sum(), _statistics(ratios_N.detach(), kl_N.detach(), advantages_N, spec)
+    ratios_N = ratios_N.detach()
+    too_low_N = (ratios_N < 1 - spec.clip_low) & (advantages_N < 0)
+    too_high_N = (ratios_N > 1 + spec.clip_high) & (advantages_N > 0)
+    measured = (torch.ones_like(ratios_N), too_low_N, too_high_N, kl_N.detach())
+    sums_K = torch.stack([values_N.sum(dtype=torch.float64) for values_N in measured])
+    return (terms_N * weights_N).sum(), sums_K
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
@@ -170,8 +145,8 @@ def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
 def _log_ratios(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, spec: LossSpec) -> Tensor:
     """Return each token's log ratio: its own, or the mean of its completion with a gradient of its own.
 
-    Where all tokens of a completion share one advantage and weight, that gradient is the mean's. Where they do not,
-    each token's advantage reaches that token alone, and one that is left out gets no gradient through the others.
+    If all tokens of a completion share one advantage and weight, that gradient is the mean's. If not, each token's
+    advantage reaches only that token, and a masked one gets no gradient through the others.
 
     Source: GSPO (arXiv 2507.18071), equations 7 and, for the gradient, 14 (GSPO-token).
     """
@@ -183,14 +158,3 @@ def _log_ratios(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, s
     sums_S = empty_S.index_add(0, batch.sequences_N, values_N)
     lengths_S = empty_S.index_add(0, batch.sequences_N, torch.ones_like(values_N))
     return (sums_S / lengths_S)[batch.sequences_N] + (logprobs_N - logprobs_N.detach())
-
-
-def _statistics(ratios_N: Tensor, kl_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> LossStatistics:
-    too_low_N = (ratios_N < 1 - spec.clip_low) & (advantages_N < 0)
-    too_high_N = (ratios_N > 1 + spec.clip_high) & (advantages_N > 0)
-    return LossStatistics(
-        num_tokens=torch.ones_like(ratios_N).sum(dtype=torch.float64),
-        num_clipped_low=too_low_N.sum(dtype=torch.float64),
-        num_clipped_high=too_high_N.sum(dtype=torch.float64),
-        kl_sum=kl_N.sum(dtype=torch.float64),
-    )

@@ -1,77 +1,92 @@
-"""Causal attention over packed sequences: each token sees its own sequence alone, and no tokens x tokens mask is made.
+"""Causal attention over packed sequences: each token attends to its own sequence, without a mask of tokens x tokens.
 
-Registered with transformers under a name of our own, for any model that calls its attention through that registry.
-Where a sequence begins travels as keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`, and
-one of our own), so that what is recomputed under gradient checkpointing, and what is compiled, gets it too.
+Registered with transformers under Bridge's own name, for every model that looks up its attention there. The boundaries
+of the sequences are keyword arguments of the decoder's call (transformers' `FlashAttentionKwargs`, and `seen`), so that
+recomputed and compiled layers get them, too.
 
-Completions of one prompt may share it: it is computed once, and each of them sees its keys and values before its own.
-Everything but attention treats each token on its own, so that nothing else has to know.
+Completions may share their prompt: it is computed once, and each completion attends to the prompt's keys and values
+before its own. Everything but attention treats each token on its own and needs no change.
 
-Not covered: what the kernel lacks (`dense_attention.py`), choosing this attention for a model and checking the choice
-(`preparation.py`), dropout inside attention.
-Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each sees, span after span, A attention
-heads, K key-value heads (A is a multiple of K), D size of a head, H hidden size.
+Where the kernel for variable lengths does not fit (the CPU, float32, capped scores, attention sinks), attention is
+computed by blocks of rows, exactly and on any device.
+
+Not covered: how an attention is chosen and checked (`preparation.py`).
+Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each span attends to (span after span), L
+tokens of the longest span of a block, M most keys of one of its spans, A attention heads, K key-value heads (A is a
+multiple of K), X either, D size of a head, H hidden size.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import dense_attention
-from bridge.passes.dense_attention import Rule
 
 NAME = "bridge_packed"
-"""The name in transformers' registry. Masks have a registry of their own; what is not in it gets none."""
+"""The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
 KERNEL_HEAD_SIZE = 256
-"""Largest head that the kernel takes."""
+"""Largest head that the kernel supports."""
 _KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 """Windows and grouped heads came to `varlen_attn` after torch 2.10."""
+LEAST_FILLED = 0.7
+"""The shortest sequence of a block has at least this share of the longest one's keys."""
+ENOUGH = 16
+"""Sequences after which a block ends at the next change of length: equal lengths need no padding."""
+
+Span = tuple[int, int]
+"""Number of tokens, and number of keys: those before the span, and the span itself."""
+
+
+class Seen(NamedTuple):
+    """What each span attends to, with shared prompts. One object: a model that drops it drops all of it."""
+
+    keys_U: Tensor
+    """int64: places in T."""
+    starts_S1: Tensor
+    """int32: where each span's keys begin in U, and U itself."""
+    longest: int
+    """Most keys of one span."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Runs of tokens that lie behind one another, and which tokens each of them sees.
+    """Consecutive runs of tokens: a whole sequence, a shared prompt, or one of its completions.
 
-    A sequence is a span that sees itself. A prompt that is shared is one as well, and so is each of its completions,
-    which sees the prompt and itself. A span is the end of what it sees, and sees it causally.
+    A span attends causally to itself, and a completion first to its prompt: a span is the end of what it attends to.
     """
 
     starts_S1: Tensor
     """int32: where each span begins in T, and T itself: what variable-length attention takes."""
     longest: int
     """Tokens of the longest span."""
-    seen: "Seen | None" = None
-    """What each span sees; None: itself alone."""
-
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        """Return the spans of whole sequences."""
-        starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        return cls(starts_S1=starts_S1, longest=max(lengths))
+    seen: Seen | None = None
+    """What each span attends to; None: only itself."""
 
 
-class Seen(NamedTuple):
-    """What each span sees where prompts are shared. One object: a model that loses it on its way loses all of it."""
+class Rule(NamedTuple):
+    """How a layer weighs the tokens before one."""
 
-    keys_U: Tensor
-    """int64: places in T."""
-    starts_S1: Tensor
-    """int32: where what each span sees begins in U, and U itself."""
-    longest: int
-    """Most tokens that a span sees."""
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None: all before it."""
+    cap: float | None = None
+    """c in c * tanh(score / c), as in Gemma 2."""
+    sinks_A: Tensor | None = None
+    """Score of a token without a value that all tokens attend to, as in gpt-oss."""
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Let `model` attend by what is registered as `name`, if it lets anybody choose."""
+    """Set the attention of `model`, if the model allows it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
 
@@ -79,8 +94,8 @@ def choose(model: PreTrainedModel, name: str) -> None:
 def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
     """Return the last hidden states of packed sequences.
 
-    Positions tell attention functions other than ours where sequences begin: transformers makes a mask of them. No
-    shared prompt can be told that way.
+    Other attention functions find the sequences by their positions, from which transformers makes a mask; they cannot
+    share prompts.
 
     Shapes: [T], [T] -> [T, H].
     """
@@ -98,7 +113,7 @@ def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor,
 
 def _boundaries(model: PreTrainedModel, spans: Spans) -> dict[str, Any]:
     if model.config._attn_implementation != NAME:
-        assert spans.seen is None, "a prompt is shared, and attention is not ours"
+        assert spans.seen is None, "only Bridge's attention can share a prompt"
         return {}
     return {
         "cu_seq_lens_q": spans.starts_S1, "cu_seq_lens_k": spans.starts_S1,
@@ -125,23 +140,20 @@ def attend(
     position_bias: Tensor | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence, as transformers calls it; a batch without boundaries is one sequence a row.
+    """Attend within each sequence, with transformers' signature; without boundaries, each row is one sequence.
 
     Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, T, A, D].
-
-    Raises:
-        UnsupportedModelError: the layer asks for what this attention has not.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = attention_mask is None and position_bias is None and not dropout and causal
     if not plain or query.shape[2] != key.shape[2]:
         raise UnsupportedModelError(
-            f"{type(module).__name__} wants a mask, a bias, a cache, dropout or future tokens in its attention",
+            f"the attention of {type(module).__name__} needs a mask, a bias, a cache, dropout or future tokens",
             remedy="train another model, or report this one",
         )
     rule = Rule(scale=scaling, window=sliding_window, cap=softcap, sinks_A=s_aux)
     if cu_seq_lens_q is None or max_length_q is None:
-        return dense_attention.in_rows(query, key, value, rule=rule).transpose(1, 2), None
+        return in_rows(query, key, value, rule=rule).transpose(1, 2), None
     q_TAD, k_UKD, v_UKD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     if seen is not None:
@@ -149,29 +161,24 @@ def attend(
         starts, longest = (cu_seq_lens_q, seen.starts_S1), (max_length_q, seen.longest)
     if _fits_kernel(q_TAD, v_UKD, rule):
         return _kernel(q_TAD, k_UKD, v_UKD, starts, longest, rule).unsqueeze(0), None
-    return dense_attention.by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0), None
+    return by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
 def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:
-    """Return what the spans see; in float32, so that the gradients of all completions add up in it."""
+    """Return the keys or values of all spans; in float32, in which the gradients of all completions then add up."""
     return x_TKD.float().index_select(0, keys_U).to(x_TKD.dtype)
 
 
 def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
     size = q_TAD.shape[-1]
-    return (
-        q_TAD.is_cuda
-        and q_TAD.dtype in (torch.bfloat16, torch.float16)
-        and rule.cap is None
-        and rule.sinks_A is None
-        and size == v_UKD.shape[-1]
-        and size <= KERNEL_HEAD_SIZE
-        and size % 8 == 0
-        and (rule.window is None or "window_size" in _KERNEL_OPTIONS)
-    )
+    is_half = q_TAD.is_cuda and q_TAD.dtype in (torch.bfloat16, torch.float16)
+    is_plain = rule.cap is None and rule.sinks_A is None
+    has_window = rule.window is None or "window_size" in _KERNEL_OPTIONS
+    fits = size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
+    return is_half and is_plain and has_window and fits
 
 
 def _kernel(
@@ -188,5 +195,115 @@ def _kernel(
         groups = q_TAD.shape[1] // k_UKD.shape[1]
         k_UKD, v_UKD = k_UKD.repeat_interleave(groups, dim=1), v_UKD.repeat_interleave(groups, dim=1)
     output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, **options)
-    assert isinstance(output_TAD, Tensor), "nothing beside the output was asked for"
+    assert isinstance(output_TAD, Tensor), "only the output was requested"
     return output_TAD
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+    """Attend by blocks of neighbors of similar length; a pack has its sequences in the order of their lengths.
+
+    Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
+    """
+    num_queries, num_keys = ([end - start for start, end in pairwise(starts_S1.tolist())] for starts_S1 in starts)
+    blocks = list(_similar(zip(num_queries, num_keys, strict=True)))
+    queries, keys = ([sum(span[side] for span in block) for block in blocks] for side in (0, 1))
+    parts = zip(blocks, q_TAD.split(queries), k_UKD.split(keys), v_UKD.split(keys), strict=True)
+    return torch.cat([_block(*part, rule) for part in parts])
+
+
+def _similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Cut the spans into blocks: of equally many keys, or a few that differ little."""
+    block: list[Span] = []
+    shortest = longest = 0
+    for span in spans:
+        shortest, longest = (min(shortest, span[1]), max(longest, span[1])) if block else (span[1], span[1])
+        if block and (shortest < LEAST_FILLED * longest or (len(block) >= ENOUGH and span != block[-1])):
+            yield block
+            block, shortest, longest = [], span[1], span[1]
+        block.append(span)
+    yield block
+
+
+def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
+    """Attend in rows as long as the longest; no span attends to the padding behind it."""
+    queries, keys = (_Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
+    seen = None
+    if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):
+        before_S1 = keys.lengths_S1 - queries.lengths_S1
+        last_SL = torch.minimum(before_S1 + queries.within_1L, keys.lengths_S1 - 1)  # or padding would see nothing
+        seen = _up_to(last_SL, keys.num_columns, rule).unsqueeze(1)
+    rows = queries.of(q_TAD), keys.of(k_UKD), keys.of(v_UKD)
+    return queries.back(in_rows(*rows, rule=rule, seen_SLM=seen))
+
+
+class _Rows:
+    """Spans of different lengths as rows of one length."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.num_columns = max(lengths)
+        self.lengths_S1 = torch.tensor(lengths, device=device).unsqueeze(1)
+        self.within_1L = torch.arange(self.num_columns, device=device).unsqueeze(0)
+        self._shape = len(lengths), self.num_columns
+        self._is_full = min(lengths) == self.num_columns
+
+    def of(self, x_TXD: Tensor) -> Tensor:
+        """Return [S, X, L, D]; a short row is padded with its last token."""
+        if not self._is_full:
+            firsts_S1 = self.lengths_S1.cumsum(0) - self.lengths_S1
+            places_SL = firsts_S1 + torch.minimum(self.within_1L, self.lengths_S1 - 1)
+            x_TXD = x_TXD.index_select(0, places_SL.flatten())
+        rows_SLXD: Tensor = x_TXD.unflatten(0, self._shape)
+        return rows_SLXD.transpose(1, 2)
+
+    def back(self, x_SXLD: Tensor) -> Tensor:
+        """Return [T, X, D], without the padding."""
+        x_TXD = x_SXLD.transpose(1, 2).flatten(0, 1)
+        if self._is_full:
+            return x_TXD
+        kept = (self.within_1L < self.lengths_S1).flatten().nonzero().squeeze(1)
+        return x_TXD.index_select(0, kept)
+
+
+def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_SLM: Tensor | None = None) -> Tensor:
+    """Attend causally in each row; on the CPU in float32, whose bf16 kernels take ten times as long.
+
+    The queries are the last tokens of their rows, unless `seen_SLM` gives the keys of each.
+
+    Shapes: [S, A, L, D], [S, K, M, D] x 2, [S, 1, L, M] bool -> [S, A, L, D].
+    """
+    if not q_SALD.is_cuda and q_SALD.dtype != torch.float32:
+        rows = (x_SXLD.float() for x_SXLD in (q_SALD, k_SKMD, v_SKMD))
+        return in_rows(*rows, rule=rule, seen_SLM=seen_SLM).to(q_SALD.dtype)
+    groups, num_queries, num_keys = q_SALD.shape[1] // k_SKMD.shape[1], q_SALD.shape[2], k_SKMD.shape[2]
+    is_spelled_out = rule.cap is not None or rule.sinks_A is not None
+    is_whole = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
+    if seen_SLM is None and (is_spelled_out or not is_whole):
+        last_L = torch.arange(num_keys - num_queries, num_keys, device=q_SALD.device)
+        seen_SLM = _up_to(last_L, num_keys, rule)
+    if is_spelled_out:
+        assert seen_SLM is not None
+        k_SAMD, v_SAMD = (x_SKMD.repeat_interleave(groups, dim=1) for x_SKMD in (k_SKMD, v_SKMD))
+        return _spelled_out(q_SALD, k_SAMD, v_SAMD, seen_SLM, rule)
+    return scaled_dot_product_attention(
+        q_SALD, k_SKMD, v_SKMD, attn_mask=seen_SLM, is_causal=is_whole, scale=rule.scale, enable_gqa=groups > 1
+    )
+
+
+def _spelled_out(q_SALD: Tensor, k_SAMD: Tensor, v_SAMD: Tensor, seen_SLM: Tensor, rule: Rule) -> Tensor:
+    scale = q_SALD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    scores_SALM = (q_SALD @ k_SAMD.transpose(2, 3)).float() * scale
+    if rule.cap is not None:
+        scores_SALM = rule.cap * torch.tanh(scores_SALM / rule.cap)
+    scores_SALM = scores_SALM.masked_fill(~seen_SLM, -torch.inf)
+    if rule.sinks_A is None:
+        return scores_SALM.softmax(-1).to(v_SAMD.dtype) @ v_SAMD
+    sinks_SAL1 = rule.sinks_A.float().reshape(1, -1, 1, 1).expand(*scores_SALM.shape[:3], 1)
+    return torch.cat([scores_SALM, sinks_SAL1], dim=-1).softmax(-1)[..., :-1].to(v_SAMD.dtype) @ v_SAMD
+
+
+def _up_to(last_L: Tensor, num_keys: int, rule: Rule) -> Tensor:
+    """Return which keys a token attends to, given the last of them: [..., L] -> [..., L, M]."""
+    keys_M = torch.arange(num_keys, device=last_L.device)
+    seen_LM = keys_M <= last_L.unsqueeze(-1)
+    return seen_LM if rule.window is None else seen_LM & (keys_M > last_L.unsqueeze(-1) - rule.window)

@@ -1,106 +1,103 @@
-"""The token budget of a micro-batch: as many as fit into the memory that is free, measured and not modelled.
+"""The token budget of a micro-batch: as many tokens as fit into free memory, measured instead of modeled.
 
-What a token takes and what memory is free tell how many tokens fit. Where too few do, activations are recomputed. What
-does not fit after all halves the budget. Gradients of many micro-batches are added up in float32 where that leaves
-enough memory for the passes.
+Two passes of different sizes give the memory of a token. A GPU's allocator reports its peak. A CPU's does not: there,
+what autograd keeps is counted tensor by tensor, plus three layers' share for the temporaries of a backward pass.
 
-Not covered: what a pass takes (`cost.py`), packing (`batch.py`), doing over what did not fit
-(`bridge/learn/learner.py`).
+Where too few tokens fit, activations are recomputed. Running out of memory halves the budget. Gradients of many
+micro-batches are summed in float32 if that leaves enough memory for the passes.
+
+Not covered: packing (`packing.py`), retrying what did not fit (`bridge/learn/learner.py`).
 """
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
 from bridge.optimizers.state_bytes import FLOAT32_BYTES
-from bridge.passes import attention
-from bridge.passes.cost import Cost, free_memory, let_go, measure_cost
-from bridge.passes.expected import Note
-from bridge.passes.packing import num_tokens
-from bridge.passes.preparation import recompute_activations
-from bridge.passes.samples import Sample
-from bridge.planning.memory import FEW, MOST_TOKENS
+from bridge.passes import attention, layers
+from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
+from bridge.passes.preparation import Note, first_trained, recompute_activations
+from bridge.planning.memory import FEW, GIB, MOST_TOKENS
 
-GIB = 2**30
 MASKED_TOKENS = 8_192
-"""The same where attention is not ours: its mask grows by the square."""
+"""Most tokens where attention is not Bridge's: its mask grows quadratically."""
 ENOUGH_TOKENS = 2_048
 """Fewer would leave a GPU idle: recomputing activations is faster then."""
 SHARE = 0.85
-"""Of the memory that is free: the rest is for fragments, and for what a pass takes beside its tokens."""
+"""Of the free memory: the rest is for fragments, and for what a pass takes besides its tokens."""
 HOST_SHARE = 0.5
-"""The same of a host's memory: others take of it at any time, and the system kills instead of refusing."""
+"""The same on the CPU: other processes take memory at any time, and the system kills instead of refusing."""
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 512 of it"
-"""What adding gradients up in bf16 costs: each addition is off by up to 1/512 of its result. Roundings add up like
-noise where gradients are noisy; where each is the same as the one before, all are to one side."""
+"""The cost of summing gradients in bf16: each addition is off by up to 1/512 of its result. Errors add up like noise
+where gradients are noisy; where each gradient equals the one before, all errors have the same sign."""
 WORTH_IT = 0.9
-"""Share of a budget's tokens that is enough beside float32 gradients, few as the tokens may be: the gradients of an
-adapter take next to nothing."""
-
-
-Measure = Callable[[PreTrainedModel, float], Cost | None]
-"""Measures a model at a temperature; None where not even the smallest pass fits."""
+"""Share of a budget's tokens that is enough beside float32 gradients: an adapter's gradients take next to nothing."""
+PROBES, PROBE_LENGTH = (1_024, 2_048), 512
+"""Tokens of the two measured passes, and of each of their sequences."""
+CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
+"""The same on a CPU, where a pass takes long and counting is exact."""
+LIVE_LAYERS = 3
+"""Layers whose recomputed activations and gradients a backward pass holds at once on a CPU."""
+CPU_LOGITS_BYTES = 3 * 4 * BLOCK_LOGITS["cpu"]
+"""Float32 logits of one block of the vocabulary, and what is computed from them."""
 
 
 class Budget:
-    """How many tokens one run's micro-batches have; it starts with what fits, and only ever gets smaller."""
+    """How many tokens one run's micro-batches have: at first as many as fit, and never more again."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: TrainConfig,
-        note: Note,
-        *,
-        share_prompts: bool = False,
-        measure: Measure | None = None,
-        free_bytes: Callable[[PreTrainedModel], float] | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, note: Note, *, share_prompts: bool = False) -> None:
         self._model, self._config, self._note = model, config, note
         self.share_prompts = share_prompts
-        """Whether a prompt is in a micro-batch once, whatever the number of its completions there."""
-        self._measure, self._free_bytes = measure or measure_cost, free_bytes or free_memory
-        self._on_gpu = measure is not None or model.device.type == "cuda"
+        """Whether a micro-batch holds each prompt once."""
+        self._on_gpu = model.device.type == "cuda"
         self._share = SHARE if self._on_gpu else HOST_SHARE
         self._tokens = config.compute.micro_batch_tokens
         self._recomputes = bool(config.compute.gradient_checkpointing)
         self.sums_in_float32: bool | None = None
-        """Whether gradients of many micro-batches are added up in float32; None: no update has had more than a few."""
+        """Whether gradients of many micro-batches are summed in float32; None: no update has had more than a few."""
         self._longest = self._total = 0
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
-        """Tell whether more memory would help: now, activations would have to be recomputed or passes be small."""
+        """Whether more memory would help: now, activations would have to be recomputed or passes be small."""
         self._see(samples)
         return self._on_gpu and self._fitting(self._free()) < self._wanted
 
     def max_tokens(self, samples: Sequence[Sample]) -> int:
         """Return the budget for these samples.
 
-        It is found at the first call: then the optimizer's state has to be there, and nothing that goes before a pass.
+        The first call measures it. The optimizer's state has to be allocated by then, and no gradient.
         """
         self._see(samples)
         if self._tokens is None:
             self._tokens = self._find()
         if self._total > FEW * self._tokens and self.sums_in_float32 is None:
-            self.sums_in_float32 = self._widen()
+            self.sums_in_float32 = self._widen(self._tokens)
         return self._tokens
 
     def shrink(self, error: torch.OutOfMemoryError) -> None:
-        """Take less memory from now on: what did not fit can be done over, from the first micro-batch on.
+        """Take less memory from now on; the caller retries from the first micro-batch on.
 
         Raises:
-            UsageError: one sequence alone, with its activations recomputed, does not fit.
+            UsageError: a single sequence does not fit, even with recomputed activations.
         """
-        assert self._tokens is not None, "nothing was asked for yet"
+        assert self._tokens is not None, "no budget was requested yet"
         let_go(error, self._model.device)
         halved = min(self._tokens, self._total) // 2
         is_small = halved < max(self._longest, ENOUGH_TOKENS)
         if self.sums_in_float32 and is_small:
             self.sums_in_float32 = False
-            self._note(f"out of memory: gradients are added up in bf16 from now on, and {BF16_SUMS}")
+            self._note(f"out of memory: gradients are summed in bf16 from now on; {BF16_SUMS}")
         elif self._may_recompute and is_small:
             self._recompute()
             self._note("out of memory: activations are recomputed from now on, which takes longer")
@@ -109,9 +106,12 @@ class Budget:
             self._note(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
         else:
             raise UsageError(
-                f"a sequence of {self._longest:,} tokens does not fit into the memory that is free: "
+                f"a sequence of {self._longest:,} tokens does not fit into the free memory: "
                 f"{str(error).strip().splitlines()[0]}",
-                remedy=self._remedy(),
+                remedy="--gradient-checkpointing, which recomputes activations"
+                if self._config.compute.gradient_checkpointing is False
+                else "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with"
+                " less state",
             ) from error
 
     @property
@@ -120,6 +120,11 @@ class Budget:
             return MASKED_TOKENS
         steps_in_backward = self._config.optimizer.gradient_release and not self._config.optimizer.offload
         return sys.maxsize if steps_in_backward else MOST_TOKENS  # an update is one backward pass then
+
+    @property
+    def _wanted(self) -> int:
+        """Tokens that have to fit at once to keep a GPU busy."""
+        return max(self._longest, min(self._tokens or ENOUGH_TOKENS, self._total))
 
     @property
     def _may_recompute(self) -> bool:
@@ -134,16 +139,11 @@ class Budget:
         self._longest = max(sample.num_tokens for sample in samples)
         self._total = num_tokens(samples, share_prompts=self.share_prompts)
 
-    @property
-    def _wanted(self) -> int:
-        """Tokens that have to fit at once for a GPU to be busy."""
-        return max(self._longest, min(self._tokens or ENOUGH_TOKENS, self._total))
-
     def _find(self) -> int:
         free = self._free()
         fitting = self._fitting(free)
         if fitting < self._wanted and self._may_recompute:
-            self._note(f"activations are recomputed: without, {fitting:,} tokens fit at once, not {self._wanted:,}")
+            self._note(f"activations are recomputed: without, only {fitting:,} of {self._wanted:,} tokens fit at once")
             self._recompute()
             fitting = self._fitting(free)
         tokens = min(max(fitting, self._longest), self._most)
@@ -153,44 +153,138 @@ class Budget:
             self._note(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
-    def _widen(self) -> bool:
-        """Set memory aside for gradients in float32, if that leaves enough for the passes; return whether it does."""
+    def _widen(self, tokens: int) -> bool:
+        """Whether gradients are summed in float32: they are if that leaves enough memory for the passes."""
         more = _widening_bytes(self._model)
-        if not more or self._config.optimizer.gradient_release:  # which adds up in host memory, or has one pass
+        if not more or self._config.optimizer.gradient_release:  # which sums in host memory, or has a single pass
             return False
-        assert self._tokens is not None
-        asked = self._config.compute.micro_batch_tokens
+        chosen = self._config.compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
-        fits = fitting >= min(max(self._longest, asked or ENOUGH_TOKENS), WORTH_IT * self._tokens)
+        fits = fitting >= min(max(self._longest, chosen or ENOUGH_TOKENS), WORTH_IT * tokens)
         if not fits:
-            self._note(f"gradients are added up in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
-        elif fitting < self._tokens and asked is None:
+            self._note(f"gradients are summed in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
+        elif fitting < tokens and chosen is None:
             self._tokens = fitting
             self._note(f"micro-batches of up to {fitting:,} tokens, beside gradients in float32")
         return fits
 
     def _free(self) -> float:
-        pending = _gradient_bytes(self._model, released=self._config.optimizer.gradient_release)
-        return self._share * (self._free_bytes(self._model) - pending)
+        """Return the bytes that a pass may take, with all gradients allocated, or the largest if they are released."""
+        sizes = [p.nbytes for p in self._model.parameters() if p.requires_grad and p.grad is None]
+        pending = max(sizes, default=0) if self._config.optimizer.gradient_release else sum(sizes)
+        return self._share * (free_memory(self._model) - pending)
 
     def _fitting(self, free: float) -> int:
-        cost = self._measure(self._model, self._config.sampling.temperature)
+        cost = measure_cost(self._model, self._config.sampling.temperature)
         return 0 if cost is None else cost.tokens_in(free)
-
-    def _remedy(self) -> str:
-        if self._config.compute.gradient_checkpointing is False:
-            return "--gradient-checkpointing, which recomputes activations"
-        return (
-            "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with less state"
-        )
 
 
 def _widening_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes that float32 gradients take beyond those of the parameters' own type."""
+    """Return how many more bytes gradients take in float32 than in the parameters' own dtype."""
     return sum(FLOAT32_BYTES * p.numel() - p.nbytes for p in model.parameters() if p.requires_grad)
 
 
-def _gradient_bytes(model: PreTrainedModel, *, released: bool) -> int:
-    """Return the bytes of the gradients that are still to be allocated; one at a time where each is released."""
-    sizes = [p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None]
-    return max(sizes, default=0) if released else sum(sizes)
+def free_memory(model: PreTrainedModel) -> float:
+    """Return the bytes that are free, those that a GPU's allocator holds unused included."""
+    if model.device.type == "cpu":
+        return float(left_bytes())
+    unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return float(torch.cuda.mem_get_info(model.device)[0] + unused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The memory of a forward and backward pass."""
+
+    fixed_bytes: float
+    token_bytes: float
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[int, int]]) -> Self:
+        """Return the line through two measurements of (tokens, bytes)."""
+        (few, low), (many, high) = sorted(measured)
+        token_bytes = max((high - low) / (many - few), 1.0)
+        return cls(fixed_bytes=max(low - few * token_bytes, 0.0), token_bytes=token_bytes)
+
+    def tokens_in(self, free_bytes: float) -> int:
+        return max(0, int((free_bytes - self.fixed_bytes) / self.token_bytes))
+
+
+def measure_cost(model: PreTrainedModel, temperature: float) -> Cost | None:
+    """Run passes of two sizes, without leaving a gradient, and return their cost; None: they did not fit.
+
+    The random state is restored afterwards: a resumed run measures at another time.
+    """
+    on_cpu = model.device.type == "cpu"
+    with torch.random.fork_rng(devices=[] if on_cpu else [model.device]):
+        return _cost_on_cpu(model, temperature) if on_cpu else cost_on_gpu(model, temperature)
+
+
+def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost | None:
+    try:
+        return Cost.of([(tokens, _peak_bytes(model, tokens, temperature)) for tokens in PROBES])
+    except torch.OutOfMemoryError as error:
+        let_go(error, model.device)
+        return None
+
+
+def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+    part = _example(model, num_tokens, PROBE_LENGTH)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    logprobs_N, _ = model_logprobs(model, part, temperature)
+    torch.autograd.grad(logprobs_N.sum(), first_trained(model))
+    return int(torch.cuda.max_memory_allocated(model.device) - before)
+
+
+def _cost_on_cpu(model: PreTrainedModel, temperature: float) -> Cost:
+    """Count what autograd keeps, and the temporaries: some layers of what it would keep without recomputing."""
+    recomputed = [layer for layer in layers.decoder_layers(model) if getattr(layer, "gradient_checkpointing", False)]
+    kept = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES]
+    for layer in recomputed:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    plain = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES] if recomputed else kept
+    for layer in recomputed:
+        layer.gradient_checkpointing = True  # type: ignore[assignment]
+    share = LIVE_LAYERS / max(len(layers.decoder_layers(model)), 1)
+    totals = [some + int(share * all_) for some, all_ in zip(kept, plain, strict=True)]
+    found = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
+    return Cost(fixed_bytes=found.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=found.token_bytes)
+
+
+def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, each storage once, without the weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor  # held, so that no other tensor gets its place
+        return tensor
+
+    part = _example(model, num_tokens, CPU_PROBE_LENGTH)
+    with (
+        torch.compiler.set_stance("force_eager"),  # a compiled layer would be compiled anew under the hooks
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        model_logprobs(model, part, temperature)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
+    zeros = (0.0,) * (length - 1)
+    sample = Sample(
+        prompt_token_ids=(1,), token_ids=(1,) * len(zeros), sampled_logprobs=zeros, advantages=zeros, weight=0.0
+    )
+    (part,) = packs([sample] * (num_tokens // length), max_tokens=num_tokens, device=model.device)
+    return part
+
+
+def let_go(error: BaseException, device: torch.device) -> None:
+    """Free what a failed pass still holds: its frames live as long as its error."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""How a model's decoder layers run: recomputed in the backward pass, compiled, or with liger-kernel's parts.
+"""How a model's decoder layers run: recomputed in the backward pass, compiled, or with Liger kernels.
 
 None of it moves or replaces a parameter: they are vLLM's memory.
 
-Not covered: attention (`attention.py`), whether what comes out is still right (`preparation.py`).
+Not covered: attention (`attention.py`), whether the result is still correct (`preparation.py`).
 """
 
 import importlib
@@ -18,20 +18,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bridge.errors import UnsupportedModelError, UsageError
 
 COMPILER: str | Callable[..., Callable[..., Any]] = "inductor"
-"""What torch.compile hands the layers' graphs to."""
+"""Backend of torch.compile."""
 COMPILED_FORMS = 64
 """Compiled forms of one layer's code that torch keeps: kinds of layers, with and without gradients, recomputed or not.
-Its own limit, 8, would quietly end in uncompiled layers."""
+With its own limit, 8, layers would silently run uncompiled."""
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def call_again(model: PreTrainedModel) -> None:
-    """Keep each layer's input alone for the backward pass, and call the layer again there.
+    """Keep only each layer's input for the backward pass, and call the layer again there.
 
-    The layers ask whether they are in training mode before they do so; they alone are told that they are, so that
-    dropout stays as it was, an adapter's on and the model's off.
-
-    Raises:
-        UnsupportedModelError: the model cannot.
+    The layers check whether they are in training mode before they do so. Only they are switched to it, so that dropout
+    stays what it was: an adapter's on, and the model's off.
     """
     if not model.supports_gradient_checkpointing:
         raise UnsupportedModelError(
@@ -42,40 +43,31 @@ def call_again(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
-            _without_dropout(module)
-
-
-def _without_dropout(module: nn.Module) -> None:
-    for name, value in vars(module).items():
-        if name.endswith("dropout") and isinstance(value, float):  # StarCoder2's layers call the function themselves
-            setattr(module, name, 0.0)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model's layers, first to last."""
-    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+            for name, value in vars(module).items():
+                if name.endswith("dropout") and isinstance(value, float):  # StarCoder2's layers call the function
+                    setattr(module, name, 0.0)
 
 
 def compile_layers(model: PreTrainedModel, *, recomputed: bool = False) -> None:
-    """Have every layer compiled when it is first called, for any number of tokens; layers of one kind share the code.
+    """Have every layer compiled at its first call, for any number of tokens; layers of one kind share the code.
 
-    Layers and not the model: there is less to compile by the number of layers, and it says what is recomputed.
-    With `recomputed`, the code keeps its inputs alone for the backward pass, and computes again there what gradients
-    need: not a layer's last product, which a layer that is called again computes for nothing.
+    Layers and not the model: there is less to compile, by the number of layers, and it defines what is recomputed.
+    With `recomputed`, the code keeps only its inputs for the backward pass, and computes again what gradients need: not
+    a layer's last product, which a layer that is called again computes for nothing.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend=_keeping_inputs if recomputed else COMPILER)
 
 
+def uncompile_layers(model: PreTrainedModel) -> None:
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None  # where torch.nn.Module.compile (torch 2.2 to 2.14) keeps the compiled call
+
+
 def are_compiled(model: PreTrainedModel) -> bool:
-    """Tell whether the model's layers are to be compiled, or are already."""
+    """Whether the model's layers are compiled, or will be at their first call."""
     return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
-
-
-def num_breaks() -> int:
-    """Return how often compiling has met what no graph can hold, so that a layer became several."""
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -84,28 +76,22 @@ def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> 
         return compiled
 
 
-def uncompile_layers(model: PreTrainedModel) -> None:
-    """Let every layer run as it was written again."""
-    for layer in decoder_layers(model):
-        layer._compiled_call_impl = None  # where torch.nn.Module.compile (torch 2.2 to 2.14) keeps the compiled call
-
-
 def use_liger_kernel(model: PreTrainedModel) -> None:
-    """Put liger-kernel's layers into the model, without its losses: ours is none of them.
+    """Use Liger kernels in the model's layers, without Liger's losses.
 
     Raises:
-        UsageError: there is no GPU, it is not installed, or has nothing for this family.
+        UsageError: there is no GPU, liger-kernel is not installed, or it does not support this family.
     """
     if model.device.type != "cuda":
-        raise _no_liger("its kernels run on a GPU alone", "leave --liger-kernel out")
+        raise _no_liger("its kernels run only on a GPU", "leave --liger-kernel out")
     if importlib.util.find_spec("liger_kernel") is None:
-        raise _no_liger("it is not installed", "pip install liger-kernel, or leave --liger-kernel out")
+        raise _no_liger("liger-kernel is not installed", "pip install liger-kernel, or leave --liger-kernel out")
     families = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in families:
-        raise _no_liger(f"it has nothing for models of the type {model.config.model_type}", "leave --liger-kernel out")
+        raise _no_liger(f"it does not support {model.config.model_type} models", "leave --liger-kernel out")
     apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def _no_liger(reason: str, remedy: str) -> UsageError:
-    return UsageError(f"--liger-kernel was asked for, and {reason}", remedy=remedy)
+    return UsageError(f"--liger-kernel cannot be used: {reason}", remedy=remedy)

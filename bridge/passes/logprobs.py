@@ -1,17 +1,17 @@
 """Log-probabilities of given tokens, without ever holding tokens x vocabulary in float32.
 
-Logits are float32 from bf16 rows and a bf16 head: products of bf16 numbers are exact in float32, so that only the
-order of a sum is left to differ. Rounding logits to bf16 first costs up to 0.03 nats a token, as much as two engines
-differ by altogether, and moves the probability ratio by as much.
+Logits are float32 products of bf16 rows and a bf16 head: products of bf16 numbers are exact in float32, so only the
+order of a sum can differ. Rounding logits to bf16 first costs up to 0.03 nats a token, as much as two engines differ
+altogether, and moves the probability ratio by as much.
 
-Not covered: sampling, and top-k or top-p (the server has to sample from the whole distribution).
-Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary,
-W words of one block of it.
+Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary, W words of one
+block of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,85 +21,112 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import layers
 from bridge.passes.attention import packed_hidden
-from bridge.passes.batch import MicroBatch
-from bridge.passes.logits import LogitTransform, blocks, multiply, operand, transformed
+from bridge.passes.packing import MicroBatch
 
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""
+BLOCK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
+"""Float32 logits that are held at once: 256 MiB on a GPU, whose products need large operands, and 32 MiB on the CPU,
+where what fits its caches is faster; a few temporaries of the same size come on top."""
+BLOCK_WORDS = 256
+"""Blocks are a multiple of this, so that no product has an odd shape; and no smaller, however many rows there are."""
 
 
-def token_logprobs(
-    hidden_NH: Tensor,
-    head_VH: Tensor,
-    targets_N: Tensor,
-    temperature: float,
-    bias_V: Tensor | None = None,
-    *,
-    final_logit_softcapping: float | None = None,
-    logits_scaling: float = 1.0,
-    compiles: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What a model does to its logits, and the temperature."""
 
-    With `compiles`, what is done to a block of logits is one kernel each way, instead of a dozen that read it anew.
+    temperature: float = 1.0
+    """Divides the logits, last."""
+    final_logit_softcapping: float | None = None
+    """c in c * tanh(logit / c), as in Gemma 2; None: no cap."""
+    logits_scaling: float = 1.0
+    """Divides the logits, first, as in Granite."""
 
-    Shapes: [N, H], [V, H], [N] int64 -> [N] float32, [N] float32.
-    """
-    transform = LogitTransform(
-        temperature=temperature, final_logit_softcapping=final_logit_softcapping, logits_scaling=logits_scaling
-    )
-    return _blocked_logprobs(hidden_NH, head_VH, bias_V, targets_N, transform, compiles)
+    def apply(self, raw_NW: Tensor, bias_W: Tensor | None) -> Tensor:
+        """Return the transformed logits; `raw_NW` itself if nothing changes."""
+        raw_NW = raw_NW if bias_W is None else raw_NW + bias_W
+        cap = self.final_logit_softcapping
+        if cap is None:
+            divisor = self.logits_scaling * self.temperature
+            return raw_NW if divisor == 1 else raw_NW / divisor
+        return (raw_NW / (self.logits_scaling * cap)).tanh_().mul_(cap / self.temperature)
+
+    def backward(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Turn the gradient of the transformed `logits` into that of the raw ones, in place; a cap overwrites both."""
+        cap = self.final_logit_softcapping
+        if cap is not None:
+            gradient.mul_(logits.mul_(self.temperature / cap).square_().neg_().add_(1))
+        divisor = self.temperature * self.logits_scaling
+        return gradient if divisor == 1 else gradient.div_(divisor)
 
 
 def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the model's log-probabilities of the sampled tokens and its entropies (without gradient), both in nats.
 
-    Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N` (see `batch.py`).
+    Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N`.
     """
     hidden_TH = packed_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
     head_VH, bias_V, transform = _head(model, temperature)
-    hidden_NH, compiles = hidden_TH.index_select(0, micro_batch.rows_N), layers.are_compiled(model)
-    return _blocked_logprobs(hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles)
+    hidden_NH = hidden_TH.index_select(0, micro_batch.rows_N)
+    compiles = layers.are_compiled(model)
+    return token_logprobs(hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles)
 
 
-@torch.no_grad()
-def check_head(model: PreTrainedModel) -> None:
-    """Check once, before training, that `model_logprobs` computes what the model's own forward pass does.
-
-    Raises:
-        UnsupportedModelError: the model treats its hidden states or logits in a way that is not known here.
-    """
-    tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
-    own_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
-    hidden_1H = model.get_decoder()(input_ids=tokens_1T, use_cache=False).last_hidden_state[0, -1:]
-    head, bias_V, transform = _head(model, temperature=1.0)
-    ours_V = transformed(multiply(operand(hidden_1H), operand(head).T), bias_V, transform)[0]
-    difference = float((ours_V - own_V).abs().max() / own_V.abs().max())
-    if not difference <= HEAD_TOLERANCE:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} turns hidden states into logits in a way of its own: they differ by "
-            f"{difference:.1%}, expected at most {HEAD_TOLERANCE:.0%}",
-            remedy="train another model, or report this one",
-        )
-
-
-def _blocked_logprobs(
+def token_logprobs(
     hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, by: LogitTransform, compiles: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
+
+    With `compiles`, a block of logits is processed by one kernel each way, instead of a dozen that each read it.
+
+    Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32.
+    """
     applied: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head_VH, bias_V, targets_N, by, compiles
     )
     return applied
 
 
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Check that `model_logprobs` computes what the model's own forward pass does.
+
+    Raises:
+        UnsupportedModelError: the model does something to its hidden states or logits that is not implemented here.
+    """
+    tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
+    own_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
+    hidden_1H = model.get_decoder()(input_ids=tokens_1T, use_cache=False).last_hidden_state[0, -1:]
+    head, bias_V, transform = _head(model, temperature=1.0)
+    ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
+    difference = float((ours_V - own_V).abs().max() / own_V.abs().max())
+    if not difference <= HEAD_TOLERANCE:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes logits in a way that Bridge does not support: they differ by "
+            f"{difference:.1%} from Bridge's, expected at most {HEAD_TOLERANCE:.0%}",
+            remedy="train another model, or report this one",
+        )
+
+
+def _head(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    transform = LogitTransform(
+        temperature=temperature,
+        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
+        logits_scaling=(getattr(config, "logits_scaling", None) or 1.0) / (getattr(config, "logit_scale", None) or 1.0),
+    )
+    return head.weight, getattr(head, "bias", None), transform
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Blocks of the vocabulary, forward and backward: logits are computed twice instead of being kept.
 
     Blocks of words and not of rows: the head's gradient then comes out block by block, summed over all rows by the
-    product itself, and needs no float32 sum of [V, H] beside it; what is summed over the blocks is [N, H].
+    product itself, and needs no float32 sum of [V, H] beside it; only [N, H] is summed over the blocks.
 
-    The second time could be saved if the gradient of each log-probability were known in the forward pass, as it is for
-    a cross entropy (liger-kernel does so). Here it is the loss's to say, from all rows of a sequence at once (GSPO).
+    The second computation could be saved if the gradient of each log-probability were known in the forward pass, as for
+    a cross entropy (liger-kernel does so). Here it depends on the loss, from all rows of a sequence at once (GSPO).
     """
 
     @staticmethod
@@ -113,46 +140,46 @@ class _TokenLogprobs(torch.autograd.Function):
         compiles: bool,
     ) -> tuple[Tensor, Tensor]:
         compiles = compiles and len(hidden_NH) > 1  # torch compiles fewer rows for themselves
-        sums, add = _Sums.of_none(hidden_NH), _kernel(_added, compiles)
-        hidden = operand(hidden_NH)
-        for words in blocks(len(hidden_NH), len(head_VH), head_VH.device):
-            raw_NW = multiply(hidden, operand(head_VH[words]).T)
-            sums = add(sums, raw_NW, _part(bias_V, words), targets_N - words.start, by)
-        normalisers_N = sums.maxima_N + sums.weights_N.log()
-        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, normalisers_N)
+        maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
+        sums = _Sums(maxima_N, *torch.zeros_like(maxima_N).repeat(3, 1).unbind())
+        add, hidden = _compiled(_added) if compiles else _added, _operand(hidden_NH)
+        for words, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
+            sums = add(sums, _multiply(hidden, _operand(head_VH[words]).T), bias_W, targets_N - words.start, by)
+        normalizers_N = sums.maxima_N + sums.weights_N.log()
+        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, normalizers_N)
         ctx.by, ctx.compiles = by, compiles
-        logprobs_N, entropies_N = sums.targets_N - normalisers_N, normalisers_N - sums.products_N / sums.weights_N
+        logprobs_N, entropies_N = sums.targets_N - normalizers_N, normalizers_N - sums.products_N / sums.weights_N
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, head_VH, bias_V, targets_N, normalisers_N = ctx.saved_tensors
+        hidden_NH, head_VH, bias_V, targets_N, normalizers_N = ctx.saved_tensors
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
-        hidden, differentiate = operand(hidden_NH), _kernel(_raw_gradient, ctx.compiles)
+        hidden, differentiate = _operand(hidden_NH), _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None
-        for words in blocks(len(hidden_NH), len(head_VH), head_VH.device):
-            head, bias_W, targets = operand(head_VH[words]), _part(bias_V, words), targets_N - words.start
-            raw_NW = multiply(hidden, head.T)
+        for words, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
+            head, targets = _operand(head_VH[words]), targets_N - words.start
+            raw_NW = _multiply(hidden, head.T)
             dtype = head.dtype if bias_gradient_V is None else raw_NW.dtype
-            raw_NW = differentiate(raw_NW, bias_W, gradient_N, targets, normalisers_N, ctx.by, dtype)
+            raw_NW = differentiate(raw_NW, bias_W, gradient_N, targets, normalizers_N, ctx.by, dtype)
             if bias_gradient_V is not None:
                 bias_gradient_V[words] = raw_NW.sum(dim=0)
             raw_NW = raw_NW.to(head.dtype)
             if hidden_gradient_NH is not None:
-                hidden_gradient_NH += multiply(raw_NW, head)
+                hidden_gradient_NH += _multiply(raw_NW, head)
             if head_gradient_VH is not None:
-                head_gradient_VH[words] = multiply(raw_NW.T, hidden)
+                head_gradient_VH[words] = _multiply(raw_NW.T, hidden)
         if hidden_gradient_NH is not None:
             hidden_gradient_NH = hidden_gradient_NH.to(hidden_NH.dtype)
         return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None
 
 
 class _Sums(NamedTuple):
-    """What a softmax needs of the blocks gone through so far, relative to the largest logit among them.
+    """The running sums of a softmax over blocks, relative to the largest logit so far.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
     """
@@ -162,15 +189,10 @@ class _Sums(NamedTuple):
     products_N: Tensor
     targets_N: Tensor
 
-    @classmethod
-    def of_none(cls, hidden_NH: Tensor) -> Self:
-        maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
-        return cls(maxima_N, *torch.zeros_like(maxima_N).repeat(3, 1).unbind())
-
 
 def _added(sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor, by: LogitTransform) -> _Sums:
-    """Take one block in: the head's product, and the targets counted from its first word, wherever they are."""
-    logits_NW = transformed(raw_NW, bias_W, by)
+    """Add one block: the head's product, and the targets counted from its first word, in the block or not."""
+    logits_NW = by.apply(raw_NW, bias_W)
     maxima_N = torch.maximum(sums.maxima_N, logits_NW.amax(dim=1))
     shrink_N = (sums.maxima_N - maxima_N).exp_()
     weights_NW = (logits_NW - maxima_N.unsqueeze(1)).exp_()
@@ -189,13 +211,13 @@ def _raw_gradient(
     bias_W: Tensor | None,
     gradient_N: Tensor,
     targets_N: Tensor,
-    normalisers_N: Tensor,
+    normalizers_N: Tensor,
     by: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return gradient * (onehot(target) - softmax), taken back through the transform and rounded to `dtype`."""
-    logits_NW = transformed(raw_NW, bias_W, by)
-    result_NW = (logits_NW - normalisers_N.unsqueeze(1)).exp_().mul_(-gradient_N.unsqueeze(1))
+    logits_NW = by.apply(raw_NW, bias_W)
+    result_NW = (logits_NW - normalizers_N.unsqueeze(1)).exp_().mul_(-gradient_N.unsqueeze(1))
     if torch.compiler.is_compiling():  # scattering would be a kernel of its own, and keep this one from being fused
         words_W = torch.arange(result_NW.shape[1], device=result_NW.device)
         result_NW = torch.where(words_W == targets_N.unsqueeze(1), result_NW + gradient_N.unsqueeze(1), result_NW)
@@ -206,31 +228,33 @@ def _raw_gradient(
 
 
 def _within(targets_N: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
-    """Return which targets lie among a block's words, and their places there: any for those that do not."""
+    """Return which targets are in a block, and their places there (0 for the others)."""
     inside_N = (targets_N >= 0) & (targets_N < num_words)
     return inside_N, torch.where(inside_N, targets_N, 0)
 
 
-def _part(bias_V: Tensor | None, words: slice) -> Tensor | None:
-    return None if bias_V is None else bias_V[words]
+def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block; yield its bias, too."""
+    size = max(1, BLOCK_LOGITS[head_VH.device.type] // max(1, num_rows) // BLOCK_WORDS) * BLOCK_WORDS
+    for start in range(0, len(head_VH), size):
+        words = slice(start, min(start + size, len(head_VH)))
+        yield words, None if bias_V is None else bias_V[words]
 
 
-def _kernel(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    return _compiled(function) if compiles else function
+def _operand(matrix: Tensor) -> Tensor:
+    """Return the matrix itself on a GPU, and a float32 copy on the CPU, whose product has no `out_dtype`."""
+    return matrix if matrix.is_cuda else matrix.float()
+
+
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return the float32 product of two operands."""
+    assert left.dtype == right.dtype, (left.dtype, right.dtype)
+    if left.dtype == torch.float32:
+        return torch.mm(left, right)
+    return torch.mm(left, right, out_dtype=torch.float32)
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as one kernel for any numbers of rows and words."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return compiled
-
-
-def _head(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    transform = LogitTransform(
-        temperature=temperature,
-        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
-        logits_scaling=(getattr(config, "logits_scaling", None) or 1.0) / (getattr(config, "logit_scale", None) or 1.0),
-    )
-    return head.weight, getattr(head, "bias", None), transform
+def _compiled(function: Any) -> Any:
+    """Return `function` as one kernel for any number of rows and words."""
+    return torch.compile(function, dynamic=True)

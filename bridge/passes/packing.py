@@ -1,16 +1,93 @@
-"""Which samples go into one micro-batch: as many as a bounded number of tokens holds.
+"""Pack samples into micro-batches: sequences behind one another, without padding, as tensors.
 
-Not covered: the bound (`budget.py`), what a micro-batch is (`batch.py`).
+Shape suffixes: S1 spans and one more, T tokens, U tokens that each span attends to (span after span), N rows (positions
+that predict a sampled token).
+
+A prompt `p p p` with completion `a b`, and a prompt `q` with completion `c`:
+
+    t            0  1  2  3  4 | 5  6
+    tokens_T     p  p  p  a  b | q  c
+    positions_T  0  1  2  3  4 | 0  1
+    rows_N             2  3      5          position t predicts token t + 1
+    targets_N          a  b      c
+    sequences_N        0  0      1
+    starts_S1    0               5      7   the last one is T
+
+The same with shared prompts, and a third sample: prompt `p p p` with completion `d`:
+
+    t            0  1  2 | 3  4 | 5 | 6  7
+    tokens_T     p  p  p | a  b | d | q  c
+    positions_T  0  1  2 | 3  4 | 3 | 0  1
+    rows_N             2    3     2   6     the prompt's last token predicts the first token of every completion
+    seen.keys_U  0 1 2 | 0 1 2 3 4 | 0 1 2 5 | 6 7
+
+A token that was not sampled, such as a tool's answer, is in tokens_T and has no row.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress, islice, pairwise, repeat
+from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from bridge.passes.batch import MicroBatch, Tokens, lay_out
-from bridge.passes.samples import Sample
+from bridge.passes.attention import Seen, Spans
+
+Value = TypeVar("Value", int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One completion to train on."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """The completion, with at least one sampled token."""
+    sampled_logprobs: tuple[float, ...]
+    """The server's log-probability of each sampled token, in nats; NaN where unknown."""
+    advantages: tuple[float, ...]
+    """One per sampled token."""
+    weight: float
+    """Factor of each sampled token's term in the loss, which is the sum of the terms of one update."""
+    sampled: tuple[bool, ...] | None = None
+    """Which tokens of the completion were sampled; None: all. The others are only read."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion together."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled tokens."""
+        return len(self.advantages)
+
+
+def of_sampled(values: Sequence[Value], sampled: tuple[bool, ...] | None) -> tuple[Value, ...]:
+    """Return the values of sampled tokens, given one for each token of a completion."""
+    return tuple(values if sampled is None else compress(values, sampled))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Packed sequences: the input of one forward and backward pass; int64 indices, float32 values."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    spans: Spans
+    num_sequences: int
+    rows_N: Tensor
+    targets_N: Tensor
+    sequences_N: Tensor
+    """The sample of each row, from 0 to num_sequences - 1."""
+    sampled_logprobs_N: Tensor
+    """In nats: the server's; NaN where unknown."""
+    advantages_N: Tensor
+    weights_N: Tensor
+    """Factor of the row's term in the loss."""
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
@@ -24,18 +101,18 @@ def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
 def packs(
     samples: Sequence[Sample], *, max_tokens: int, device: torch.device, share_prompts: bool = False
 ) -> list[MicroBatch]:
-    """Pack the samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
+    """Pack samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
 
-    With `share_prompts` a prompt is in each micro-batch once, whatever the number of its completions there. A sample
-    longer than `max_tokens` gets a micro-batch of its own. The longest come first, so that what does not fit in memory
-    fails at once. The result does not depend on the order of the samples.
+    With `share_prompts` a micro-batch holds each prompt once. A sample longer than `max_tokens` gets a micro-batch of
+    its own. The longest samples come first, so that what does not fit in memory fails at once. The result does not
+    depend on the order of the samples.
     """
     ordered = sorted(samples, key=_order, reverse=True)
     if share_prompts:
-        ranks: dict[Tokens, int] = {}
+        by_prompt: dict[tuple[int, ...], list[Sample]] = {}
         for sample in ordered:
-            ranks.setdefault(sample.prompt_token_ids, len(ranks))
-        ordered.sort(key=lambda sample: ranks[sample.prompt_token_ids])
+            by_prompt.setdefault(sample.prompt_token_ids, []).append(sample)
+        ordered = list(chain.from_iterable(by_prompt.values()))
     bins: list[_Bin] = []
     for sample in ordered:
         chosen = next((each for each in bins if each.num_tokens + each.cost(sample) <= max_tokens), None)
@@ -43,42 +120,123 @@ def packs(
             chosen = _Bin(share_prompts=share_prompts)
             bins.append(chosen)
         chosen.add(sample)
-    return lay_out([each.groups() for each in bins], device)
+    return _micro_batches([_Layout(list(each.groups.values())) for each in bins], device)
+
+
+def _order(sample: Sample) -> tuple[object, ...]:
+    """Order by length, then by everything else that is trained on: no tie is left to the order of arrival."""
+    tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
+    logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
+    return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight
 
 
 @dataclass
 class _Bin:
-    """What is to be one micro-batch."""
+    """The samples of one micro-batch; those of a group share their prompt."""
 
     share_prompts: bool
     num_tokens: int = 0
-    samples: list[Sample] = field(default_factory=list)
-    prompts: set[Tokens] = field(default_factory=set)
+    groups: dict[object, list[Sample]] = field(default_factory=dict)
 
     def cost(self, sample: Sample) -> int:
-        """Return how many tokens it would add."""
-        is_shared = self.share_prompts and sample.prompt_token_ids in self.prompts
-        return len(sample.token_ids) if is_shared else sample.num_tokens
+        """Return how many tokens the sample would add."""
+        return len(sample.token_ids) if self._key(sample) in self.groups else sample.num_tokens
 
     def add(self, sample: Sample) -> None:
         self.num_tokens += self.cost(sample)
-        self.prompts.add(sample.prompt_token_ids)
-        self.samples.append(sample)
+        self.groups.setdefault(self._key(sample), []).append(sample)
 
-    def groups(self) -> list[list[Sample]]:
-        """Return the samples, those together that share a prompt."""
-        if not self.share_prompts:
-            return [[sample] for sample in self.samples]
-        groups: dict[Tokens, list[Sample]] = {}
-        for sample in self.samples:
-            groups.setdefault(sample.prompt_token_ids, []).append(sample)
-        return list(groups.values())
+    def _key(self, sample: Sample) -> object:
+        return sample.prompt_token_ids if self.share_prompts else len(self.groups)
 
 
-def _order(sample: Sample) -> tuple[object, ...]:
-    """Order by length, and by everything else that is trained on, so that no tie is left to the order of arrival."""
-    tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
-    known = sample.sampled_logprobs
-    if math.isnan(sum(known)):  # one of them is, and has no order
-        known = tuple(0.0 if math.isnan(value) else value for value in known)
-    return sample.num_tokens, *tokens, known, sample.advantages, sample.weight
+class _Layout:
+    """One micro-batch on the host: where its tokens are, span after span, and its tensors."""
+
+    def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
+        self.samples = [sample for group in groups for sample in group]
+        self._tokens, self._positions, self._keys = list[int](), list[int](), list[int]()
+        self._starts, self._key_starts = [0], [0]
+        rows = self._rows(groups)
+        keys = self._keys if len(groups) < len(self.samples) else []
+        targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
+        counts = [sample.num_trained for sample in self.samples]
+        self.integers = [
+            torch.from_numpy(np.array(values, dtype=np.int64))  # torch.tensor takes four times as long
+            for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
+        ]
+        self.integers.append(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
+        self.floats = [
+            torch.from_numpy(np.array(list(chain.from_iterable(values)), dtype=np.float32))
+            for values in (
+                (sample.sampled_logprobs for sample in self.samples),
+                (sample.advantages for sample in self.samples),
+                (repeat(sample.weight, sample.num_trained) for sample in self.samples),
+            )
+        ]
+        assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
+        self.longest, self.longest_keys = (
+            max(end - start for start, end in pairwise(starts)) for starts in (self._starts, self._key_starts)
+        )
+
+    def _rows(self, groups: Sequence[Sequence[Sample]]) -> list[int]:
+        """Place all spans and return the positions that predict sampled tokens, sample after sample.
+
+        Shared prompts come first: spans of equal length are then neighbors, and computed in one block.
+        """
+        rows = list[int]()
+        shared = [self._add(group[0].prompt_token_ids) if len(group) > 1 else None for group in groups]
+        for group, prompt in zip(groups, shared, strict=True):
+            for sample in group:
+                assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
+                if prompt is None:
+                    whole = self._add(sample.prompt_token_ids + sample.token_ids)
+                    rows += of_sampled(whole[len(sample.prompt_token_ids) - 1 : -1], sample.sampled)
+                else:
+                    rows += of_sampled([prompt[-1], *self._add(sample.token_ids, prompt)[:-1]], sample.sampled)
+        return rows
+
+    def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:
+        """Append a span that attends to `prompt` and itself; return its places."""
+        places = range(len(self._tokens), len(self._tokens) + len(tokens))
+        self._tokens += tokens
+        self._positions += range(len(prompt), len(prompt) + len(tokens))
+        self._keys += (*prompt, *places)
+        self._starts.append(len(self._tokens))
+        self._key_starts.append(len(self._keys))
+        return places
+
+
+def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
+    integers = _to_device([tensor for layout in layouts for tensor in layout.integers], device)
+    floats = _to_device([tensor for layout in layouts for tensor in layout.floats], device)
+    batches = []
+    for layout in layouts:
+        tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
+        sampled_logprobs_N, advantages_N, weights_N = islice(floats, 3)
+        seen = Seen(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
+        batches.append(
+            MicroBatch(
+                tokens_T=tokens_T,
+                positions_T=positions_T,
+                spans=Spans(starts_S1=starts_S1.int(), longest=layout.longest, seen=seen),
+                num_sequences=len(layout.samples),
+                rows_N=rows_N,
+                targets_N=targets_N,
+                sequences_N=sequences_N,
+                sampled_logprobs_N=sampled_logprobs_N,
+                advantages_N=advantages_N,
+                weights_N=weights_N,
+            )
+        )
+    return batches
+
+
+def _to_device(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Copy all tensors at once, and split them there."""
+    if not tensors:
+        return iter(())
+    joined = torch.cat(list(tensors))
+    if device.type == "cuda":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return iter(joined.split([len(tensor) for tensor in tensors]))

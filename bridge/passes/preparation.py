@@ -1,13 +1,15 @@
-"""Preparing a model for training: its attention, its layers, and a check of what comes out after each choice.
+"""Prepare a model for training: choose its attention and layers, and check the result after each choice.
 
-Whatever is chosen has to give what transformers itself gives for each sequence alone: a family that treats positions
-or masks in a way of its own is refused here, and not trained wrongly.
+The model must compute for packed sequences what transformers computes for each sequence alone. A family that treats
+positions or masks differently is refused here, whatever its name, and never trained wrongly.
 
-Not covered: the check (`expected.py`), the head (`logprobs.py`), how many tokens fit (`budget.py`).
+Not covered: the head (`logprobs.py`), how many tokens fit (`budget.py`).
+Shape suffixes: T tokens, H hidden size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -15,88 +17,90 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from transformers import PreTrainedModel
 
-from bridge.config import TrainConfig
+from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.passes import attention, layers, wide_linear
-from bridge.passes.expected import LENGTHS, Expected, Note, example_tokens, packed, packed_sharing
 from bridge.passes.logprobs import check_head
+from bridge.passes.packing import Sample, packs
 
+Note = Callable[[str], None]
+"""Reports one line to the user."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
-"""What a family raises that is called in another way than the rest."""
+"""What a family raises that must be called differently from the others."""
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
-"""What torch raises when it cannot compile; anything else is a mistake and is raised."""
+"""What torch raises when it cannot compile; anything else is a bug and is raised."""
+LENGTHS = (24, 13, 7, 6, 2)
+"""Tokens of the sequences that are compared."""
+PROMPTS = (8, 8, 3, 3, 1)
+"""How many of them are a prompt: the first two share one, and the next two."""
+WINDOW = 5
+"""Tokens that sliding windows are narrowed to for the check, so that the sequences are longer."""
+TOLERANCE = 1 / 8
+"""Largest difference from each sequence alone, as a share of the difference if all were one sequence.
+
+Tiny models of 21 families in bf16 came to between 1/260 and 1/70, and those that mix sequences or positions to 1/3 and
+more."""
+ROUNDING_TOLERANCE = 1 / 4
+"""The same where rounding explains it: 28 layers of random bf16 weights on an H200 came to 1/7."""
+ROUNDINGS = 2
+"""Roundings to the model's dtype that never count as a difference: with vLLM's dummy weights attention hardly matters,
+and 48 layers of them came to 0.8 on an H200."""
 
 
-def prepare(model: PreTrainedModel, config: TrainConfig, note: Note, *, max_model_len: int | None = None) -> bool:
-    """Give the model packed attention, and whatever of liger-kernel, compilation and recomputation is asked for.
+def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_model_len: int | None = None) -> bool:
+    """Give the model packed attention and, where requested, Liger kernels, compiled layers and recomputed activations.
 
-    Once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of one
-    prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
+    Call it once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of
+    one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
 
     Raises:
-        UnsupportedModelError: what the model computes of packed sequences is not what it computes of each alone.
-        UsageError: liger-kernel was asked for, and cannot be used.
+        UnsupportedModelError: the model computes something else for packed sequences than for each alone.
+        UsageError: liger-kernel was requested, and cannot be used.
     """
-    with _refusing_misfits(model):
+    try:
         check_head(model)
         expected = Expected(model, max_model_len)
-    compiles = model.device.type == "cuda" if config.compute.compile_layers is None else config.compute.compile_layers
-    if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
-        wide_linear.widen(model)  # not both: torch would compile every layer for itself
-    if config.compute.liger_kernel:
-        layers.use_liger_kernel(model)
-    _choose_attention(model, expected, note)
-    recomputes = bool(config.compute.gradient_checkpointing)
-    if compiles:
-        _compile(model, expected, note, recomputed=recomputes)
-    shares_prompts = _may_share_prompts(model, expected, note)
-    if recomputes:
-        _recompute(model, note)
-    return shares_prompts
-
-
-@contextmanager
-def _refusing_misfits(model: PreTrainedModel) -> Iterator[None]:
-    """Refuse a family whose code cannot be called as that of the others."""
-    try:
-        yield
     except MISFITS as error:
         if isinstance(error, BridgeError):
             raise
         words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be run as other language models are: {words}",
+            f"{type(model).__name__} cannot be called like other language models: {words}",
             remedy="train another model, of those in docs/families.md, or report this one",
         ) from error
+    compiles = model.device.type == "cuda" if compute.compile_layers is None else compute.compile_layers
+    if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
+        wide_linear.widen(model)  # not both: torch would compile every layer separately
+    if compute.liger_kernel:
+        layers.use_liger_kernel(model)
+    _choose_attention(model, expected, note)
+    if compiles:
+        _compile(model, expected, note, recomputed=bool(compute.gradient_checkpointing))
+    shares_prompts = _may_share_prompts(model, expected, note)
+    if compute.gradient_checkpointing:
+        _recompute(model, note)
+    return shares_prompts
 
 
 def recompute_activations(model: PreTrainedModel, note: Note) -> None:
-    """Have each layer keep its input alone for the backward pass, and compute the rest again there.
+    """Let each layer keep only its input for the backward pass, and compute the rest again there.
 
     The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
-    called again, and not compiled: of several graphs the second call might be given others than the first.
-
-    Raises:
-        UnsupportedModelError: the model cannot.
+    called again, and not compiled: of several graphs, the second call might use others than the first.
     """
     if layers.are_compiled(model):
         layers.compile_layers(model, recomputed=True)
     _recompute(model, note)
 
 
-def _recompute(model: PreTrainedModel, note: Note) -> None:
-    """Leave recomputing to the layers' code, if it is compiled for that and can be gone through twice."""
-    if layers.are_compiled(model):
-        reason = _against_recomputing(model)
-        if reason is None:
-            return
-        layers.uncompile_layers(model)
-        note(f"layers are not compiled: they are recomputed, and {reason}")
-    layers.call_again(model)
+def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the trained parameters of the first layer that has any: their gradients need the whole backward pass."""
+    candidates = ([p for p in part.parameters() if p.requires_grad] for part in (*layers.decoder_layers(model), model))
+    return next((trained for trained in candidates if trained), [])
 
 
-def _choose_attention(model: PreTrainedModel, expected: Expected, note: Note) -> None:
-    """Use our attention where it is right, else the model's own, which makes a mask of the positions."""
+def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) -> None:
+    """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
     own = model.config._attn_implementation
     try:
         attention.choose(model, attention.NAME)
@@ -107,11 +111,10 @@ def _choose_attention(model: PreTrainedModel, expected: Expected, note: Note) ->
         note(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
     else:
         if model.config._attn_implementation != attention.NAME:
-            note(f"attention: {type(model).__name__}'s own, with a mask of tokens x tokens: it can have no other")
+            note(f"attention: the only one of {type(model).__name__}, with a mask of tokens x tokens")
 
 
-def _may_share_prompts(model: PreTrainedModel, expected: Expected, note: Note) -> bool:
-    """Tell whether completions of one prompt may share it; where attention is ours and they may not, say why."""
+def _may_share_prompts(model: PreTrainedModel, expected: "Expected", note: Note) -> bool:
     if model.config._attn_implementation != attention.NAME:
         return False
     try:
@@ -122,10 +125,10 @@ def _may_share_prompts(model: PreTrainedModel, expected: Expected, note: Note) -
     return True
 
 
-def _compile(model: PreTrainedModel, expected: Expected, note: Note, *, recomputed: bool) -> None:
-    """Compile the layers; where torch cannot, or what comes out is wrong, leave them.
+def _compile(model: PreTrainedModel, expected: "Expected", note: Note, *, recomputed: bool) -> None:
+    """Compile the layers; undo it where torch cannot, or the result is wrong.
 
-    The backward pass, too, unless activations are to be recomputed: `_recompute` then goes through it.
+    Compile the backward pass, too, unless activations are recomputed: `_recompute` does it then.
     """
     layers.compile_layers(model, recomputed=recomputed)
     try:
@@ -140,17 +143,32 @@ def _compile(model: PreTrainedModel, expected: Expected, note: Note, *, recomput
         torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
 
 
+def _recompute(model: PreTrainedModel, note: Note) -> None:
+    """Leave recomputing to the compiled layers if they can, else to transformers."""
+    if layers.are_compiled(model):
+        reason = _against_recomputing(model)
+        if reason is None:
+            return
+        layers.uncompile_layers(model)
+        note(f"layers are not compiled: they are recomputed, and {reason}")
+    layers.call_again(model)
+
+
 def _against_recomputing(model: PreTrainedModel) -> str | None:
-    """Compile the layers as they are to be, and return why their code cannot be gone through twice; None: it can."""
-    num_breaks, random_state = layers.num_breaks(), _random_state(model.device)
+    """Compile the layers and return why their code cannot run twice; None: it can."""
+    num_breaks, random_state = _num_breaks(), _random_state(model.device)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             _run_all_forms(model)
     except COMPILE_ERRORS as error:
         return f"torch cannot compile that: {' '.join(str(error).strip().splitlines()[:2])}"
-    if layers.num_breaks() > num_breaks:
+    if _num_breaks() > num_breaks:
         return "torch makes several graphs of one"
     return None if torch.equal(_random_state(model.device), random_state) else "draw random numbers"
+
+
+def _num_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -158,21 +176,128 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _run_all_forms(model: PreTrainedModel) -> None:
-    """Go forward and backward through what a run has: several sequences, other lengths, shared prompts."""
-    tokens_T = example_tokens(model)
-    _run_backward(model, lambda: packed(model, tokens_T, LENGTHS))
-    _run_backward(model, lambda: packed(model, tokens_T[LENGTHS[0] :], LENGTHS[1:]))
+    """Run forward and backward what a run needs: several sequences, other lengths, shared prompts.
+
+    No gradient is left, and no hook on gradients is called.
+    """
+    tokens_T, trained = _example_tokens(model), first_trained(model)
+    forms: list[Callable[[], Tensor]] = [
+        lambda: packed(model, tokens_T, LENGTHS),
+        lambda: packed(model, tokens_T[LENGTHS[0] :], LENGTHS[1:]),
+    ]
     if model.config._attn_implementation == attention.NAME:
-        _run_backward(model, lambda: packed_sharing(model, tokens_T))
-
-
-def _run_backward(model: PreTrainedModel, compute_hidden: Callable[[], Tensor]) -> None:
-    """Go through the backward pass, if there is one, without leaving a gradient or calling what waits for one."""
-    if trained := first_trained(model):
+        forms.append(lambda: _packed_sharing(model, tokens_T))
+    for compute_hidden in forms if trained else ():
         torch.autograd.grad(compute_hidden().float().sum(), trained)
 
 
-def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained parameters of the first layer that has any: their gradients need all of the backward pass."""
-    candidates = ([p for p in part.parameters() if p.requires_grad] for part in (*layers.decoder_layers(model), model))
-    return next((trained for trained in candidates if trained), [])
+class Expected:
+    """What transformers' eager attention computes for a few sequences, each alone, and for all as one sequence."""
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel, max_model_len: int | None = None) -> None:
+        bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
+        self._farthest = min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0]
+        self._tokens_T = _example_tokens(model)
+        chosen = model.config._attn_implementation
+        attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
+        with _checking(model):
+            self.alone_TH = torch.cat([_plain(model, part_T) for part_T in self._tokens_T.split(LENGTHS)])
+            together_TH = _plain(model, self._tokens_T)
+            attention.choose(model, chosen)
+            other_TH = torch.cat([_plain(model, part_T) for part_T in self._tokens_T.split(LENGTHS)])
+        self._mixed_up = self.difference(together_TH)
+        explained = min(2 * self.difference(other_TH), ROUNDING_TOLERANCE * self._mixed_up)
+        self._most = max(TOLERANCE * self._mixed_up, explained)
+        self._rounding = ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps
+        self._is_noted = False
+
+    def difference(self, hidden_TH: Tensor, *, first: int = 0) -> float:
+        """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
+
+        The median, since rounding alone may send a few tokens to other experts.
+        """
+        error_TH, alone_TH = hidden_TH.float() - self.alone_TH.float(), self.alone_TH.float()
+        relative_T = error_TH.norm(dim=1) / alone_TH.norm(dim=1)
+        medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
+        return float(torch.stack(medians).max())  # nan, if one is
+
+    def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
+        """Compare with the packed forward pass of the model as it is prepared now.
+
+        And once more with the first sequence at the end of the longest possible one: the others must not depend on it.
+        """
+        with torch.no_grad(), _checking(model):
+            tokens_T = self._tokens_T
+            hidden_TH = _packed_sharing(model, tokens_T) if share_prompts else packed(model, tokens_T, LENGTHS)
+            found = self.difference(hidden_TH)
+            if self._farthest > 0 and not share_prompts:
+                beside_TH = packed(model, tokens_T, LENGTHS, begin=self._farthest)
+                found = float(torch.tensor([found, self.difference(beside_TH, first=1)]).max())  # nan, if one is
+        differ = f"hidden states differ by {found:.1%} from those of each sequence alone, and by {self._mixed_up:.1%}"
+        if not found <= max(self._most, self._rounding):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not keep packed sequences apart: {differ} if all are one sequence",
+                remedy="train another model, or report this one",
+            )
+        if found > self._most and not self._is_noted:
+            self._is_noted = True
+            note(f"attention hardly matters with these weights: packed, {differ} if all are one sequence")
+
+
+def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, begin: int = 0) -> Tensor:
+    """Return the last hidden states of packed sequences; the first one's positions count from `begin`.
+
+    Shapes: [T] -> [T, H].
+    """
+    positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
+    positions_T[: lengths[0]] += begin
+    starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_T.device)
+    return attention.packed_hidden(
+        model, tokens_T, positions_T, attention.Spans(starts_S1=starts_S1, longest=max(lengths))
+    )
+
+
+def _packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
+    """Return the last hidden states of the sequences of `LENGTHS`, packed with shared prompts: [T] -> [T, H]."""
+    samples = []
+    for part_T, prompt in zip(tokens_T.split(LENGTHS), PROMPTS, strict=True):
+        ids, zeros = tuple(part_T.tolist()), (0.0,) * (len(part_T) - prompt)
+        tokens = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
+        samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
+    (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
+    hidden_TH, seen = attention.packed_hidden(model, batch.tokens_T, batch.positions_T, batch.spans), batch.spans.seen
+    assert seen is not None
+    sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
+    return hidden_TH[torch.cat(sequences)]  # the other spans are prompts
+
+
+def _example_tokens(model: PreTrainedModel) -> Tensor:
+    """Return the tokens of sequences of `LENGTHS`, some of which share `PROMPTS`: [T]."""
+    vocabulary: int = model.config.get_text_config().vocab_size
+    tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
+    starts = [0, *accumulate(LENGTHS)]
+    for one, other in ((0, 1), (2, 3)):
+        tokens_T[starts[other] :][: PROMPTS[other]] = tokens_T[starts[one] :][: PROMPTS[one]]
+    return tokens_T.to(model.device)
+
+
+def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
+    hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
+    return hidden_1TH[0]
+
+
+@contextmanager
+def _checking(model: PreTrainedModel) -> Iterator[None]:
+    """Turn dropout off and narrow sliding windows, and restore both."""
+    config = model.config.get_text_config()
+    windows = [m for m in (config, *model.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
+    before = [(owner, "sliding_window", owner.sliding_window) for owner in windows]
+    before += [(module, "training", True) for module in model.modules() if module.training]
+    for owner, name, _ in before:
+        setattr(owner, name, WINDOW if name == "sliding_window" else False)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

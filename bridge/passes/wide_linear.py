@@ -1,9 +1,7 @@
 """Linear layers in bf16 on a CPU without instructions for it: multiplied as float32, 10 to 40 times as fast.
 
-Products of bf16 numbers are exact in float32, and what comes out is rounded to bf16 once: the numbers are those that
-bf16 kernels give, up to the order of a sum.
-
-Not covered: a GPU, and CPUs that can (AVX-512 and later), where nothing is changed.
+Products of bf16 numbers are exact in float32, and the result is rounded to bf16 once: it is what bf16 kernels compute,
+up to the order of a sum. Nothing changes on a GPU, nor on a CPU with bf16 instructions (AVX-512 and later).
 """
 
 from functools import cache
@@ -18,12 +16,12 @@ from torch.nn import functional
 
 @cache
 def is_wanted() -> bool:
-    """Tell whether this machine's CPU multiplies bf16 in software."""
+    """Whether this machine's CPU multiplies bf16 in software."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what torch.nn.functional.linear does, without a gradient."""
+    """Compute torch.nn.functional.linear, without a gradient."""
     if rows.dtype != torch.bfloat16:
         return functional.linear(rows, weight, bias)
     wide = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
@@ -45,7 +43,7 @@ def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps bf16 for the backward pass, and not the float32 that is multiplied."""
+    """Keeps bf16 for the backward pass, not the float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -40,7 +40,7 @@ smaller one it uses 2048 and 256; counted here in proportion to the size, which 
 SAMPLER_BYTES = 16
 """Per logit in vLLM's sampler: float32 logits and probabilities, sorted, and their indices."""
 LOGITS_BYTES = 3 * 4 * 2**26
-"""Float32 logits of one block of the vocabulary, and two temporaries (`bridge/passes/logits.py`)."""
+"""Float32 logits of one block of the vocabulary, and what is computed from them (`bridge/passes/logprobs.py`)."""
 LARGEST_SHARE = 0.9
 """Of a GPU, for vLLM."""
 ENGINE_MARGIN_BYTES = 2 * GIB

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bridge.learn.advantages import has_signal
-from bridge.learn.gradients import Learnt
+from bridge.learn.learner import Learnt
 from bridge.learn.mismatch import share
+from bridge.learn.samples import has_signal
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group

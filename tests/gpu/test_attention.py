@@ -13,9 +13,8 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.passes import attention
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import packs
+from bridge.passes.packing import Sample, packs
 from bridge.passes.preparation import prepare
-from bridge.passes.samples import Sample
 from tests.models.families import SMALL
 from tests.scenarios import PARITY_LIMIT
 
@@ -59,7 +58,7 @@ def test_completions_see_the_prompt_that_they_share(window: int | None) -> None:
     exact = MistralForCausalLM(config).cuda()
     model = copy.deepcopy(exact).bfloat16()
     attention.choose(exact, attention.NAME)  # in float32, which the kernel has not
-    assert prepare(model, TrainConfig.of(model_name="m", compile_layers=False), pytest.fail)
+    assert prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute, pytest.fail)
     ours, expected = computed(model, share_prompts=True), computed(exact, share_prompts=True)
     assert (ours[0] - expected[0]).abs().mean() < PARITY_LIMIT
     assert cosine_similarity(ours[1], expected[1], dim=0) > 0.99

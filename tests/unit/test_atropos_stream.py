@@ -11,7 +11,7 @@ import pytest
 from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.learn.advantages import with_advantages
+from bridge.learn.samples import with_advantages
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny

@@ -29,10 +29,9 @@ from transformers import (
 )
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, dense_attention, layers
-from bridge.passes.expected import packed
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes import attention, layers
+from bridge.passes.packing import Sample, packs
+from bridge.passes.preparation import packed
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -160,7 +159,7 @@ def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_the_layer_s_name(asked: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 3, 8)
-    with pytest.raises(UnsupportedModelError, match=r"Identity wants a mask, a bias"):
+    with pytest.raises(UnsupportedModelError, match=r"the attention of Identity needs a mask, a bias"):
         attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | asked))
 
 
@@ -174,16 +173,14 @@ def test_a_cache_is_refused() -> None:
     "lengths", [(5,), (4, 4, 4), (9, 8, 7), (1, 9, 1, 9), (3, 2, 1) * 20, (*range(40, 0, -1),), (6,) * 50]
 )
 def test_blocks_hold_every_sequence_in_its_order_and_little_padding(lengths: tuple[int, ...]) -> None:
-    blocks = list(dense_attention._similar((length, length) for length in lengths))
+    blocks = list(attention._similar((length, length) for length in lengths))
     assert tuple(span[1] for span in itertools.chain(*blocks)) == lengths
-    assert all(
-        min(block)[1] >= dense_attention.LEAST_FILLED * max(block, key=lambda span: span[1])[1] for block in blocks
-    )
+    assert all(min(block)[1] >= attention.LEAST_FILLED * max(block, key=lambda span: span[1])[1] for block in blocks)
 
 
 def test_many_sequences_of_one_length_are_one_block() -> None:
     spans = [(7, 7)] * 100 + [(6, 6)] * 100
-    assert list(dense_attention._similar(spans)) == [spans[:100], spans[100:]]
+    assert list(attention._similar(spans)) == [spans[:100], spans[100:]]
 
 
 def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.passes import attention
-from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
-from bridge.passes.cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, measure_cost
+from bridge.passes import budget as module
+from bridge.passes.budget import (
+    CPU_LOGITS_BYTES,
+    HOST_SHARE,
+    MASKED_TOKENS,
+    PROBES,
+    SHARE,
+    Budget,
+    Cost,
+    cost_on_gpu,
+    free_memory,
+    measure_cost,
+)
+from bridge.passes.packing import Sample
 from bridge.passes.preparation import recompute_activations
-from bridge.passes.samples import Sample
 from bridge.planning.memory import FEW, MOST_TOKENS
 
 MIB = 2**20
@@ -54,9 +65,34 @@ class Memory:
         return (self.free / SHARE) * MIB + gradients
 
 
+class OnGpu(LlamaForCausalLM):
+    """A model that says it is on a GPU, with a memory of its own."""
+
+    device = torch.device("cuda")
+    memory: Memory
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask the memory of an `OnGpu` model instead of CUDA."""
+
+    def cost(model: PreTrainedModel, temperature: float) -> Cost | None:
+        measure = model.memory.measure if isinstance(model, OnGpu) else measure_cost
+        return measure(model, temperature)
+
+    def free(model: PreTrainedModel) -> float:
+        return model.memory.free_bytes(model) if isinstance(model, OnGpu) else free_memory(model)
+
+    monkeypatch.setattr(module, "measure_cost", cost)
+    monkeypatch.setattr(module, "free_memory", free)
+
+
 def budget(memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, **choices: Any) -> Budget:
     config = TrainConfig.of(model_name="m", temperature=0.7, **choices)
-    return Budget(trained or model(), config, notes.append, measure=memory.measure, free_bytes=memory.free_bytes)
+    trained = model() if trained is None else trained
+    trained.__class__ = OnGpu
+    trained.memory = memory
+    return Budget(trained, config, notes.append)
 
 
 def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:
@@ -115,7 +151,7 @@ def test_gradients_add_up_in_bf16_where_the_passes_need_the_memory_and_the_error
     found = budget(Memory(free - 1, plain=1), notes, micro_batch_tokens=asked)
     assert found.max_tokens(samples(*LARGE_BATCH)) == (asked or least + 499)
     assert sums_in_float32(found) is False
-    told = "gradients are added up in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is abo"
+    told = "gradients are summed in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is about"
     assert notes[-1].startswith(told)
     enough = budget(Memory(free, plain=1), [], micro_batch_tokens=asked)
     assert enough.max_tokens(samples(*LARGE_BATCH)) == least
@@ -137,7 +173,7 @@ def test_float32_sums_are_given_up_before_activations_are_recomputed() -> None:
     assert sums_in_float32(found)
     found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
     assert sums_in_float32(found) is False
-    assert notes[-1].startswith("out of memory: gradients are added up in bf16 from now on, and over N micro-batches")
+    assert notes[-1].startswith("out of memory: gradients are summed in bf16 from now on; over N micro-batches")
     assert not trained.is_gradient_checkpointing
     found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
     assert trained.is_gradient_checkpointing

@@ -17,7 +17,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.learn.advantages import with_advantages
+from bridge.learn.samples import with_advantages
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.problems import endless
 from bridge.run import measuring

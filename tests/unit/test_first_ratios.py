@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from bridge.learn import gradients, policy_loss
-from bridge.learn.gradients import Learnt
+from bridge.learn import learner, policy_loss
+from bridge.learn.learner import Learnt
 from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
-from bridge.passes.batch import MicroBatch
+from bridge.passes.packing import MicroBatch
 from bridge.types import Completion, Group
 from tests.models import tiny
 from tests.unit.test_learner import Descent, updated
@@ -74,7 +74,7 @@ def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append((logprobs_N - old_logprobs_N).detach())
         return original(logprobs_N, old_logprobs_N, batch, *rest)
 
-    monkeypatch.setattr(gradients, "policy_loss", noting)
+    monkeypatch.setattr(learner, "policy_loss", noting)
     return seen
 
 
@@ -90,7 +90,7 @@ def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Calla
 @pytest.mark.timeout(600)
 def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
-    monkeypatch.setattr(logprobs, "_kernel", lambda function, _: function)  # the real compiler's time
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)  # the real compiler's time
     seen = log_ratios(monkeypatch)
     for loss, updates, passes in [("gspo", 1, 1), ("gspo", 1, 2), *((loss, 2, 2) for loss in LOSSES)]:
         seen.clear()
@@ -112,7 +112,7 @@ def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPat
         logprobs_N, entropies_N = original(*given)
         return logprobs_N + torch.randn_like(logprobs_N), entropies_N
 
-    monkeypatch.setattr(gradients, "model_logprobs", noisy)
+    monkeypatch.setattr(learner, "model_logprobs", noisy)
     seen = log_ratios(monkeypatch)
     learnt(loss="gspo", updates_per_batch=2)
     assert calls == [3]

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.learn import gradients, opening, policy_loss, reference
-from bridge.learn.gradients import Learnt
-from bridge.learn.learner import Learner
-from bridge.learn.policy_loss import LossStatistics
+from bridge.learn import learner as module
+from bridge.learn import policy_loss, reference
+from bridge.learn.learner import Learner, Learnt
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
@@ -89,7 +88,7 @@ def learner_of(
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if told is None else told
-    return opening.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer)
+    return module.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:
@@ -213,13 +212,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *odd: Callable[[Tensor], Tensor] |
     """Let `odd` happen to the loss, call by call, and to those after them nothing; return what counts the calls."""
     original, calls = policy_loss.policy_loss, [0]
 
-    def bent(*arguments: Any) -> tuple[Tensor, LossStatistics]:
+    def bent(*arguments: Any) -> tuple[Tensor, Tensor]:
         calls[0] += 1
         loss, statistics = original(*arguments)
         change = odd[calls[0] - 1] if calls[0] <= len(odd) else None
         return (loss if change is None else change(loss)), statistics
 
-    monkeypatch.setattr(gradients, "policy_loss", bent)
+    monkeypatch.setattr(module, "policy_loss", bent)
     return calls
 
 
@@ -787,15 +786,15 @@ def notes_of(**choices: Any) -> list[str]:
     config = TrainConfig.model_validate({"model_name": "tiny"} | choices)
     factors = {name: 4.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
-    made = opening.learner_of(config, opened, notes.append)
+    made = module.learner_of(config, opened, notes.append)
     assert {group["lr"] for group in made.optimizer.param_groups} == {config.learning_rate * 4}
     return notes
 
 
 def test_a_learning_rate_that_nobody_chose_is_reported() -> None:
-    assert "learning rate 1e-06, the default for all weights; --lr sets another one" in notes_of()
+    assert "learning rate 1e-06, the default for all weights; set it with --lr" in notes_of()
     adapter = notes_of(mode="lora_only")
-    assert "learning rate 1e-05, the default for an adapter; --lr sets another one" in adapter
+    assert "learning rate 1e-05, the default for an adapter; set it with --lr" in adapter
     assert not [line for line in notes_of(lr=1e-6) if "learning rate" in line]
 
 
@@ -807,6 +806,6 @@ def test_a_weight_decay_that_float32_rounds_away_is_reported(lr: float, decay: f
     weight.grad = torch.zeros(256)
     SplitMasterAdamW([factory.scaled_group(weight, 4.0, lr=lr, weight_decay=decay)]).step()
     assert bool((weight != 1).any()) == (effect and decay > 0)
-    told = [line for line in notes_of(lr=lr, weight_decay=decay) if "weight decay does nothing" in line]
+    told = [line for line in notes_of(lr=lr, weight_decay=decay) if "weight decay has no effect" in line]
     assert len(told) == (0 if effect else 1)
-    assert all("from --weight-decay 0.06 on" in line for line in told)
+    assert all("at least --weight-decay 0.06" in line for line in told)

@@ -18,14 +18,13 @@ from transformers import (
 )
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import logits
-from bridge.passes.batch import MicroBatch
-from bridge.passes.logprobs import check_head, model_logprobs, token_logprobs
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes import logprobs as blocks
+from bridge.passes.logprobs import LogitTransform, check_head, model_logprobs, token_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCABULARY = 301
+PLAIN = LogitTransform()
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -39,8 +38,8 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few words a block, so that every test crosses blocks and ends in a part of one."""
-    monkeypatch.setattr(logits, "BLOCK_LOGITS", {"cpu": 1000, "cuda": 1000})
-    monkeypatch.setattr(logits, "BLOCK_WORDS", 32)
+    monkeypatch.setattr(blocks, "BLOCK_LOGITS", {"cpu": 1000, "cuda": 1000})
+    monkeypatch.setattr(blocks, "BLOCK_WORDS", 32)
 
 
 def naive(
@@ -82,12 +81,10 @@ def test_values_and_gradients_are_those_of_the_naive_computation_in_float64(
     logprobs, entropies = token_logprobs(
         ours[0],
         ours[1],
-        targets,
-        0.7,
         ours[2] if with_bias else None,
-        final_logit_softcapping=cap,
-        logits_scaling=scale,
-        compiles=compiles,
+        targets,
+        LogitTransform(temperature=0.7, final_logit_softcapping=cap, logits_scaling=scale),
+        compiles,
     )
     expected, expected_entropies = naive(
         exact[0], exact[1], targets, temperature=0.7, bias=exact[2] if with_bias else None, cap=cap, scale=scale
@@ -114,7 +111,7 @@ def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
     hidden, head = torch.randn(50, 64).bfloat16(), torch.randn(VOCABULARY, 64).bfloat16()
     targets = torch.randint(VOCABULARY, (50,))
     exact, _ = naive(hidden.double(), head.double(), targets)
-    ours, _ = token_logprobs(hidden, head, targets, 1.0)
+    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
     rounded = (hidden @ head.T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     assert (ours - exact).abs().max() < 1e-4
     assert (rounded - exact).abs().max() > 0.02
@@ -122,14 +119,14 @@ def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
 
 def test_a_frozen_head_gets_no_gradient_and_the_rows_still_do() -> None:
     hidden, head = torch.randn(4, 16, requires_grad=True), torch.randn(VOCABULARY, 16)
-    token_logprobs(hidden, head, torch.arange(4), 1.0)[0].sum().backward()
+    token_logprobs(hidden, head, None, torch.arange(4), PLAIN, False)[0].sum().backward()
     assert hidden.grad is not None
     assert head.grad is None
 
 
 def test_no_rows_give_no_numbers_and_zero_gradients() -> None:
     hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
-    logprobs, entropies = token_logprobs(hidden, head, torch.empty(0, dtype=torch.int64), 1.0)
+    logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
     logprobs.sum().backward()
     assert logprobs.shape == entropies.shape == (0,)
     assert head.grad is not None
@@ -148,7 +145,7 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
 
     hidden, head = torch.randn(100, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     with Watch():  # type: ignore[no-untyped-call]
-        token_logprobs(hidden, head, torch.arange(100), 1.0)[0].sum().backward()
+        token_logprobs(hidden, head, None, torch.arange(100), PLAIN, False)[0].sum().backward()
     assert max(sizes) == head.numel() < 100 * VOCABULARY
 
 
@@ -164,7 +161,7 @@ def test_the_gradient_of_the_head_is_the_only_tensor_of_its_size() -> None:
 
     hidden = torch.randn(20, 64, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
-    logprobs = token_logprobs(hidden, head, torch.arange(20), 1.0)[0]
+    logprobs = token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False)[0]
     with Watch():  # type: ignore[no-untyped-call]
         gradient, _ = torch.autograd.grad(logprobs.sum(), [head, hidden])
     assert places == {gradient.data_ptr(), head.data_ptr()}
@@ -175,7 +172,7 @@ def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -
     torch.manual_seed(0)
     hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
     targets = torch.arange(VOCABULARY)
-    ours, _ = token_logprobs(hidden, head, targets, 1.0, compiles=compiles)
+    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, compiles)
     exact, _ = naive(hidden, head, targets)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
     mine, theirs = (torch.autograd.grad(x.sum(), [hidden, head]) for x in (ours, exact))
@@ -185,7 +182,7 @@ def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -
 def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
     hidden, head = torch.full((2, 1), 1e4), torch.linspace(-1, 1, VOCABULARY).unsqueeze(1)
     targets = torch.tensor([0, VOCABULARY - 1])
-    logprobs, entropies = token_logprobs(hidden, head, targets, 1.0)
+    logprobs, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False)
     expected, expected_entropies = naive(hidden.double(), head.double(), targets)
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-2)
@@ -248,5 +245,5 @@ def test_a_head_of_its_own_kind_is_refused() -> None:
             output.logits = output.logits * 2
             return output
 
-    with pytest.raises(UnsupportedModelError, match=r"Doubled turns hidden states .* differ by 50.0%"):
+    with pytest.raises(UnsupportedModelError, match=r"Doubled computes logits .* differ by 50.0%"):
         check_head(Doubled(LlamaConfig(**SIZES)))

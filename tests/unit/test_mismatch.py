@@ -22,7 +22,7 @@ def old() -> Tensor:
 
 
 def correction(**choices: Any) -> Correction:
-    return Correction.of(TrainConfig.model_validate({"model_name": "tiny"} | choices))
+    return Correction.of(TrainConfig.model_validate({"model_name": "tiny"} | choices).loss)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.learn.advantages import samples
 from bridge.learn.mismatch import Correction
-from bridge.learn.policy_loss import LOSSES, LossSpec, LossStatistics, divergence, policy_loss
-from bridge.passes.batch import MicroBatch
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, policy_loss
+from bridge.learn.samples import samples
+from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Completion, Group
 
 CPU = torch.device("cpu")
@@ -73,7 +71,7 @@ def loss_and_gradient(batch: MicroBatch, spec: LossSpec, ratios: Sequence[float]
 
 def spec_of(**choices: Any) -> LossSpec:
     return LossSpec.of(
-        TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "mismatch": "none"} | choices)
+        TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "mismatch": "none"} | choices).loss
     )
 
 
@@ -163,7 +161,7 @@ def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient_N).all()
-    assert torch.isfinite(statistics.num_clipped_low + statistics.num_clipped_high)
+    assert torch.isfinite(statistics).all()
 
 
 def test_float32_stays_float32() -> None:
@@ -306,7 +304,7 @@ def unequal(group: Group, index: int) -> Group:
 def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float, Tensor, tuple[float, ...]]:
     """Return loss, gradient and statistics of a model that has one free number for each token id."""
     free_V = (torch.linspace(-1.0, 1.0, 100) ** 3 - 1).requires_grad_()
-    total, met = 0.0, LossStatistics.zero(CPU)
+    total, met = 0.0, torch.zeros(NUM_SUMS, dtype=torch.float64)
     for batch in packs(rows, max_tokens=max_tokens, device=CPU):
         logprobs_N = free_V[batch.targets_N]
         loss, statistics = policy_loss(
@@ -315,8 +313,8 @@ def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float,
         loss.backward()
         total, met = total + loss.item(), met + statistics
     assert free_V.grad is not None
-    shares = met.read()
-    return total, free_V.grad, (met.num_tokens.item(), shares.clip_low, shares.clip_high, shares.kl)
+    shares = LossShares.of(met)
+    return total, free_V.grad, (met[0].item(), shares.clip_low, shares.clip_high, shares.kl)
 
 
 # The divergence from the reference
@@ -347,7 +345,7 @@ def test_the_divergence_pulls_towards_the_reference() -> None:
     assert loss.item() == pytest.approx(0.1 * 0.5 * (math.e - 2 + math.exp(-1)))
     # the slope of exp(d) - d - 1 with d = reference - log-probability is 1 - exp(d)
     assert gradient_N.tolist() == pytest.approx([0, 0.05 * (1 - math.e), 0.05 * (1 - math.exp(-1))])
-    assert statistics.read().kl == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
+    assert LossShares.of(statistics).kl == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
 
 
 @pytest.mark.parametrize("distance", [1e4, -1e4])
@@ -367,7 +365,7 @@ def test_what_the_clips_left_without_a_gradient_is_counted() -> None:
     logprobs_N, old_N = at(batch, [1.1, 1.5, 0.5, 1.5, 0.5, 0.6])
     _, statistics = policy_loss(logprobs_N, old_N, batch, CLIPPED)
     assert not any(value.requires_grad for value in vars(statistics).values())
-    shares = (statistics + LossStatistics.zero(CPU)).read()
+    shares = LossShares.of(statistics)
     assert (shares.clip_low, shares.clip_high, shares.kl) == pytest.approx((2 / 6, 1 / 6, 0))
 
 
@@ -383,13 +381,13 @@ def test_no_value_is_waited_for(spec: LossSpec, kind: Any) -> None:
     logprobs_N = batch.sampled_logprobs_N.clone().requires_grad_()
     asked = replace(spec, kl_coef=0.1, correction=Correction(kind=kind, low=0.5, high=2.0))
     loss, statistics = policy_loss(logprobs_N, logprobs_N.detach(), batch, asked, logprobs_N.detach())
-    (statistics + LossStatistics.zero(torch.device("meta"))).kl_sum.add(loss).backward()
+    (statistics + torch.zeros(NUM_SUMS, device="meta")).sum().add(loss).backward()
     with pytest.raises((RuntimeError, NotImplementedError)):
-        statistics.read()
+        LossShares.of(statistics)
 
 
 def test_an_update_without_tokens_met_nothing() -> None:
-    shares = LossStatistics.zero(CPU).read()
+    shares = LossShares.of(torch.zeros(NUM_SUMS, dtype=torch.float64))
     assert all(math.isnan(value) for value in (shares.clip_low, shares.clip_high, shares.kl))
 
 

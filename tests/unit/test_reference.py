@@ -15,10 +15,8 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
-from bridge.passes.batch import MicroBatch
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -173,7 +171,7 @@ def test_the_reference_of_an_adapter_is_its_base_at_the_trainings_temperature() 
     filled(model)
     asked = open_reference(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
     assert isinstance(asked, Reference)
-    assert asked.weight_bytes == 0
+    assert asked.model is model
     found = asked.logprobs(micro_batch(), 0.7)
     assert not found.requires_grad
     assert torch.equal(found, alone)
@@ -192,8 +190,8 @@ def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
         config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note
     )
     assert asked is not None
-    assert asked.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
-    preparation.prepare(model, config_of(), note)
+    assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
+    preparation.prepare(model, config_of().compute, note)
     before = logprobs(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -208,7 +206,7 @@ def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     asked = open_reference(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
     assert asked is not None
-    assert asked.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
     assert all(parameter.requires_grad for parameter in model.parameters())  # nothing happened to this one
 
 

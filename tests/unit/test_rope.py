@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeCo
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
 from bridge.learn.reference import open_reference
-from bridge.passes.expected import packed
-from bridge.passes.preparation import prepare
+from bridge.passes.preparation import packed, prepare
 from bridge.weights import loaded, rope
 from bridge.weights.attach import attach, attach_again
 from tests.models import tiny
@@ -72,7 +71,7 @@ def test_a_short_sequence_beside_a_long_one_is_what_it_is_alone(max_model_len: i
     beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
     assert (beside - hidden(model, SHORT_SEQUENCE)).abs().max() > 0.1  # as transformers has it
     rope.follow_server(model, max_model_len)
-    prepare(model, TrainConfig.of(model_name="m"), pytest.fail)
+    prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail)
     beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
     torch.testing.assert_close(beside, hidden(model, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
 
@@ -117,13 +116,13 @@ def test_dynamic_scaling_stays_what_it_is_within_the_models_own_length() -> None
 def test_the_check_before_training_sees_what_depends_on_the_length(max_model_len: int | None) -> None:
     """At the positions of a few tokens it would not: they are all of the short kind."""
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
-    with pytest.raises(UnsupportedModelError, match="treats packed sequences in a way of its own"):
-        prepare(model, TrainConfig.of(model_name="m"), pytest.fail, max_model_len=max_model_len)
+    with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
+        prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, max_model_len=max_model_len)
 
 
 def test_the_check_before_training_looks_no_further_than_the_server_goes() -> None:
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
-    prepare(model, TrainConfig.of(model_name="m"), pytest.fail, max_model_len=64)
+    prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, max_model_len=64)
 
 
 def refused(config: PretrainedConfig, kind: type[BridgeError], **server: Any) -> str:
@@ -184,4 +183,4 @@ def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer)
     config = TrainConfig.of(model_name=folder, kl_coef=0.1, reference_model=folder)
     reference = open_reference(config, own.model, own.device, pytest.fail, max_model_len=LONGEST)
     assert reference is not None
-    torch.testing.assert_close(turned(reference._model, 5), of_factors("long", 5, 1.4142135))
+    torch.testing.assert_close(turned(reference.model, 5), of_factors("long", 5, 1.4142135))

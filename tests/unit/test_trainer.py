@@ -16,9 +16,8 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.learn import gradients, policy_loss
+from bridge.learn import learner, policy_loss
 from bridge.learn.learner import Learner
-from bridge.learn.policy_loss import LossStatistics
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
@@ -118,13 +117,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the gradient of these steps not finite; each has one micro-batch."""
     original, calls = policy_loss.policy_loss, 0
 
-    def bent(*arguments: Any) -> tuple[Tensor, LossStatistics]:
+    def bent(*arguments: Any) -> tuple[Tensor, Tensor]:
         nonlocal calls
         calls += 1
         loss, statistics = original(*arguments)
         return loss * (math.nan if calls in steps else 1), statistics
 
-    monkeypatch.setattr(gradients, "policy_loss", bent)
+    monkeypatch.setattr(learner, "policy_loss", bent)
 
 
 @pytest.mark.parametrize("choices", [{}, {"gradient_release": True}, {"offload_optimizer": True}])
@@ -397,14 +396,14 @@ def test_an_interrupt_while_gradients_are_computed_costs_no_published_step(
 ) -> None:
     original, calls = policy_loss.policy_loss, 0
 
-    def interrupted(*arguments: Any) -> tuple[Tensor, LossStatistics]:
+    def interrupted(*arguments: Any) -> tuple[Tensor, Tensor]:
         nonlocal calls
         calls += 1
         if calls == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*arguments)
 
-    monkeypatch.setattr(gradients, "policy_loss", interrupted)
+    monkeypatch.setattr(learner, "policy_loss", interrupted)
     with running(can_sleep=True) as run:
         run.stopped(KeyboardInterrupt, kv_sleep=kv_sleep)
         assert run.mode.version == 5

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.passes import dense_attention
-from bridge.passes.dense_attention import Rule
+from bridge.passes.attention import Rule, in_rows
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def kernel_on_the_cpu() -> Iterator[None]:
         boundaries = (starts, starts_k, starts_k)
         parts = zip(*(x.split(of.diff().tolist()) for x, of in zip((q, k, v), boundaries, strict=True)), strict=True)
         rows = ((x.transpose(0, 1).unsqueeze(0) for x in part) for part in parts)
-        return torch.cat([dense_attention.in_rows(*row, rule=rule)[0].transpose(0, 1) for row in rows])
+        return torch.cat([in_rows(*row, rule=rule)[0].transpose(0, 1) for row in rows])
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, max_q: int, max_k: int, causal: bool = False,

@@ -32,9 +32,9 @@ from transformers import (
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.passes import attention, expected, layers
-from bridge.passes.expected import packed
-from bridge.passes.preparation import prepare, recompute_activations
+from bridge.passes import attention, layers
+from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
+from bridge.passes.preparation import Expected, packed, prepare, recompute_activations
 from tests.models import tiny
 from tests.unit.varlen_kernel import kernel_on_the_cpu
 
@@ -53,7 +53,7 @@ def llama(num_layers: int = 2) -> PreTrainedModel:
 
 def prepared(model: PreTrainedModel, **choices: Any) -> list[str]:
     notes: list[str] = []
-    prepare(model, TrainConfig.of(model_name="m", **choices), notes.append)
+    prepare(model, TrainConfig.of(model_name="m", **choices).compute, notes.append)
     return notes
 
 
@@ -78,7 +78,7 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
 def test_prompts_are_shared_where_completions_see_them_and_not_where_a_model_loses_what_they_see(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = TrainConfig.of(model_name="m")
+    config = TrainConfig.of(model_name="m").compute
     assert prepare(llama(), config, pytest.fail)
     boundaries = attention._boundaries
     monkeypatch.setattr(attention, "_boundaries", lambda *given: {**boundaries(*given), "seen": None})
@@ -87,14 +87,14 @@ def test_prompts_are_shared_where_completions_see_them_and_not_where_a_model_los
     assert not prepare(model, config, notes.append)
     assert model.config._attn_implementation == attention.NAME
     (said,) = notes
-    assert said.startswith("prompts are not shared: LlamaForCausalLM treats packed sequences in a way of its own")
+    assert said.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
 
 
 def test_prompts_are_not_shared_where_attention_is_the_model_s_own() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     model = Gemma2ForCausalLM(config).eval()
     model._can_set_attn_implementation = lambda: False
-    assert not prepare(model, TrainConfig.of(model_name="m"), lambda _: None)
+    assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None)
 
 
 def test_weights_with_which_attention_hardly_matters_are_no_family_that_mixes_sequences() -> None:
@@ -106,7 +106,7 @@ def test_weights_with_which_attention_hardly_matters_are_no_family_that_mixes_se
         for parameter in model.parameters():
             parameter.uniform_(-1e-3, 1e-3, generator=generator)
     (said,) = prepared(model)
-    assert said.startswith("attention hardly matters with these weights: in packed sequences hidden states differ by ")
+    assert said.startswith("attention hardly matters with these weights: packed, hidden states differ by ")
     assert model.config._attn_implementation == attention.NAME
 
 
@@ -115,7 +115,7 @@ def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
     bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
     mamba = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)).eval()
     for model in (bloom, mamba):
-        with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__} treats packed sequences in a way"):
+        with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} does not keep packed sequences"):
             prepared(model)
 
 
@@ -127,7 +127,7 @@ def test_a_family_that_is_called_in_another_way_is_refused_by_name() -> None:
             return lambda tokens: tokens
 
     model = Odd(LlamaConfig(**SIZES)).eval()
-    with pytest.raises(UnsupportedModelError, match="Odd cannot be run as other language models are: TypeError: "):
+    with pytest.raises(UnsupportedModelError, match="Odd cannot be called like other language models: TypeError: "):
         prepared(model)
 
 
@@ -138,7 +138,7 @@ def test_learned_positions_that_do_not_begin_anew_with_each_sequence_are_refused
 
     torch.manual_seed(0)
     model = Counting(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
-    with pytest.raises(UnsupportedModelError, match=r"Counting treats packed sequences in a way of its own"):
+    with pytest.raises(UnsupportedModelError, match=r"Counting does not keep packed sequences apart"):
         prepared(model)
 
 
@@ -409,7 +409,7 @@ def test_compiled_layers_that_compute_something_else_are_not_used(monkeypatch: p
     torch._dynamo.reset()
     expected, model = gradients(llama()), llama()
     (note,) = prepared(model, compile_layers=True)
-    assert note.startswith("layers are not compiled: LlamaForCausalLM treats packed sequences in a way of its own")
+    assert note.startswith("layers are not compiled: LlamaForCausalLM does not keep packed sequences apart")
     assert_close(gradients(model), expected)
 
 
@@ -418,10 +418,10 @@ def on_a_gpu(model_type: str) -> Any:
 
 
 def test_liger_kernel_is_refused_on_the_cpu_and_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"--liger-kernel was asked for, and its kernels run on a GPU alone"):
+    with pytest.raises(UsageError, match=r"--liger-kernel cannot be used: its kernels run only on a GPU"):
         layers.use_liger_kernel(llama())
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"it is not installed") as caught:
+    with pytest.raises(UsageError, match=r"liger-kernel is not installed") as caught:
         layers.use_liger_kernel(on_a_gpu("llama"))
     assert "pip install liger-kernel" in caught.value.remedy
 
@@ -438,14 +438,14 @@ def test_liger_kernel_is_put_in_without_its_losses_and_refused_for_what_it_does_
     model = on_a_gpu("llama")
     layers.use_liger_kernel(model)
     assert applied == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
-    with pytest.raises(UsageError, match=r"it has nothing for models of the type other"):
+    with pytest.raises(UsageError, match=r"it does not support other models"):
         layers.use_liger_kernel(on_a_gpu("other"))
 
 
-@pytest.mark.parametrize("sequence", range(len(expected.LENGTHS)))
+@pytest.mark.parametrize("sequence", range(len(CHECKED_LENGTHS)))
 def test_a_sequence_whose_hidden_states_are_nan_never_passes_the_check(sequence: int) -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
-    alone = expected.Expected(model)
+    alone = Expected(model)
     broken_TH = alone.alone_TH.clone()
-    broken_TH.split(expected.LENGTHS)[sequence].fill_(math.nan)
+    broken_TH.split(CHECKED_LENGTHS)[sequence].fill_(math.nan)
     assert math.isnan(alone.difference(broken_TH))

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.passes.batch import MicroBatch
-from bridge.passes.packing import num_tokens, packs
-from bridge.passes.samples import Sample
+from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.learn.advantages import has_signal, samples, with_advantages
 from bridge.learn.policy_loss import LOSSES, LossSpec
-from bridge.passes.samples import Sample
+from bridge.learn.samples import has_signal, samples, with_advantages
+from bridge.passes.packing import Sample
 from bridge.types import Completion, FinishReason, Group
 
 Scale = Literal["group", "batch", "none"]
@@ -39,7 +39,7 @@ def advantages(groups: Sequence[Group], scale: Scale) -> list[list[float]]:
 
 def made(groups: Sequence[Group], max_new_tokens: int = 100, **choices: Any) -> list[Sample]:
     config = TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only"} | choices)
-    return samples(groups, LossSpec.of(config), max_new_tokens=max_new_tokens)
+    return samples(groups, LossSpec.of(config.loss), max_new_tokens=max_new_tokens)
 
 
 def test_advantages_are_the_rewards_standardised_within_their_group() -> None:
@@ -122,7 +122,7 @@ def test_filled_groups_stay_as_they_are_so_that_a_cut_batch_keeps_its_own_scale(
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (((1.0,),), "of 1 completions, and the group has 2"),
+        (((1.0,),), "for 1 completions, and the group has 2"),
         (((1.0,), (1.0, 2.0)), "completion 2 has 3 tokens and 2 advantages"),
         (((1.0, 2.0), ()), "completion 2 has 3 tokens and 0 advantages"),
         (((1.0,), (0.0, math.nan, 1.0)), "one of completion 2 is nan"),
@@ -134,7 +134,7 @@ def test_advantages_from_outside_that_do_not_fit_are_refused_by_their_group(
 ) -> None:
     with pytest.raises(UsageError) as caught:
         made([group([0, 1]), group([0, 1], [2, 3], advantages=given)])
-    assert caught.value.message.startswith("the advantages of group 2 (prompt 'how much?') cannot be used: ")
+    assert caught.value.message.startswith("the advantages of group 2 (prompt 'how much?') are invalid: ")
     assert fault in caught.value.message
 
 

@@ -1,0 +1,131 @@
+"""Turn groups into training samples: advantages from rewards, and each completion's share of the loss.
+
+A completion that is left out because its advantages are zero still counts in every mean: a batch with few useful groups
+takes a smaller step, not a steeper one. A truncated completion that is masked counts as a completion, but its tokens do
+not count, as in TRL. A token that was not sampled counts nowhere.
+
+Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss.py`).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from bridge.errors import UsageError
+from bridge.learn.policy_loss import LossSpec
+from bridge.passes.packing import Sample, of_sampled
+from bridge.types import Completion, Group
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation: rewards that differ only by rounding get almost no advantage."""
+TRUNCATED = ("length", "abort")
+"""Finish reasons of a truncated completion."""
+
+
+def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "none"]) -> list[Group]:
+    """Return the groups with advantages: reward - mean of the group, over the standard deviation of `scale`.
+
+    They are exactly zero if all rewards of a group are equal, or the group says so. Given advantages are kept. Standard
+    deviations are the population's, so that the mean square of a group's advantages is one; the batch's is over the
+    rewards of all groups without given advantages. Pass the whole batch, before it is cut into mini-batches.
+
+    Raises:
+        UsageError: given advantages do not match their completions, or are not finite.
+
+    Source: group: DeepSeekMath (arXiv 2402.03300), section 4.1.2; batch: "Tricks or Traps?" (arXiv 2508.08221);
+        none: Dr. GRPO (arXiv 2503.20783), section 3.2.
+    """
+    of_batch = _divisor(reward for group in groups if group.advantages is None for reward in group.rewards)
+    filled = []
+    for number, group in enumerate(groups, start=1):
+        advantages = group.advantages
+        if advantages is not None:
+            _check(group, advantages, number)
+        else:
+            divisor = {"group": _divisor(group.rewards), "batch": of_batch, "none": 1.0}[scale]
+            advantages = tuple((value / divisor,) for value in _centered(group.rewards))
+        if any(group.zero_advantage):
+            flags = zip(advantages, group.zero_advantage, strict=True)
+            advantages = tuple((0.0,) if is_zero else own for own, is_zero in flags)
+        filled.append(replace(group, advantages=advantages))
+    return filled
+
+
+def has_signal(group: Group) -> bool:
+    """Whether any completion of a group has an advantage, whatever the scale."""
+    return any(any(advantages) for filled in with_advantages([group], "none") for advantages in filled.advantages or ())
+
+
+def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
+    """Return the samples of one update, in the order of `groups`: the completions that have a gradient.
+
+    Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence,
+    those whose advantages are all zero.
+
+    Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
+        DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
+    """
+    kept = [
+        (group.prompt_token_ids, completion, advantages)
+        for group in with_advantages(groups, spec.advantage_scale)
+        for completion, advantages in zip(group.completions, group.advantages or (), strict=True)
+        if not (spec.mask_truncated and completion.finish_reason in TRUNCATED)
+    ]
+    num_completions = sum(len(group.completions) for group in groups)
+    num_tokens = sum(completion.num_sampled for _, completion, _ in kept)
+    result = []
+    for prompt, completion, given in kept:
+        num_given, length = len(completion.token_ids), completion.num_sampled
+        advantages = of_sampled(given if len(given) == num_given else given * num_given, completion.sampled)
+        if not length or not (any(advantages) or spec.kl_coef > 0):
+            continue
+        divisor = {
+            "token_mean": num_tokens,
+            "sequence_mean": num_completions * length,
+            "constant": num_completions * max_new_tokens,
+        }[spec.aggregation]
+        result.append(_sample(prompt, completion, advantages, 1 / divisor))
+    return result
+
+
+def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[float, ...], weight: float) -> Sample:
+    tokens, sampled = completion.token_ids, completion.sampled
+    assert len(tokens) == len(completion.logprobs), (tokens, completion.logprobs)
+    first = 0 if sampled is None else sampled.index(True)  # what comes before it is read like a prompt
+    return Sample(
+        prompt_token_ids=prompt + tokens[:first],
+        token_ids=tokens[first:],
+        sampled_logprobs=of_sampled(completion.logprobs, sampled),
+        advantages=advantages,
+        weight=weight,
+        sampled=None if sampled is None or all(sampled[first:]) else sampled[first:],
+    )
+
+
+def _centered(rewards: Sequence[float]) -> list[float]:
+    if not rewards or max(rewards) == min(rewards):  # their mean may differ from them by a rounding
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _divisor(rewards: Iterable[float]) -> float:
+    squares = [value * value for value in _centered(list(rewards))]
+    return math.sqrt(math.fsum(squares) / max(len(squares), 1)) + STD_EPSILON
+
+
+def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int) -> None:
+    faults = []
+    if len(advantages) != len(group.completions):
+        faults = [f"they are for {len(advantages)} completions, and the group has {len(group.completions)}"]
+    for index, (completion, given) in enumerate(zip(group.completions, advantages, strict=False), start=1):
+        length = len(completion.token_ids)
+        if len(given) not in (1, length):
+            faults.append(f"completion {index} has {length} tokens and {len(given)} advantages")
+        faults += [f"one of completion {index} is {value}" for value in given if not math.isfinite(value)]
+    if faults:
+        raise UsageError(
+            f"the advantages of group {number} (prompt {str(group.problem['prompt'])[:80]!r}) are invalid: {faults[0]}",
+            remedy="give each completion one finite advantage, or one for each of its tokens",
+        )
