@@ -16,9 +16,9 @@ from bridge.atropos.api import AtroposApi, EnvironmentRegistration, EnvironmentS
 from bridge.atropos.sending import FeedProgress, Membership, Sending
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
-from bridge.rollouts import limits, problems
+from bridge.rollouts import problems
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.rollouts.sampler import Sampler, seed_of
+from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.scoring.score import Scores
 from bridge.scoring.scorer import Scorer
 from bridge.server.client import VllmClient, max_model_len
@@ -59,7 +59,7 @@ def feed(
         AtroposError: the API is gone, or was reset.
     """
     lengths = [length for url in urls(config.server_url) if (length := max_model_len(url))]
-    config = limits.fit_completions(config, min(lengths, default=None), tell)
+    config = fit_completions(config, min(lengths, default=None), tell)
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.task.reward_processes, timeout_s=config.task.reward_timeout_s)
     sampler = Sampler.of(config.sampling, ids_of=Vocabulary(tokenizer))
@@ -195,10 +195,13 @@ class _Feeder:
         return next(pair for pair in self._prompts if self._sending.leaves_room(pair[1]))
 
     async def _sample(self, pairs: Sequence[Prompted], seed: int) -> None:
-        prompts = [prompt for _, prompt in pairs]
-        arriving = self._sampler.stream(self._servers, prompts, num_samples=self._config.sampling.group_size, seed=seed)
-        async for index, completions in arriving:
-            self._start(self._send(pairs[index], completions))
+        await self._sampler.each(
+            self._servers,
+            [prompt for _, prompt in pairs],
+            lambda index, completions: self._send(pairs[index], completions),
+            num_samples=self._config.sampling.group_size,
+            seed=seed,
+        )
         for line in self._sampler.lacks:
             self._sending.tell_once(line)
 

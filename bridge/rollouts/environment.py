@@ -1,12 +1,10 @@
-"""The stream of a run's own environment: its problems in order, completions by the server, and their rewards.
+"""The stream of a run's own environment: samples its problems in order, and scores the completions.
 
-A step's groups are sampled together and none is in flight between two steps. Each is scored as soon as it arrives,
+A step's groups are sampled together, and none is in flight between two steps. Each is scored as soon as it arrives,
 while others are still being sampled.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 
 from bridge.config import TrainConfig
@@ -55,13 +53,13 @@ class EnvironmentStream:
         self._trained = TrainedProblems()
         self._step, self._drawn = 0, list[Numbered]()
         self._earlier_retries = 0
-        """Requests that were sent again before the step at hand."""
-        self._sampler = Sampler.of(config.sampling, ids_of=Vocabulary(self._tokenizer))
+        """Requests that were sent again before this step."""
         self._scorer = Scorer(
             recipe or (lambda: environment),
             processes=config.task.reward_processes if recipe else 0,
             timeout_s=config.task.reward_timeout_s,
         )
+        self._sampler = Sampler.of(config.sampling, ids_of=Vocabulary(self._tokenizer))
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  nothing in flight can become stale
         """Sample from `endpoint` from now on."""
@@ -116,19 +114,15 @@ class EnvironmentStream:
         num_scored = count(1)
 
         async def scored(index: int, completions: Sequence[Completion]) -> Group:
-            group = await self._scored(pairs[index], prompts[index], completions, failures)
+            number, problem = pairs[index]
+            results = await self._scorer.score(problem, [completion.text for completion in completions])
+            failures.add(results)
             self._progress(next(num_scored), len(pairs))
-            return group
+            return _group(number, problem, prompts[index], completions, results)
 
-        async def roll_out() -> list[Group]:
-            found: dict[int, asyncio.Task[Group]] = {}
-            async with _tasks() as tasks:
-                arriving = self._sampler.stream([self._endpoint], prompts, num_samples=num_samples, seed=seed)
-                async for index, completions in arriving:
-                    found[index] = tasks.create_task(scored(index, completions))
-            return [found[index].result() for index in range(len(pairs))]
-
-        groups = self._sampler.run(roll_out())
+        groups = self._sampler.run(
+            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
+        )
         failures.tell(self._tell, self._told)
         for line in self._sampler.lacks:
             if line not in self._told:
@@ -136,35 +130,24 @@ class EnvironmentStream:
                 self._tell(line)
         return groups
 
-    async def _scored(
-        self, pair: Numbered, prompt: tuple[int, ...], completions: Sequence[Completion], failures: FailedScores
-    ) -> Group:
-        number, problem = pair
-        results = await self._scorer.score(problem, [completion.text for completion in completions])
-        failures.add(results)
-        both = list(zip(completions, results, strict=True))
-        scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
-        failed = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
-        names = dict.fromkeys(name for _, score in scored for name in score.parts)
-        return Group(
-            problem=problem,
-            number=number,
-            prompt_token_ids=prompt,
-            completions=tuple(completion for completion, _ in scored),
-            rewards=tuple(score.reward for _, score in scored),
-            reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
-            unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failed),
-        )
 
-
-@asynccontextmanager
-async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Run tasks of which the first to fail cancels the others, and raise its exception without a group around it."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as group:
-        failed = group.exceptions[0]
-    else:
-        return
-    raise failed
+def _group(
+    number: int | None,
+    problem: Problem,
+    prompt: tuple[int, ...],
+    completions: Sequence[Completion],
+    results: Sequence[Score | FailedScore],
+) -> Group:
+    both = list(zip(completions, results, strict=True))
+    scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
+    failed = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
+    names = dict.fromkeys(name for _, score in scored for name in score.parts)
+    return Group(
+        problem=problem,
+        number=number,
+        prompt_token_ids=prompt,
+        completions=tuple(completion for completion, _ in scored),
+        rewards=tuple(score.reward for _, score in scored),
+        reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
+        unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failed),
+    )

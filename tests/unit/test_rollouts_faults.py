@@ -17,9 +17,9 @@ import pytest
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.rollouts import event_loop
-from bridge.rollouts.connections import RequestFailed
+from bridge.rollouts.openai_api import RequestFailed
 from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
-from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, Servers
+from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
 from bridge.server import client
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
@@ -321,9 +321,6 @@ def test_connections_are_used_again_within_a_call_and_between_calls(monkeypatch:
         for _ in range(5):
             assert sample(ours, server) == EXPECTED
         assert 1 <= len(server.connections) <= 3
-        ours.close()
-        assert sample(ours, server) == EXPECTED
-        assert 2 <= len(server.connections) <= 6
 
 
 def test_a_connection_that_the_server_closed_while_nobody_used_it_costs_nothing() -> None:
@@ -362,37 +359,32 @@ def endpoint_of(server: FaultyServer) -> list[Endpoint]:
 
 
 def test_groups_are_handed_on_as_they_arrive_each_with_its_index() -> None:
-    last = threading.Event()
+    last, taken = threading.Event(), list[int]()
 
     def script(asked: Asked) -> Answer:
         if asked.method == "POST" and len(asked.body["prompt"]) == 1:
             last.wait(timeout=60)  # the first prompt is answered once all others were taken
         return react(asked)
 
-    async def take() -> list[int]:
-        taken = []
-        async for index, group in ours.stream(endpoint_of(server), PROMPTS, num_samples=NUM_SAMPLES, seed=0):
-            assert [completion.token_ids for completion in group] == EXPECTED[index]
-            taken.append(index)
-            if len(taken) == len(PROMPTS) - 1:
-                last.set()
-        return taken
+    async def take(index: int, group: tuple[Completion, ...]) -> int:
+        assert [completion.token_ids for completion in group] == EXPECTED[index]
+        taken.append(index)
+        if len(taken) == len(PROMPTS) - 1:
+            last.set()
+        return index
 
     with faulty(script) as server, sampler() as ours:
-        taken = ours.run(take())
+        indices = ours.run(ours.each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
     assert taken[-1] == 0
-    assert sorted(taken) == list(range(len(PROMPTS)))
+    assert sorted(taken) == indices == list(range(len(PROMPTS)))
 
 
-def test_who_takes_slowly_is_not_flooded() -> None:
-    async def take() -> int:
-        stream = ours.stream(endpoint_of(server), PROMPTS, num_samples=NUM_SAMPLES, seed=0)
-        await anext(stream)
-        await asyncio.sleep(0.3)  # whatever comes now was asked for too early
-        return len(server.completions)
+def test_a_slow_caller_holds_up_no_request() -> None:
+    async def take(_index: int, _group: tuple[Completion, ...]) -> None:
+        await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
 
     with faulty(react) as server, sampler(max_concurrency=2) as ours:
-        assert ours.run(take()) <= 5
+        ours.run(ours.each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
 
 
 @contextmanager
@@ -418,14 +410,13 @@ def test_a_caller_who_stops_leaves_no_request_running() -> None:
     def script(asked: Asked) -> Reaction:
         return react(asked) if asked.method == "GET" or len(asked.body["prompt"]) == 1 else Hang()
 
-    async def stop() -> None:
-        async for _ in ours.stream(endpoint_of(server), PROMPTS, num_samples=NUM_SAMPLES, seed=0):
-            await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
-            raise EnoughError
+    async def stop(_index: int, _group: tuple[Completion, ...]) -> None:
+        await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
+        raise EnoughError
 
     with faulty(script) as server, sampler() as ours:
         with pytest.raises(EnoughError):
-            ours.run(stop())
+            ours.run(ours.each(endpoint_of(server), PROMPTS, stop, num_samples=NUM_SAMPLES, seed=0))
         wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
 
 
@@ -569,28 +560,27 @@ def test_a_server_that_fails_is_left_out_for_a_growing_while_and_tried_with_one_
 def test_where_every_server_is_left_out_the_one_that_is_back_first_is_asked() -> None:
     clock = Clock()
     one, other = (Server(Endpoint(url=url), Health(clock)) for url in ("http://one", "http://other"))
-    servers = Servers([one, other])
-    assert [servers.next(()) for _ in range(4)] == [one, other, one, other]
+    servers = [one, other]
+    assert [next_of(servers) for _ in range(4)] == [one, other, one, other]
     failing(one.health)
-    assert [servers.next(()) for _ in range(2)] == [other, other]
+    assert [next_of(servers) for _ in range(2)] == [other, other]
     clock.now += 0.5
     failing(other.health)
-    assert [servers.next(()) for _ in range(2)] == [one, one]
-    assert servers.next({one}) is other
+    assert [next_of(servers) for _ in range(2)] == [one, one]
 
 
 def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
-    async def take() -> None:
-        taken = list[weakref.ref[Completion]]()
-        async for _, group in ours.stream(endpoint_of(server), [(7,)] * 60, num_samples=NUM_SAMPLES, seed=0):
-            taken += map(weakref.ref, group)
-            alive = sum(completion() is not None for completion in taken)
-            assert alive <= 2 * NUM_SAMPLES  # this group, and the one before while this one is handed on
-        assert len(taken) == 60 * NUM_SAMPLES
+    taken = list[weakref.ref[Completion]]()
+
+    async def take(_: int, group: tuple[Completion, ...]) -> None:
+        taken.extend(map(weakref.ref, group))
+        alive = sum(completion() is not None for completion in taken)
+        assert alive <= 2 * NUM_SAMPLES  # this group, and the one before while this one is handed on
 
     gc.disable()  # whatever a cycle held would be held for a while in a run, too
     try:
         with faulty(react) as server, sampler(max_concurrency=4) as ours:
-            ours.run(take())
+            ours.run(ours.each(endpoint_of(server), [(7,)] * 60, take, num_samples=NUM_SAMPLES, seed=0))
     finally:
         gc.enable()
+    assert len(taken) == 60 * NUM_SAMPLES
