@@ -1,10 +1,11 @@
-"""An Atropos API: the bodies that both sides send and get, and the client of a trainer or an environment.
+"""Client of an Atropos API, for a trainer or an environment, and the bodies that both sides send and get.
 
-Answers of other versions of the API are accepted: unknown keys are ignored.
+Unknown keys in answers are ignored: another version of the API may add some.
 
 Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -33,19 +34,24 @@ Numbers = tuple[float | None, ...]
 class Body(BaseModel):
     """A frozen body."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
 
-class TrainerRegistration(Body):
+class TrainerInfo(Body):
+    """The answer of `GET /info`, as the trainer registered it; -1 if none has."""
+
+    batch_size: int
+    """Sequences of one batch, which is made of whole groups."""
+    max_token_len: int
+    """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
+
+
+class TrainerRegistration(TrainerInfo):
     """The body of `POST /register`; an API keeps the first one, and silently ignores every later one."""
 
     wandb_group: str
     """Group of the environments' own runs in Weights & Biases."""
     wandb_project: str
-    batch_size: int
-    """Sequences of one batch, which is made of whole groups."""
-    max_token_len: int
-    """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
     checkpoint_dir: str
     """Folder in which environments may keep a state of their own."""
     save_checkpoint_interval: int
@@ -56,18 +62,20 @@ class TrainerRegistration(Body):
     """Step after which environments stop, unless they are configured otherwise."""
 
 
-class TrainerInfo(Body):
-    """The answer of `GET /info`, as the trainer registered it; -1 if none has."""
-
-    batch_size: int
-    max_token_len: int
-
-
 class QueueStatus(Body):
     """The answer of `GET /status`."""
 
     queue_size: int
-    """Groups that wait and are in no batch yet."""
+    """Groups that wait and are in no batch yet; for an environment, counted in its own group size."""
+
+
+class EnvironmentStatus(QueueStatus):
+    """The answer of `GET /status-env`."""
+
+    current_step: int
+    """Batches that were formed, counted from the trainer's first step."""
+    max_group_size: int = 1
+    """Sequences of the largest group that waits."""
 
 
 class EnvironmentRegistration(Body):
@@ -89,23 +97,12 @@ class RegisteredEnvironment(Body):
     """The answer of `POST /register-env`."""
 
     status: str
-    """`success`, or in words what the environment has to wait for: a trainer that requests its first batch."""
+    """`success`, or what the environment has to wait for: a trainer that requests its first batch."""
     env_id: int | None = None
     """Number of the environment, from 0, which goes with everything that it sends."""
     starting_step: int | None = None
     """The current step."""
     num_steps: int | None = None
-
-
-class EnvironmentStatus(Body):
-    """The answer of `GET /status-env`."""
-
-    current_step: int
-    """Batches that were formed, counted from the trainer's first step."""
-    queue_size: int
-    """Groups that wait, counted in this environment's group size."""
-    max_group_size: int = 1
-    """Sequences of the largest group that waits."""
 
 
 class ScoredGroup(Body):
@@ -146,7 +143,7 @@ class ScoredGroup(Body):
 
 
 class Received(Body):
-    """The answer of `POST /scored_data` and `/scored_data_list`."""
+    """The answer of `POST /scored_data_list`."""
 
     status: Literal["received", "buffered"]
     """`buffered`: the group is smaller than its environment's groups are, and waits for the rest."""
@@ -182,8 +179,16 @@ class AtroposApi:
         self.num_retries = 0
         """Requests that were sent again, so far."""
         self._max_retries, self._sleep = max_retries, sleep
-        _check_address(self.url)
-        self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL()
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            raise UsageError(
+                f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"
+            )
+        headers = {"content-type": "application/json"}
+        self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -192,12 +197,11 @@ class AtroposApi:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._http.close()
 
     def info(self) -> TrainerInfo:
         """Return what the trainer registered."""
-        return self._ask("GET", "info", None, TrainerInfo)
+        return self._parsed(self._send("GET", "info"), TrainerInfo)
 
     def register(self, trainer: TrainerRegistration) -> None:
         """Register a trainer; an API that has one silently keeps that one: compare `info` afterwards."""
@@ -208,16 +212,16 @@ class AtroposApi:
 
         The first call lets environments begin.
         """
-        response = self._send("GET", "batch", None)
+        response = self._send("GET", "batch")
         return None if response.is_server_error else self._parsed(response, BatchAnswer)
 
     def status(self) -> QueueStatus:
         """Return how many groups wait."""
-        return self._ask("GET", "status", None, QueueStatus)
+        return self._parsed(self._send("GET", "status"), QueueStatus)
 
     def register_environment(self, environment: EnvironmentRegistration) -> RegisteredEnvironment:
         """Register an environment, which has to wait until a trainer has requested its first batch."""
-        return self._ask("POST", "register-env", environment.model_dump_json(), RegisteredEnvironment)
+        return self._parsed(self._send("POST", "register-env", environment.model_dump_json()), RegisteredEnvironment)
 
     def environment_status(self, env_id: int) -> EnvironmentStatus | None:
         """Return what waits, as one environment sees it; None: no environment of that number is connected."""
@@ -227,29 +231,23 @@ class AtroposApi:
     def send(self, groups: Sequence[ScoredGroup]) -> None:
         """Put groups into the queue; a number in them that is not finite would cost a whole batch."""
         body = GROUPS.dump_json(tuple(groups), exclude_none=True).decode()
-        answer = self._ask("POST", "scored_data_list", body, Received)
+        answer = self._parsed(self._send("POST", "scored_data_list", body), Received)
         assert answer.status == "received", answer
 
     def disconnect_environment(self, env_id: int) -> None:
         """Report that an environment sends nothing more."""
         self._checked(self._send("POST", "disconnect-env", json.dumps({"env_id": env_id})))
 
-    def _ask(self, method: str, route: str, content: str | None, kind: type[Answer]) -> Answer:
-        return self._parsed(self._send(method, route, content), kind)
-
-    def _send(self, method: str, route: str, content: str | None) -> httpx.Response:
+    def _send(self, method: str, route: str, content: str | None = None) -> httpx.Response:
         retried = httpx.TransportError if method == "GET" else httpx.ConnectError
-        waits = [min(FIRST_WAIT_S * 2**number, LONGEST_WAIT_S) for number in range(self._max_retries)]
-        for wait_s in (*waits, None):
+        for attempt in itertools.count():
             try:
-                return self._http.request(
-                    method, f"/{route}", content=content, headers={"content-type": "application/json"}
-                )
+                return self._http.request(method, f"/{route}", content=content)
             except (httpx.TransportError, httpx.DecodingError) as error:
-                if wait_s is None or not isinstance(error, retried):
+                if attempt == self._max_retries or not isinstance(error, retried):
                     raise self._gone(f"{type(error).__name__}: {error}") from error
-                self.num_retries += 1
-                self._sleep(wait_s)
+            self.num_retries += 1
+            self._sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
         raise AssertionError("the last attempt returns or raises")
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
@@ -273,12 +271,3 @@ class AtroposApi:
             remedy="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"
             " stopped resumes with --resume",
         )
-
-
-def _check_address(url: str) -> None:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL:
-        parsed = httpx.URL()
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
-        raise UsageError(f"{url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000")

@@ -11,7 +11,7 @@ import pytest
 
 from bridge.atropos import feeder
 from bridge.atropos.api import AtroposApi
-from bridge.atropos.sending import FeedProgress, Membership, Tally, scored_group
+from bridge.atropos.feeder import FeedProgress, Membership, Tally, scored_group
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
 from bridge.rollouts.sampler import CALL_SEEDS
