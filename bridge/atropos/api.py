@@ -5,10 +5,9 @@ Unknown keys in answers are ignored: another version of the API may add some.
 Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 """
 
-import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import httpx
@@ -169,7 +168,7 @@ class AtroposApi:
     would make a difference. Every call raises AtroposError if there is no answer, or one that cannot be used.
     """
 
-    def __init__(self, url: str, *, max_retries: int = 4, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, url: str, *, max_retries: int = 4) -> None:
         """Open no connection yet.
 
         Raises:
@@ -178,7 +177,7 @@ class AtroposApi:
         self.url = url.rstrip("/")
         self.num_retries = 0
         """Requests that were sent again, so far."""
-        self._max_retries, self._sleep = max_retries, sleep
+        self._max_retries = max_retries
         try:
             parsed = httpx.URL(self.url)
         except httpx.InvalidURL:
@@ -240,15 +239,16 @@ class AtroposApi:
 
     def _send(self, method: str, route: str, content: str | None = None) -> httpx.Response:
         retried = httpx.TransportError if method == "GET" else httpx.ConnectError
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             try:
                 return self._http.request(method, f"/{route}", content=content)
             except (httpx.TransportError, httpx.DecodingError) as error:
                 if attempt == self._max_retries or not isinstance(error, retried):
                     raise self._gone(f"{type(error).__name__}: {error}") from error
+            time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
+            attempt += 1
             self.num_retries += 1
-            self._sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
-        raise AssertionError("the last attempt returns or raises")
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if not response.is_success:

@@ -136,9 +136,7 @@ class Membership:
     """
 
 
-def join(
-    api: AtroposApi, config: FeedConfig, tell: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
-) -> Membership:
+def join(api: AtroposApi, config: FeedConfig, tell: Callable[[str], None]) -> Membership:
     """Join the API once a trainer requests its first batch; `tell` gets what is waited for.
 
     Raises:
@@ -152,7 +150,7 @@ def join(
         if what not in told:
             told.add(what)
             tell(f"{api.url}: waiting for {what}")
-        sleep(JOIN_POLL_S)
+        time.sleep(JOIN_POLL_S)
 
     while (trainer := api.info()).batch_size < 1:
         wait_for("a trainer to register (bridge train --rollouts atropos ...)")

@@ -7,14 +7,14 @@ import pytest
 
 from bridge.atropos.api import AtroposApi, EnvironmentRegistration, ScoredGroup
 from bridge.errors import AtroposError, UsageError
-from tests.unit.atropos_api import pair
+from tests.unit.atropos_api import FakeTime, pair
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 
 Call = Callable[[AtroposApi], Any]
 
 
 def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
-    with serving(answers) as server, AtroposApi(server.url, max_retries=2, sleep=lambda _: None) as api:
+    with serving(answers) as server, FakeTime().passing(), AtroposApi(server.url, max_retries=2) as api:
         with pytest.raises(AtroposError) as caught:
             call(api)
         assert server.url in caught.value.message
