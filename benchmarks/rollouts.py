@@ -24,6 +24,7 @@ import psutil
 from benchmarks import _results
 from benchmarks._fast_server import PROMPT_TOKENS
 from benchmarks._results import say
+from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
@@ -76,9 +77,8 @@ def fast_server(num_samples: int, num_tokens: int) -> Iterator[str]:
 def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
     """Sample all groups, `per_call` in a call, over the same connections."""
     memory = Memory(every=max(1, options.groups // READINGS))
-    with Sampler(
-        max_new_tokens=options.tokens, temperature=1.0, timeout_s=60, max_concurrency=options.concurrency
-    ) as sampler:
+    config = SamplingConfig(max_new_tokens=options.tokens, request_timeout_s=60, max_concurrency=options.concurrency)
+    with Sampler(config) as sampler:
         cpu, begun = time.process_time(), time.perf_counter()
         for step, first in enumerate(range(0, options.groups, per_call)):
             count = min(per_call, options.groups - first)

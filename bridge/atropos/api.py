@@ -31,7 +31,7 @@ Numbers = tuple[float | None, ...]
 
 
 class Body(BaseModel):
-    """A frozen body."""
+    """A request or an answer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -72,9 +72,9 @@ class EnvironmentStatus(QueueStatus):
     """The answer of `GET /status-env`."""
 
     current_step: int
-    """Batches that were formed, counted from the trainer's first step."""
+    """Batches formed since the trainer's first step."""
     max_group_size: int = 1
-    """Sequences of the largest group that waits."""
+    """Sequences in the largest group that waits."""
 
 
 class EnvironmentRegistration(Body):
@@ -98,14 +98,13 @@ class RegisteredEnvironment(Body):
     status: str
     """`success`, or what the environment has to wait for: a trainer that requests its first batch."""
     env_id: int | None = None
-    """Number of the environment, from 0, which goes with everything that it sends."""
+    """Number of the environment, from 0; it sends it with everything."""
     starting_step: int | None = None
-    """The current step."""
     num_steps: int | None = None
 
 
 class ScoredGroup(Body):
-    """The body of `POST /scored_data`, one of `/scored_data_list`, and one of a batch: sequences of one problem.
+    """One group of `POST /scored_data_list` and of a batch: sequences of one problem.
 
     The API checks the types, but neither that lengths agree nor that numbers are finite: one that is not may cost the
     whole batch. An empty list stands for None.
@@ -119,33 +118,31 @@ class ScoredGroup(Body):
     """One reward per sequence."""
     advantages: tuple[Numbers, ...] | None = None
     """One per token, prompt included, or one per sequence; None: they come from the scores."""
-    ref_logprobs: Any = None
-    """A reference model's log-probabilities."""
-    messages: Any = None
-    """The sequences as chat messages."""
-    generation_params: dict[str, Any] | None = None
-    """Sampling parameters."""
     inference_logprobs: tuple[Numbers, ...] | None = None
     """Log-probability of each token when it was sampled, in nats; 1 where masked or unknown. None: unknown."""
+    generation_params: dict[str, Any] | None = None
+    """Sampling parameters."""
     overrides: tuple[dict[str, Any], ...] | None = None
     """Per sequence: `set_advantage_to_zero`, `temperature`."""
     group_overrides: dict[str, Any] | None = None
     """For the whole group: `temperature`, `group_size`."""
-    images: Any = None
-    """Images of the prompt."""
     env_id: int | None = None
     """Number of the environment that sent it."""
+    messages: Any = None
+    """The sequences as chat messages."""
+    images: Any = None
+    ref_logprobs: Any = None
+    """A reference model's log-probabilities."""
     distill_token_ids: Any = None
     """A teacher's likeliest tokens at each place."""
     distill_logprobs: Any = None
-    """Their log-probabilities."""
 
 
 class Received(Body):
     """The answer of `POST /scored_data_list`."""
 
-    status: Literal["received", "buffered"]
-    """`buffered`: the group is smaller than its environment's groups are, and waits for the rest."""
+    status: Literal["received"]
+    """It would be `buffered` for a group that is smaller than its environment's groups are."""
 
 
 class BatchAnswer(Body):
@@ -178,16 +175,13 @@ class AtroposApi:
         self.num_retries = 0
         """Requests that were sent again, so far."""
         self._max_retries = max_retries
+        headers = {"content-type": "application/json"}
         try:
-            parsed = httpx.URL(self.url)
-        except httpx.InvalidURL:
-            parsed = httpx.URL()
-        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, headers=headers)
+        except httpx.InvalidURL as error:
             raise UsageError(
                 f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"
-            )
-        headers = {"content-type": "application/json"}
-        self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, headers=headers)
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +213,7 @@ class AtroposApi:
         return self._parsed(self._send("GET", "status"), QueueStatus)
 
     def register_environment(self, environment: EnvironmentRegistration) -> RegisteredEnvironment:
-        """Register an environment, which has to wait until a trainer has requested its first batch."""
+        """Register an environment; it has to wait until a trainer has requested its first batch."""
         return self._parsed(self._send("POST", "register-env", environment.model_dump_json()), RegisteredEnvironment)
 
     def environment_status(self, env_id: int) -> EnvironmentStatus | None:
@@ -230,8 +224,7 @@ class AtroposApi:
     def send(self, groups: Sequence[ScoredGroup]) -> None:
         """Put groups into the queue; a number in them that is not finite would cost a whole batch."""
         body = GROUPS.dump_json(tuple(groups), exclude_none=True).decode()
-        answer = self._parsed(self._send("POST", "scored_data_list", body), Received)
-        assert answer.status == "received", answer
+        self._parsed(self._send("POST", "scored_data_list", body), Received)
 
     def disconnect_environment(self, env_id: int) -> None:
         """Report that an environment sends nothing more."""

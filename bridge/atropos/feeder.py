@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -51,13 +51,8 @@ SPARE_BATCHES = 1
 """Sent beyond the trainer's last step: groups of several environments may not add up to whole batches at the end."""
 SEEDS = 1_000_000
 """Between the first seeds of two environments: each round of sampling takes one."""
-WEIGHT = 1.0
-"""Our share among several environments, relative to theirs."""
 MAX_TOO_LONG = 32
 """Groups that may be left out as too long before the first one is sent."""
-
-Prompted = tuple[Problem, tuple[int, ...]]
-"""A problem, and its prompt as token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +99,16 @@ def feed(
         BridgeError: joining, sampling or scoring failed.
         AtroposError: the API is gone, or was reset.
     """
-    lengths = [length for url in urls(config.server_url) if (length := max_model_len(url))]
+    urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
+    lengths = [length for url in urls if (length := max_model_len(url))]
     config = fit_completions(config, min(lengths, default=None), tell)
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.task.reward_processes, timeout_s=config.task.reward_timeout_s)
-    sampler = Sampler.of(config.sampling, ids_of=Vocabulary(tokenizer))
+    sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
         joined = join(api, config, tell)
         try:
-            feeder = _Feeder(config, api, joined, sampler, scorer, tell)
+            feeder = _Feeder(config, api, joined, sampler, scorer, endpoints(urls), tell)
             return sampler.run(feeder.run(environment, tokenizer, report))
         finally:
             with suppress(AtroposError):  # an API that is gone knows no environment
@@ -124,9 +120,7 @@ class Membership:
     """What an environment knows of the trainer that it feeds."""
 
     env_id: int
-    """The environment's number."""
     groups_per_batch: int
-    """Groups of ours that make up one batch."""
     max_token_len: int
     """The trainer wants no sequence of so many tokens or more; 0 or less: any."""
     num_steps: int
@@ -165,7 +159,7 @@ def join(api: AtroposApi, config: FeedConfig, tell: Callable[[str], None]) -> Me
     registration = EnvironmentRegistration(
         max_token_length=trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest,
         desired_name=config.task.environment.rpartition(":")[2],
-        weight=WEIGHT,
+        weight=1.0,  # the share among several environments, relative to theirs
         group_size=group_size,
     )
     while (answer := api.register_environment(registration)).status != "success":
@@ -180,54 +174,6 @@ def join(api: AtroposApi, config: FeedConfig, tell: Callable[[str], None]) -> Me
     )
 
 
-@dataclass
-class Tally:
-    """Counts what is sent; the fields are those of `FeedProgress`."""
-
-    clock: Callable[[], float] = time.monotonic
-    """The time in seconds."""
-    groups: int = 0
-    too_long: int = 0
-    unscored: int = 0
-    unanswered: int = 0
-    _rewards: list[float] = field(default_factory=list)
-    _num_tokens: int = 0
-    _all_rewards: tuple[float, int] = (0.0, 0)
-    """Their sum and number."""
-
-    def __post_init__(self) -> None:
-        self._start = self._last = self.clock()
-
-    def add(self, rewards: Sequence[float], completions: Sequence[Completion]) -> None:
-        """Count one group that was sent."""
-        self.groups += 1
-        self._rewards += rewards
-        self._all_rewards = self._all_rewards[0] + sum(rewards), self._all_rewards[1] + len(rewards)
-        self._num_tokens += sum(len(completion.token_ids) for completion in completions)
-
-    def seconds_since_the_last(self) -> float:
-        return self.clock() - self._last
-
-    def line(self, *, step: int, num_steps: int, queued_batches: float, retries: int) -> FeedProgress:
-        """Return the next line, and begin the one after it."""
-        now, rewards, num_tokens = self.clock(), self._rewards, self._num_tokens
-        seconds, self._last, self._rewards, self._num_tokens = now - self._last, now, [], 0
-        return FeedProgress(
-            seconds=now - self._start,
-            step=step,
-            num_steps=num_steps,
-            queued_batches=queued_batches,
-            groups=self.groups,
-            reward_mean=statistics.fmean(rewards) if rewards else None,
-            reward_mean_so_far=self._all_rewards[0] / self._all_rewards[1] if self.groups else None,
-            tokens_per_s=num_tokens / seconds if seconds else 0.0,
-            too_long=self.too_long,
-            unscored=self.unscored,
-            unanswered=self.unanswered,
-            retries=retries,
-        )
-
-
 class _Feeder:
     """An environment that has joined an API: samples its problems, scores and sends the groups."""
 
@@ -238,17 +184,23 @@ class _Feeder:
         joined: Membership,
         sampler: Sampler,
         scorer: Scorer,
+        servers: Sequence[Endpoint],
         tell: Callable[[str], None],
     ) -> None:
         self._config, self._sampling, self._api, self._joined = config, config.sampling, api, joined
-        self._sampler, self._scorer, self._tell, self._told = sampler, scorer, tell, set[str]()
-        self._servers = endpoints(config.server_url)
+        self._sampler, self._scorer, self._servers = sampler, scorer, servers
+        self._tell, self._told = tell, set[str]()
         self._seed = seed_of(config.seed, joined.env_id * SEEDS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         """Groups that are being sampled, scored or sent."""
         self._step = self._num_scored = 0
-        self._tally = Tally()
+        self._counts = {"groups": 0, "too_long": 0, "unscored": 0, "unanswered": 0}
+        self._begun = self._last = time.monotonic()
+        self._rewards, self._num_tokens = list[float](), 0
+        """Of the groups sent since the last line."""
+        self._all_rewards = 0.0, 0
+        """Their sum and number."""
 
     async def run(
         self, environment: Environment, tokenizer: PreTrainedTokenizerBase, report: Callable[[FeedProgress], None]
@@ -263,7 +215,7 @@ class _Feeder:
                 status = await self._status()
                 if 0 < self._joined.num_steps <= status.current_step:
                     return self._line(status)
-                if self._tally.seconds_since_the_last() >= REPORT_S:
+                if time.monotonic() - self._last >= REPORT_S:
                     report(self._line(status))
                 if (num_groups := self._room(status) - in_flight) > 0:
                     pairs = [next(fitting) for _ in range(num_groups)]
@@ -305,7 +257,7 @@ class _Feeder:
         for task in done:
             task.result()
 
-    async def _sample(self, pairs: Sequence[Prompted], seed: int) -> None:
+    async def _sample(self, pairs: Sequence[tuple[Problem, tuple[int, ...]]], seed: int) -> None:
         async def sent(index: int, completions: Sequence[Completion]) -> None:
             try:
                 await self._send(*pairs[index], completions)
@@ -327,7 +279,7 @@ class _Feeder:
         self._count_failures(results)
         rewards = [result.reward for result in results if isinstance(result, Score)]
         if len(rewards) < len(results):
-            self._tally.unscored += 1
+            self._counts["unscored"] += 1
             return
         params = {"temperature": self._sampling.temperature, "max_new_tokens": self._sampling.longest}
         env_id = self._joined.env_id
@@ -337,9 +289,12 @@ class _Feeder:
         except AtroposError as error:
             if not isinstance(error.__cause__, httpx.TransportError):
                 raise
-            self._tally.unanswered += 1  # the connection broke before the answer
+            self._counts["unanswered"] += 1  # the connection broke before the answer
         else:
-            self._tally.add(rewards, completions)
+            self._counts["groups"] += 1
+            self._rewards += rewards
+            self._all_rewards = self._all_rewards[0] + sum(rewards), self._all_rewards[1] + len(rewards)
+            self._num_tokens += sum(len(completion.token_ids) for completion in completions)
 
     def _is_too_long(self, num_tokens: int) -> bool:
         """Return whether the trainer does not want so many tokens, and count it.
@@ -350,10 +305,10 @@ class _Feeder:
         limit = self._joined.max_token_len
         if not 0 < limit <= num_tokens:
             return False
-        self._tally.too_long += 1
-        if not self._tally.groups and self._tally.too_long >= MAX_TOO_LONG:
+        self._counts["too_long"] += 1
+        if not self._counts["groups"] and self._counts["too_long"] >= MAX_TOO_LONG:
             raise UsageError(
-                f"each of the first {self._tally.too_long} groups has a sequence of {limit} tokens or more, prompt"
+                f"each of the first {self._counts['too_long']} groups has a sequence of {limit} tokens or more, prompt"
                 " included, and the trainer wants none of them",
                 remedy="lower --max-new-tokens, or let the trainer register a larger max_token_len",
             )
@@ -373,11 +328,20 @@ class _Feeder:
         self._failures.tell(self._tell, self._told)
 
     def _line(self, status: EnvironmentStatus) -> FeedProgress:
-        return self._tally.line(
+        """Return the next line, and begin the one after it."""
+        now, rewards, num_tokens = time.monotonic(), self._rewards, self._num_tokens
+        seconds, self._last, self._rewards, self._num_tokens = now - self._last, now, [], 0
+        total, num_rewards = self._all_rewards
+        return FeedProgress(
+            seconds=now - self._begun,
             step=status.current_step,
             num_steps=self._joined.num_steps,
             queued_batches=status.queue_size / self._joined.groups_per_batch,
+            reward_mean=statistics.fmean(rewards) if rewards else None,
+            reward_mean_so_far=total / num_rewards if num_rewards else None,
+            tokens_per_s=num_tokens / seconds if seconds else 0.0,
             retries=self._sampler.num_retries + self._api.num_retries,
+            **self._counts,
         )
 
 
@@ -408,27 +372,15 @@ def scored_group(
     )
 
 
-def urls(server_url: str) -> list[str]:
-    """Return the addresses in `--server-url`.
-
-    Raises:
-        UsageError: there are none.
-    """
-    found = [url.strip().rstrip("/") for url in server_url.split(",") if url.strip()]
-    if not found:
-        raise UsageError("no server is named to sample from", remedy="--server-url http://127.0.0.1:9001")
-    return found
-
-
-def endpoints(server_url: str) -> list[Endpoint]:
+def endpoints(urls: Sequence[str]) -> list[Endpoint]:
     """Return what to sample from: on each server the adapter that is trained, else the model itself.
 
     Raises:
-        UsageError: no server is named, or one requires another key, or has an adapter whose name changes every step.
+        UsageError: a server requires another key, or has an adapter whose name changes every step.
         ServerUnreachableError: one does not answer as vLLM does.
     """
     found = []
-    for url in urls(server_url):
+    for url in urls:
         with VllmClient(url) as server:
             names = [model.id for model in server.models()]
         if renamed := [name for name in names if name.startswith(f"{ADAPTER}-")]:

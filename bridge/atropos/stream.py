@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo, TrainerRegistration
-from bridge.atropos.groups import Bounds, Flaw, first_flaw, ignored, left_out, to_train_on
+from bridge.atropos.groups import Bounds, first_flaw, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.server.client import VllmClient, max_model_len
@@ -28,7 +28,7 @@ FIRST_REPORT_S = 30.0
 
 
 class AtroposStream:
-    """The batches of one API; see `Stream` for its methods."""
+    """The batches of one API."""
 
     def __init__(self, config: TrainConfig, tell: Callable[[str], None], *, run_name: str) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
@@ -60,7 +60,6 @@ class AtroposStream:
         self._api = AtroposApi(rollouts.atropos_url, max_retries=max_retries)
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  no token's version is known anyway
-        """Watch the server of `endpoint`, from which environments sample."""
         self._server_url = endpoint.url
 
     def resume(self, trained: TrainedProblems) -> None:
@@ -172,10 +171,15 @@ class AtroposStream:
         assert self._bounds is not None
         good, bad = list[ScoredGroup](), list[Group]()
         for scored in batch:
-            if flaw := first_flaw(scored, self._bounds):
-                bad.append(self._leave_out(scored, flaw))
-            else:
+            flaw = first_flaw(scored, self._bounds)
+            if flaw is None:
                 good.append(scored)
+                continue
+            bad.append(left_out(scored, flaw.found))
+            self._left_out[flaw.kind] += 1
+            if self._left_out[flaw.kind] == 1:
+                whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
+                self._tell(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
         unscored, num_sequences = [one for group in bad for one in group.unscored], sum(len(s.tokens) for s in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:
             raise RewardError(
@@ -187,13 +191,6 @@ class AtroposStream:
             for line in ignored(scored, temperature=self._config.sampling.temperature):
                 self._tell_once(line)
         return [*(to_train_on(scored, self._decode) for scored in good), *bad]
-
-    def _leave_out(self, scored: ScoredGroup, flaw: Flaw) -> Group:
-        self._left_out[flaw.kind] += 1
-        if self._left_out[flaw.kind] == 1:
-            whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-            self._tell(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
-        return left_out(scored, flaw.found)
 
     def _tell_once(self, line: str) -> None:
         if line not in self._told:

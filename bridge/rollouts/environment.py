@@ -21,11 +21,11 @@ EVALUATION = 2**31
 """Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
 
 Numbered = tuple[int | None, Problem]
-"""A problem, and its number in the endless order; None if it is held out."""
+"""A problem with its number in the endless order; None if it is held out."""
 
 
 class EnvironmentStream:
-    """Samples and scores the problems of one environment; see `Stream` for its methods."""
+    """Samples and scores the problems of one environment."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class EnvironmentStream:
     ) -> None:
         """Prepare everything that needs no server.
 
-        `recipe` makes what scores, in processes of its own; without it, `environment` scores in this process. `tell`
-        gets each warning once, and `progress` the number of groups scored so far and in all.
+        `recipe` makes what scores, in worker processes; without it, `environment` scores in this process. `tell` gets
+        each warning once, and `progress` the number of groups scored so far and in all.
 
         Raises:
             RewardError: the environment has nothing to evaluate on, or the recipe cannot be pickled.
@@ -59,20 +59,16 @@ class EnvironmentStream:
             processes=config.task.reward_processes if recipe else 0,
             timeout_s=config.task.reward_timeout_s,
         )
-        self._sampler = Sampler.of(config.sampling, ids_of=Vocabulary(self._tokenizer))
+        self._sampler = Sampler(config.sampling, ids_of=Vocabulary(self._tokenizer))
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  nothing in flight can become stale
-        """Sample from `endpoint` from now on."""
         self._endpoint = endpoint
 
     def resume(self, trained: TrainedProblems) -> None:
-        """Skip the problems in `trained`."""
         self._trained = trained
 
     def take(self, count: int, *, step: int) -> list[Group]:
         """Sample and score the next `count` problems; a repeated step gets the same problems and seeds.
-
-        Nothing is kept of a call that failed.
 
         Raises:
             BridgeError: a server cannot be sampled from.
@@ -89,18 +85,13 @@ class EnvironmentStream:
             self.num_retries = self._sampler.num_retries - self._earlier_retries
 
     def evaluate(self, *, step: int) -> list[Group] | None:
-        """Sample and score the held-out problems, with the same seeds each time.
-
-        Raises:
-            BridgeError: as `take` does.
-        """
+        """Sample and score the held-out problems, with the same seeds each time."""
         if not self._held_out:
             return None
         pairs, seed = [(None, problem) for problem in self._held_out], seed_of(self._config.seed, EVALUATION)
         return self._roll_out(pairs, self._config.evaluation.samples, seed=seed, batch=f"evaluation after step {step}")
 
     def close(self) -> None:
-        """Close the connections, and end the processes that score."""
         try:
             self._sampler.close()
         finally:

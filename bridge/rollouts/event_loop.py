@@ -47,8 +47,12 @@ class EventLoop:
             await self._loop.shutdown_asyncgens()
             await self._loop.shutdown_default_executor()
 
+        task = self._loop.create_task(end())
         try:
-            self._loop.run_until_complete(end())
+            self._loop.run_until_complete(task)
+        except KeyboardInterrupt:  # also one that ended a task, and that the task above it raises again
+            self._loop.run_until_complete(task)
+            raise
         finally:
             self._loop.close()
 

@@ -73,40 +73,19 @@ class Sampler:
 
     def __init__(
         self,
+        config: SamplingConfig,
         *,
-        max_new_tokens: int,
-        temperature: float,
-        timeout_s: float,
-        max_retries: int = 4,
-        max_concurrency: int = 256,
         ids_of: IdsOf | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Open no connection yet.
-
-        `timeout_s` limits one try of a request. `ids_of` looks up tokens for servers that return them as text.
-        """
+        """Open no connection yet; `ids_of` looks up tokens for servers that return them as text."""
         self.num_retries = 0
         """Requests that were sent again, in all calls so far."""
-        self._max_new_tokens, self._temperature = max_new_tokens, temperature
-        self._timeout_s, self._max_retries, self._max_concurrency = timeout_s, max_retries, max_concurrency
-        self._ids_of, self._sleep = ids_of, sleep
+        self._config, self._ids_of, self._sleep = config, ids_of, sleep
         self._health: dict[str, Health] = {}
         self._servers: Sequence[Server] = ()
-        self._turns = asyncio.Semaphore(max_concurrency)
+        self._turns = asyncio.Semaphore(config.max_concurrency)
         self._loop, self._connections = EventLoop(), Connections()
-
-    @classmethod
-    def of(cls, config: SamplingConfig, *, ids_of: IdsOf) -> Self:
-        """Return the sampler of a run."""
-        return cls(
-            max_new_tokens=config.longest,
-            temperature=config.temperature,
-            timeout_s=config.request_timeout_s,
-            max_retries=config.max_retries,
-            max_concurrency=config.max_concurrency,
-            ids_of=ids_of,
-        )
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +100,7 @@ class Sampler:
     @property
     def lacks(self) -> tuple[str, ...]:
         """What training lacks with the servers of the last call, a sentence each."""
-        return tuple(line for server in self._servers for line in server.lacks(self._temperature))
+        return tuple(line for server in self._servers for line in server.lacks(self._config.temperature))
 
     def sample(
         self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
@@ -158,7 +137,7 @@ class Sampler:
         """
         servers = [Server(one, self._health.setdefault(one.url, Health())) for one in endpoints]
         self._servers = servers
-        places = asyncio.Semaphore(AHEAD * self._max_concurrency)
+        places = asyncio.Semaphore(AHEAD * self._config.max_concurrency)
         first = seed * CALL_SEEDS  # vLLM gives the i-th completion of a request the request's seed + i
 
         async def one(index: int, prompt: tuple[int, ...]) -> Result:
@@ -191,7 +170,7 @@ class Sampler:
                 num_unusable += failure.retry == "once"
                 others = [other for other in left if other is not server]
                 left = others if failure.retry == "elsewhere" else left
-                is_used_up = num_failed > self._max_retries or num_unusable > 1 or not left
+                is_used_up = num_failed > self._config.max_retries or num_unusable > 1 or not left
                 if failure.retry == "never" or is_used_up:
                     raise failure.final(server.endpoint.url, num_failed) from failure
                 requested_s = 0.0 if any(other.health.is_well() for other in others) else failure.retry_after_s
@@ -199,16 +178,18 @@ class Sampler:
             self.num_retries += 1
 
     async def _try(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+        limit_s = self._config.request_timeout_s
         with server.health.watched():
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(limit_s):
                     return await self._request(server, body)
             except TimeoutError as error:
-                raise RequestFailed(f"no answer within {self._timeout_s:g} s", "elsewhere") from error
+                raise RequestFailed(f"no answer within {limit_s:g} s", "elsewhere") from error
 
     async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
-        fields = openai_api.request(server.dialect, max_new_tokens=self._max_new_tokens, temperature=self._temperature)
+        config = self._config
+        fields = openai_api.request(server.dialect, max_new_tokens=config.longest, temperature=config.temperature)
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url

@@ -132,9 +132,7 @@ class Health:
     """How healthy the server at one address is."""
 
     clock: Callable[[], float] = time.monotonic
-    """The time in seconds."""
     in_flight: int = 0
-    """Requests that wait for its answer."""
     num_failures: int = 0
     """Failures since it last answered; those during a rest are not counted."""
     rests_until: float = 0.0
@@ -142,7 +140,6 @@ class Health:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count one request, and whether it fails."""
         self.in_flight += 1
         try:
             yield
@@ -167,7 +164,6 @@ class Server:
     """One server, for the duration of one call: by the next, another one may answer at its address."""
 
     endpoint: Endpoint
-    """Where it answers, and what to request."""
     health: Health
     """Kept across calls."""
     models: tuple[ServedModel, ...] = ()
@@ -182,7 +178,6 @@ class Server:
     """Held while one request lists its models for all others."""
 
     async def list_models(self, connections: Connections) -> tuple[ServedModel, ...]:
-        """Return what it lists; requested once."""
         async with self.listing:
             if not self.models:
                 listed, version = await connections.send("GET", self.endpoint.url, "/v1/models", None, ServedModels)
@@ -192,7 +187,7 @@ class Server:
             return self.models
 
     async def complete(self, connections: Connections, body: dict[str, Any]) -> tuple[openai_api.Completions, str]:
-        """Return its answer to a request for completions, and the version header of the weights that made them."""
+        """Return the completions, and the version header of the weights that made them."""
         route = openai_api.ROUTES[self.dialect]
         answer, header = await connections.send("POST", self.endpoint.url, route, body, openai_api.Completions)
         self.reports_versions = bool(header)

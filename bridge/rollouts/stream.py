@@ -27,5 +27,4 @@ class Stream(Protocol):
     def evaluate(self, *, step: int) -> list[Group] | None:
         """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
 
-    def close(self) -> None:
-        """Release connections and processes."""
+    def close(self) -> None: ...

@@ -49,8 +49,6 @@ class Origin:
 
     name: str
     """The method with its class: `Class.score`."""
-    several: bool
-    """Whether it is `scores`, which returns the parts of the reward too."""
     file: str
     """The file of its class."""
     place: str
@@ -58,18 +56,18 @@ class Origin:
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
-        file, several = source_file(type(scores)), callable(getattr(scores, "scores", None))
-        method = "scores" if several else "score"
+        method, file = "scores" if callable(getattr(scores, "scores", None)) else "score", source_file(type(scores))
         code = getattr(getattr(scores, method), "__code__", None)
         place = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
-        return cls(name=f"{type(scores).__name__}.{method}", several=several, file=file, place=place)
+        return cls(name=f"{type(scores).__name__}.{method}", file=file, place=place)
 
 
 def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str) -> Score | FailedScore:
     """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
+    method = origin.name.rpartition(".")[2]
     try:
-        value = getattr(scores, "scores" if origin.several else "score")(problem, completion)
-        score = _read(value if origin.several else (value, {}))
+        value = getattr(scores, method)(problem, completion)
+        score = _read(value if method == "scores" else (value, {}))
     except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
         first = error.__cause__ or error if isinstance(error, BridgeError) else error
         kind, place = f"{origin.name} raised {type(first).__name__}", place_of(first, origin.file) or origin.place
@@ -77,7 +75,7 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
         return failed(problem, completion, f"{kind} ({place})", what)
     if score is not None:
         return score
-    expected = "a finite number" + (" and a dict of finite numbers" if origin.several else "")
+    expected = "a finite number" + (" and a dict of finite numbers" if method == "scores" else "")
     found = shortened(repr(value)) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
     what = f"{origin.name} returned {found}, expected {expected} ({origin.place})"
     return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)

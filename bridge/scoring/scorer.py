@@ -4,8 +4,6 @@ A worker is not a fork, because this process may have threads, and CUDA. It is a
 the script that was started here, so that such a script needs no `if __name__ == "__main__"`. What it prints goes to
 stderr. Every wait has a deadline, and an answer counts only if it has the number of the question. Questions are
 pickled. A score may write anything to any descriptor, so answers are JSON of bounded size, checked field by field.
-
-Not covered: what runs in these processes, and how all that a score has started is ended (`worker.py`).
 """
 
 import asyncio
@@ -46,7 +44,7 @@ MAX_STACK_BYTES = 2**16
 """Read of the file that `faulthandler` writes: a score may write to it, too."""
 MAX_ANSWER_BYTES = 2**20
 ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
-    "Origin": (Origin, {"name": str, "several": bool, "file": str, "place": str}),
+    "Origin": (Origin, {"name": str, "file": str, "place": str}),
     "Score": (Score, {"reward": float, "parts": dict}),
     "FailedScore": (FailedScore, {"kind": str, "line": str}),
     "CannotScore": (CannotScore, {"message": str, "remedy": str}),
@@ -151,7 +149,7 @@ class _Worker:
         return failed(problem, completion, kind, f"{kind} ({place_in(self._stack, origin.file) or origin.place})")
 
     def dismiss(self) -> None:
-        """Let it end by itself; `kill` makes sure that it does."""
+        """Let it end by itself; follow with `kill`."""
         if self._channel.fileno() >= 0 and self._origin is not None and not self._has_spoken():
             self._channel.shutdown(socket.SHUT_WR)
             self._channel.settimeout(GRACE_S)
@@ -199,19 +197,25 @@ class _Worker:
 
     async def _ready(self) -> Origin:
         """Wait until it has made what scores, and return whose code that is."""
-        if self._origin is None:
-            try:
-                async with asyncio.timeout(START_LIMIT_S):
-                    made = await self._next()
-            except TimeoutError:
-                raise _no_start(f"has not made it in {START_LIMIT_S:g} s") from None
-            except (EOFError, ConnectionError):
-                raise _no_start(await self._how_it_ended()) from None
-            except BadAnswerError:
-                raise _no_start(SPOILED) from None
+        if self._origin is not None:
+            return self._origin
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                made = await self._next()
+        except TimeoutError:
+            what = f"has not made it in {START_LIMIT_S:g} s"
+        except (EOFError, ConnectionError):
+            what = await self._how_it_ended()
+        except BadAnswerError:
+            what = SPOILED
+        else:
             assert isinstance(made, Origin)
             self._origin = made
-        return self._origin
+            return made
+        raise RewardError(
+            f"a process for scoring completions cannot make what scores them: it {what}",
+            remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
+        )
 
     async def _answer(self, asked: bytes) -> Score | FailedScore | str:
         """Return the answer, or what the process did instead of answering, after which it has ended."""
@@ -302,13 +306,6 @@ class _Worker:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
-
-
-def _no_start(what: str) -> RewardError:
-    return RewardError(
-        f"a process for scoring completions cannot make what scores them: it {what}",
-        remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
-    )
 
 
 def question(content: object) -> bytes:

@@ -97,7 +97,11 @@ def work(channel: int, last_words: int, supervisor: int) -> None:
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
     os.register_at_fork(after_in_child=partial(_disconnect, channel, last_words))
-    _die_with(supervisor)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before all others when memory runs out
+    if os.getppid() != supervisor:
+        os._exit(0)
     with (
         contextlib.suppress(ConnectionError),  # closed before everything was read, which is the end as well
         socket.socket(fileno=channel) as connection,
@@ -164,15 +168,6 @@ def _disconnect(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
     os.close(nowhere)
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process with its parent, and before all others when memory runs out."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _serve(stream: BufferedRWPair) -> None:

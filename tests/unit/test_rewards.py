@@ -123,7 +123,7 @@ def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> Non
 @pytest.mark.parametrize(
     "answer",
     [
-        Origin(name="Task.score", several=False, file="task.py", place="task.py line 3"),
+        Origin(name="Task.score", file="task.py", place="task.py line 3"),
         Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e300}),
         FailedScore(kind="k", line="l"),
         CannotScore(message="m", remedy="r"),
