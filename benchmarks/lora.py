@@ -28,7 +28,7 @@ from benchmarks._models import SIZES, make_model, scatter
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample
-from bridge.config import TrainConfig
+from bridge.config import SamplingConfig, TrainConfig
 from bridge.modes import way_of
 from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
@@ -95,7 +95,7 @@ class Sampled:
     def by(self, name: str | None) -> list[Group]:
         """Sample completions with the model or adapter `name`."""
         endpoint = Endpoint(url=self.url, model=name)
-        with Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600) as sampler:
+        with Sampler(SamplingConfig(max_new_tokens=24, request_timeout_s=600)) as sampler:
             return sample(sampler, endpoint, self._vocabulary)
 
 

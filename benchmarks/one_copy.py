@@ -23,7 +23,7 @@ from benchmarks._models import SIZES, make_model, scatter
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample, verify
-from bridge.config import TrainConfig
+from bridge.config import SamplingConfig, TrainConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
         fence.publish(client, Update(lambda: scatter(attached)))
         checks = list(verify(folder / "manifest.json"))
         idle = [fence.publish(client, Update(lambda: None)) for _ in range(200)]
-    endpoint, sampler = Endpoint(url=exported.url), Sampler(max_new_tokens=24, temperature=1.0, timeout_s=600)
+    endpoint, sampler = Endpoint(url=exported.url), Sampler(SamplingConfig(max_new_tokens=24, request_timeout_s=600))
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     before = sample(sampler, endpoint, vocabulary)
     config = TrainConfig.of(

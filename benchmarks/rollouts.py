@@ -14,7 +14,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -24,8 +24,10 @@ import psutil
 from benchmarks import _results
 from benchmarks._fast_server import PROMPT_TOKENS
 from benchmarks._results import say
+from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
+from bridge.types import Completion
 
 MIB = 2**20
 CPU_AIM_MS = 1.0
@@ -75,13 +77,13 @@ def fast_server(num_samples: int, num_tokens: int) -> Iterator[str]:
 def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
     """Sample all groups, `per_call` per call, on the same connections."""
     memory = Memory(every=max(1, options.groups // READINGS))
-    with Sampler(
-        max_new_tokens=options.tokens, temperature=1.0, timeout_s=60, max_concurrency=options.concurrency
-    ) as sampler:
+    config = SamplingConfig(max_new_tokens=options.tokens, request_timeout_s=60, max_concurrency=options.concurrency)
+    with Sampler(config) as sampler:
         cpu, begun = time.process_time(), time.perf_counter()
         for step, first in enumerate(range(0, options.groups, per_call)):
             count = min(per_call, options.groups - first)
-            sampler.run(_take(sampler, url, count, seed=step, num_samples=options.samples, memory=memory))
+            prompts = [tuple(range(100 + index, 100 + index + PROMPT_TOKENS)) for index in range(count)]
+            sampler.run(sampler.each([Endpoint(url=url)], prompts, memory.took, num_samples=options.samples, seed=step))
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - begun
         num_retries = sampler.num_retries
     num_completions = options.groups * options.samples
@@ -96,12 +98,6 @@ def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
     }  # fmt: skip
 
 
-async def _take(sampler: Sampler, url: str, count: int, *, seed: int, num_samples: int, memory: "Memory") -> None:
-    prompts = [tuple(range(100 + index, 100 + index + PROMPT_TOKENS)) for index in range(count)]
-    async for _, group in sampler.stream([Endpoint(url=url)], prompts, num_samples=num_samples, seed=seed):
-        memory.took(len(group))
-
-
 class Memory:
     """Samples of this process's resident memory."""
 
@@ -111,8 +107,9 @@ class Memory:
         self.mib: list[float] = []
         self._process = psutil.Process()
 
-    def took(self, num_completions: int) -> None:
-        self.num_completions += num_completions
+    async def took(self, _: int, group: Sequence[Completion]) -> None:
+        """Count one group."""
+        self.num_completions += len(group)
         self._num_groups += 1
         if self._num_groups % self._every == 0:
             self.groups.append(self._num_groups)

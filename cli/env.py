@@ -16,7 +16,7 @@ from cli.options import Json, from_config
 from cli.train import rehearse
 
 if TYPE_CHECKING:
-    from bridge.atropos.sending import FeedProgress
+    from bridge.atropos.feeder import FeedProgress
 
 Name = Annotated[
     str | None,

@@ -44,7 +44,7 @@ def run(
     vllm_flags: VllmFlags = None,
 ) -> None:
     """Serve a model, train it and stop the server; restart it if it dies or hangs."""
-    from bridge.rollouts import limits
+    from bridge.rollouts.sampler import fit_completions
 
     if train.publishing.start_command is not None:
         raise UsageError("bridge run starts vLLM itself: --start-command is of no use to it", remedy="bridge train")
@@ -52,7 +52,7 @@ def run(
     serves = for_adapters(serve, train)
     settled, directory, found = open_run(train)
     try:
-        settled = limits.fit_completions(settled, serve.max_model_len, console.note)
+        settled = fit_completions(settled, serve.max_model_len, console.note)
         command = prepare(serves, vllm_flags or [], shares_weights=shares_weights(train), trainer=settled)
         settled = attached_to(settled, command)
         send_key(vllm_flags or [])

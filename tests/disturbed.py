@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,16 +165,19 @@ def foreign(trainer: Trainer) -> None:
 
 def while_it_samples(trainer: Trainer) -> None:
     """Strike when the first completions of the step have come, and others have not."""
-    stream = Sampler.stream
+    each = Sampler.each
 
-    async def disturbed(self: Sampler, *given: Any, **choices: Any) -> AsyncIterator[Any]:
+    async def disturbed(self: Sampler, endpoints: Any, prompts: Any, then: Callable[..., Any], **choices: Any) -> Any:
         trainer.num_streams += 1
-        async for group in stream(self, *given, **choices):
+
+        async def struck(*arrived: Any) -> Any:
             if trainer.num_streams == trainer.disturbance.step:
                 trainer.strike()
-            yield group
+            return await then(*arrived)
 
-    Sampler.stream = disturbed  # type: ignore[method-assign]
+        return await each(self, endpoints, prompts, struck, **choices)
+
+    Sampler.each = disturbed  # type: ignore[method-assign]
 
 
 def while_pending(trainer: Trainer, name: str) -> None:

@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
-from bridge.config import ServeConfig
+from bridge.config import SamplingConfig, ServeConfig
 from bridge.rollouts import openai_api
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, manifest
@@ -82,7 +82,7 @@ class LiveServer:
 def sampled(url: str, name: str | None = None) -> list[Group]:
     """Sample from the server at `url` as training does, by the model or by the adapter `name`."""
     endpoint = Endpoint(url=url, model=name)
-    with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=120) as sampler:
+    with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=120)) as sampler:
         return sample(sampler, endpoint, 301)
 
 

@@ -1,13 +1,13 @@
-"""An Atropos API: the bodies that both sides send and get, and the client of a trainer or an environment.
+"""Client of an Atropos API, for a trainer or an environment, and the bodies that both sides send and get.
 
-Answers of other versions of the API are accepted: unknown keys are ignored.
+Unknown keys in answers are ignored: another version of the API may add some.
 
 Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import httpx
@@ -31,21 +31,26 @@ Numbers = tuple[float | None, ...]
 
 
 class Body(BaseModel):
-    """A frozen body."""
+    """A request or an answer."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
 
-class TrainerRegistration(Body):
+class TrainerInfo(Body):
+    """The answer of `GET /info`, as the trainer registered it; -1 if none has."""
+
+    batch_size: int
+    """Sequences of one batch, which is made of whole groups."""
+    max_token_len: int
+    """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
+
+
+class TrainerRegistration(TrainerInfo):
     """The body of `POST /register`; an API keeps the first one, and silently ignores every later one."""
 
     wandb_group: str
     """Group of the environments' own runs in Weights & Biases."""
     wandb_project: str
-    batch_size: int
-    """Sequences of one batch, which is made of whole groups."""
-    max_token_len: int
-    """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
     checkpoint_dir: str
     """Folder in which environments may keep a state of their own."""
     save_checkpoint_interval: int
@@ -56,18 +61,20 @@ class TrainerRegistration(Body):
     """Step after which environments stop, unless they are configured otherwise."""
 
 
-class TrainerInfo(Body):
-    """The answer of `GET /info`, as the trainer registered it; -1 if none has."""
-
-    batch_size: int
-    max_token_len: int
-
-
 class QueueStatus(Body):
     """The answer of `GET /status`."""
 
     queue_size: int
-    """Groups that wait and are in no batch yet."""
+    """Groups that wait and are in no batch yet; for an environment, counted in its own group size."""
+
+
+class EnvironmentStatus(QueueStatus):
+    """The answer of `GET /status-env`."""
+
+    current_step: int
+    """Batches formed since the trainer's first step."""
+    max_group_size: int = 1
+    """Sequences in the largest group that waits."""
 
 
 class EnvironmentRegistration(Body):
@@ -89,27 +96,15 @@ class RegisteredEnvironment(Body):
     """The answer of `POST /register-env`."""
 
     status: str
-    """`success`, or in words what the environment has to wait for: a trainer that requests its first batch."""
+    """`success`, or what the environment has to wait for: a trainer that requests its first batch."""
     env_id: int | None = None
-    """Number of the environment, from 0, which goes with everything that it sends."""
+    """Number of the environment, from 0; it sends it with everything."""
     starting_step: int | None = None
-    """The current step."""
     num_steps: int | None = None
 
 
-class EnvironmentStatus(Body):
-    """The answer of `GET /status-env`."""
-
-    current_step: int
-    """Batches that were formed, counted from the trainer's first step."""
-    queue_size: int
-    """Groups that wait, counted in this environment's group size."""
-    max_group_size: int = 1
-    """Sequences of the largest group that waits."""
-
-
 class ScoredGroup(Body):
-    """The body of `POST /scored_data`, one of `/scored_data_list`, and one of a batch: sequences of one problem.
+    """One group of `POST /scored_data_list` and of a batch: sequences of one problem.
 
     The API checks the types, but neither that lengths agree nor that numbers are finite: one that is not may cost the
     whole batch. An empty list stands for None.
@@ -123,33 +118,31 @@ class ScoredGroup(Body):
     """One reward per sequence."""
     advantages: tuple[Numbers, ...] | None = None
     """One per token, prompt included, or one per sequence; None: they come from the scores."""
-    ref_logprobs: Any = None
-    """A reference model's log-probabilities."""
-    messages: Any = None
-    """The sequences as chat messages."""
-    generation_params: dict[str, Any] | None = None
-    """Sampling parameters."""
     inference_logprobs: tuple[Numbers, ...] | None = None
     """Log-probability of each token when it was sampled, in nats; 1 where masked or unknown. None: unknown."""
+    generation_params: dict[str, Any] | None = None
+    """Sampling parameters."""
     overrides: tuple[dict[str, Any], ...] | None = None
     """Per sequence: `set_advantage_to_zero`, `temperature`."""
     group_overrides: dict[str, Any] | None = None
     """For the whole group: `temperature`, `group_size`."""
-    images: Any = None
-    """Images of the prompt."""
     env_id: int | None = None
     """Number of the environment that sent it."""
+    messages: Any = None
+    """The sequences as chat messages."""
+    images: Any = None
+    ref_logprobs: Any = None
+    """A reference model's log-probabilities."""
     distill_token_ids: Any = None
     """A teacher's likeliest tokens at each place."""
     distill_logprobs: Any = None
-    """Their log-probabilities."""
 
 
 class Received(Body):
-    """The answer of `POST /scored_data` and `/scored_data_list`."""
+    """The answer of `POST /scored_data_list`."""
 
-    status: Literal["received", "buffered"]
-    """`buffered`: the group is smaller than its environment's groups are, and waits for the rest."""
+    status: Literal["received"]
+    """It would be `buffered` for a group that is smaller than its environment's groups are."""
 
 
 class BatchAnswer(Body):
@@ -172,7 +165,7 @@ class AtroposApi:
     would make a difference. Every call raises AtroposError if there is no answer, or one that cannot be used.
     """
 
-    def __init__(self, url: str, *, max_retries: int = 4, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, url: str, *, max_retries: int = 4) -> None:
         """Open no connection yet.
 
         Raises:
@@ -181,9 +174,14 @@ class AtroposApi:
         self.url = url.rstrip("/")
         self.num_retries = 0
         """Requests that were sent again, so far."""
-        self._max_retries, self._sleep = max_retries, sleep
-        _check_address(self.url)
-        self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
+        self._max_retries = max_retries
+        headers = {"content-type": "application/json"}
+        try:
+            self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, headers=headers)
+        except httpx.InvalidURL as error:
+            raise UsageError(
+                f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -192,12 +190,11 @@ class AtroposApi:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._http.close()
 
     def info(self) -> TrainerInfo:
         """Return what the trainer registered."""
-        return self._ask("GET", "info", None, TrainerInfo)
+        return self._parsed(self._send("GET", "info"), TrainerInfo)
 
     def register(self, trainer: TrainerRegistration) -> None:
         """Register a trainer; an API that has one silently keeps that one: compare `info` afterwards."""
@@ -208,16 +205,16 @@ class AtroposApi:
 
         The first call lets environments begin.
         """
-        response = self._send("GET", "batch", None)
+        response = self._send("GET", "batch")
         return None if response.is_server_error else self._parsed(response, BatchAnswer)
 
     def status(self) -> QueueStatus:
         """Return how many groups wait."""
-        return self._ask("GET", "status", None, QueueStatus)
+        return self._parsed(self._send("GET", "status"), QueueStatus)
 
     def register_environment(self, environment: EnvironmentRegistration) -> RegisteredEnvironment:
-        """Register an environment, which has to wait until a trainer has requested its first batch."""
-        return self._ask("POST", "register-env", environment.model_dump_json(), RegisteredEnvironment)
+        """Register an environment; it has to wait until a trainer has requested its first batch."""
+        return self._parsed(self._send("POST", "register-env", environment.model_dump_json()), RegisteredEnvironment)
 
     def environment_status(self, env_id: int) -> EnvironmentStatus | None:
         """Return what waits, as one environment sees it; None: no environment of that number is connected."""
@@ -227,30 +224,24 @@ class AtroposApi:
     def send(self, groups: Sequence[ScoredGroup]) -> None:
         """Put groups into the queue; a number in them that is not finite would cost a whole batch."""
         body = GROUPS.dump_json(tuple(groups), exclude_none=True).decode()
-        answer = self._ask("POST", "scored_data_list", body, Received)
-        assert answer.status == "received", answer
+        self._parsed(self._send("POST", "scored_data_list", body), Received)
 
     def disconnect_environment(self, env_id: int) -> None:
         """Report that an environment sends nothing more."""
         self._checked(self._send("POST", "disconnect-env", json.dumps({"env_id": env_id})))
 
-    def _ask(self, method: str, route: str, content: str | None, kind: type[Answer]) -> Answer:
-        return self._parsed(self._send(method, route, content), kind)
-
-    def _send(self, method: str, route: str, content: str | None) -> httpx.Response:
+    def _send(self, method: str, route: str, content: str | None = None) -> httpx.Response:
         retried = httpx.TransportError if method == "GET" else httpx.ConnectError
-        waits = [min(FIRST_WAIT_S * 2**number, LONGEST_WAIT_S) for number in range(self._max_retries)]
-        for wait_s in (*waits, None):
+        attempt = 0
+        while True:
             try:
-                return self._http.request(
-                    method, f"/{route}", content=content, headers={"content-type": "application/json"}
-                )
+                return self._http.request(method, f"/{route}", content=content)
             except (httpx.TransportError, httpx.DecodingError) as error:
-                if wait_s is None or not isinstance(error, retried):
+                if attempt == self._max_retries or not isinstance(error, retried):
                     raise self._gone(f"{type(error).__name__}: {error}") from error
-                self.num_retries += 1
-                self._sleep(wait_s)
-        raise AssertionError("the last attempt returns or raises")
+            time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
+            attempt += 1
+            self.num_retries += 1
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if not response.is_success:
@@ -273,12 +264,3 @@ class AtroposApi:
             remedy="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"
             " stopped resumes with --resume",
         )
-
-
-def _check_address(url: str) -> None:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL:
-        parsed = httpx.URL()
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
-        raise UsageError(f"{url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000")

@@ -1,14 +1,14 @@
-"""Groups for training from an environment's scored sequences, or what is wrong with them: the API checks types alone.
+"""Groups for training from an environment's scored sequences, or what is wrong with them: the API only checks types.
 
-The prompt of a group is what all of its sequences begin with before their first sampled token, and a completion is the
-rest of a sequence, with a mask if that is more than sampled tokens. The first token of a sequence is never trained on,
-even if it is marked as sampled: nothing predicts it.
+The prompt of a group is what all of its sequences begin with before their first sampled token. A completion is the
+rest of a sequence, with a mask if it also holds tokens that were not sampled. The first token of a sequence is never
+trained on, even if it is marked as sampled: nothing predicts it.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
+from typing import NamedTuple
 
 from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, Numbers, ScoredGroup
 from bridge.rollouts.distribution import changes, in_words
@@ -22,10 +22,33 @@ UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 KNOWN_OVERRIDES = {ZERO, "temperature", "group_size"}
 
 
+class Bounds(NamedTuple):
+    """What a sequence must fit into."""
+
+    longest: int
+    """Tokens of the longest sequence."""
+    num_words: int
+    """Token ids are below it."""
+
+
+class Flaw(NamedTuple):
+    """Why a group cannot be used."""
+
+    kind: str
+    """The field that is wrong, by which flaws are counted."""
+    found: str
+    """What is wrong with it, in a line."""
+
+
 def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
     """Return a usable group as training needs it."""
     flags = [_sampled(mask) for mask in group.masks]
-    start = _num_common([tokens[: _first(own)] for tokens, own in zip(group.tokens, flags, strict=True)])
+    prefixes = [
+        tokens[: own.index(True) if True in own else None] for tokens, own in zip(group.tokens, flags, strict=True)
+    ]
+    first, last = min(prefixes), max(prefixes)  # all begin with what these two begin with
+    pairs = enumerate(zip(first, last, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
     prompt = group.tokens[0][:start]
     return Group(
         problem={"prompt": decode(prompt)},
@@ -80,102 +103,57 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _first(flags: tuple[bool, ...]) -> int:
-    return flags.index(True) if True in flags else len(flags)
-
-
-def _num_common(prefixes: Sequence[tuple[int, ...]]) -> int:
-    """Return how many tokens all of them begin with: as many as the first and the last in order share."""
-    first, last = min(prefixes), max(prefixes)
-    pairs = enumerate(zip(first, last, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a sequence must fit into."""
-
-    longest: int
-    """Tokens of the longest sequence."""
-    num_words: int
-    """Token ids are below it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flaw:
-    """Why a group cannot be used."""
-
-    kind: str
-    """The field that is wrong, by which flaws are counted."""
-    found: str
-    """What is wrong with it, in a line."""
-
-
 def first_flaw(group: ScoredGroup, bounds: Bounds) -> Flaw | None:
     """Return the first thing that is wrong with a group, if there is any; later ones may follow from it."""
     return next(_flaws(group, bounds), None)
 
 
 def _flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[Flaw]:
-    for kind, found in _of_all(group):
-        yield Flaw(kind=kind, found=found)
-    for index in range(len(group.tokens)):
-        for kind, found in _of_one(group, index, bounds):
-            yield Flaw(kind=kind, found=f"sequence {index + 1} of {len(group.tokens)} has {found}")
-
-
-def _of_all(group: ScoredGroup) -> Iterator[tuple[str, str]]:
+    """Yield a flaw; resumed after one, this may raise, because each check relies on those before."""
+    num_sequences = len(group.tokens)
     if not group.tokens:
-        yield "tokens", "it has no sequences"
+        yield Flaw("tokens", "it has no sequences")
     for name in ("masks", "scores", "advantages", "inference_logprobs", "overrides"):
         values = getattr(group, name) or ()
-        if len(values) != len(group.tokens) and (values or name in {"masks", "scores"}):
-            yield name, f"it has {len(group.tokens)} sequences and {len(values)} {name}"
+        if len(values) != num_sequences and (values or name in {"masks", "scores"}):
+            yield Flaw(name, f"it has {num_sequences} sequences and {len(values)} {name}")
     if group.images:
-        yield "images", "its prompt has images, and only text can be trained on"
+        yield Flaw("images", "its prompt has images, and only text can be trained on")
+    for index, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
+        for kind, found in chain(_of_tokens(tokens, mask, bounds), _of_values(group, index)):
+            yield Flaw(kind, f"sequence {index + 1} of {num_sequences} has {found}")
 
 
-def _of_one(group: ScoredGroup, index: int, bounds: Bounds) -> Iterator[tuple[str, str]]:
-    tokens, mask, score = group.tokens[index], group.masks[index], _number(group.scores[index])
-    yield from _of_tokens(tokens, bounds)
-    if len(mask) != len(tokens):
-        yield "masks", f"{len(tokens)} tokens and a mask of {len(mask)}"
-    elif any(place not in (MASKED, token) for place, token in zip(mask, tokens, strict=True)):
-        yield "masks", f"a mask that is neither {MASKED} nor the token at its place"
-    if not math.isfinite(score):
-        yield "scores", f"the score {score}"
-    yield from _of_advantages(group.advantages[index] if group.advantages else None, mask)
-    yield from _of_logprobs(group.inference_logprobs[index] if group.inference_logprobs else None, mask)
-
-
-def _of_tokens(tokens: tuple[int, ...], bounds: Bounds) -> Iterator[tuple[str, str]]:
+def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -> Iterator[tuple[str, str]]:
     if not tokens:
         yield "tokens", "no tokens"
-    elif len(tokens) > bounds.longest:
+    if len(tokens) > bounds.longest:
         yield "length", f"{len(tokens):,} tokens, expected at most {bounds.longest:,}"
-    elif min(tokens) < 0 or max(tokens) >= bounds.num_words:
+    if min(tokens) < 0 or max(tokens) >= bounds.num_words:
         odd = next(token for token in tokens if not 0 <= token < bounds.num_words)
         yield "vocabulary", f"the token {odd}, and the model has 0 to {bounds.num_words - 1}: another tokenizer?"
+    if len(mask) != len(tokens):
+        yield "masks", f"{len(tokens)} tokens and a mask of {len(mask)}"
+    if any(place not in (MASKED, token) for place, token in zip(mask, tokens, strict=True)):
+        yield "masks", f"a mask that is neither {MASKED} nor the token at its place"
 
 
-def _of_advantages(given: Numbers | None, mask: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    if given is None:
-        return
-    if len(given) not in (1, len(mask)):
-        yield "advantages", f"{len(mask)} tokens and {len(given)} advantages"
-        return
-    used = given if len(given) == 1 else compress(given, _sampled(mask))
-    yield from (("advantages", f"the advantage {v}") for v in map(_number, used) if not math.isfinite(v))
-
-
-def _of_logprobs(given: Numbers | None, mask: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    if given is None:
-        return
-    if len(given) != len(mask):
-        yield "inference_logprobs", f"{len(mask)} tokens and {len(given)} log-probabilities"
-        return
-    used = map(_logprob, compress(given, _sampled(mask)))
-    yield from (("inference_logprobs", f"the log-probability {v}") for v in used if v == -math.inf or v > MAX_LOGPROB)
+def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
+    num_tokens, sampled = len(group.tokens[index]), _sampled(group.masks[index])
+    if not math.isfinite(score := _number(group.scores[index])):
+        yield "scores", f"the score {score}"
+    if group.advantages:
+        given = group.advantages[index]
+        if len(given) not in (1, num_tokens):
+            yield "advantages", f"{num_tokens} tokens and {len(given)} advantages"
+        used = map(_number, given if len(given) == 1 else compress(given, sampled))
+        yield from (("advantages", f"the advantage {value}") for value in used if not math.isfinite(value))
+    if group.inference_logprobs:
+        given = group.inference_logprobs[index]
+        if len(given) != num_tokens:
+            yield "inference_logprobs", f"{num_tokens} tokens and {len(given)} log-probabilities"
+        odd = (value for value in map(_logprob, compress(given, sampled)) if value == -math.inf or value > MAX_LOGPROB)
+        yield from (("inference_logprobs", f"the log-probability {value}") for value in odd)
 
 
 def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:

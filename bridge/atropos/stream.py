@@ -2,20 +2,16 @@
 
 One batch is taken for each step, and none ahead: environments limit how far they run ahead, by the groups that wait.
 The API returns the newest batch first, and does not report which weights made it.
-
-Not covered: environments of ours that feed an API (`feeder.py`).
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo, TrainerRegistration
-from bridge.atropos.groups import Bounds, Flaw, first_flaw, ignored, left_out, to_train_on
+from bridge.atropos.groups import Bounds, first_flaw, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.server.client import VllmClient, max_model_len
@@ -31,25 +27,10 @@ FIRST_REPORT_S = 30.0
 """Seconds without a batch after which the reason is reported, and again whenever the time has doubled."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Time, which tests replace."""
-
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
 class AtroposStream:
-    """The batches of one API; see `Stream` for its methods."""
+    """The batches of one API."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        tell: Callable[[str], None],
-        *,
-        run_name: str,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, config: TrainConfig, tell: Callable[[str], None], *, run_name: str) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
 
         Raises:
@@ -58,26 +39,27 @@ class AtroposStream:
         """
         self.num_retries = 0
         """Those of the last step, which include requests for a batch that the API lost."""
-        self._config, self._tell, self._run_name, self._clock = config, tell, run_name, clock or Clock()
+        self._config, self._tell, self._run_name = config, tell, run_name
         self._told: set[str] = set()
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
         self._bounds: Bounds | None = None
         """Known once the trainer is registered, which takes a server."""
-        rollouts = config.rollouts
-        self._api = AtroposApi(rollouts.atropos_url, max_retries=config.sampling.max_retries, sleep=self._clock.sleep)
-        found = self._api.info()
-        if found.batch_size != NOBODY:
-            _refuse_others(self._api, found, {"batch_size": rollouts.batch_size})
-        self._tokenizer = skeleton.tokenizer(config.model_name)
+        rollouts, max_retries = config.rollouts, config.sampling.max_retries
+        with AtroposApi(rollouts.atropos_url, max_retries=max_retries) as api:
+            found = api.info()
+            if found.batch_size != NOBODY:
+                _refuse_others(api, found, {"batch_size": rollouts.batch_size})
+        tokenizer = skeleton.tokenizer(config.model_name)
+        self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(config.model_name, torch.bfloat16).config
         if config.evaluation.samples:
             tell("--eval-samples is ignored: Atropos' environments evaluate by themselves")
         if config.loss.mask_truncated:
             tell("--mask-truncated is ignored: Atropos' environments do not report which completions were truncated")
+        self._api = AtroposApi(rollouts.atropos_url, max_retries=max_retries)
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  no token's version is known anyway
-        """Watch the server of `endpoint`, from which environments sample."""
         self._server_url = endpoint.url
 
     def resume(self, trained: TrainedProblems) -> None:
@@ -117,30 +99,29 @@ class AtroposStream:
             AtroposError: it took too long, or the API is gone.
         """
         batch_size, limit_s = self._config.rollouts.batch_size, self._config.rollouts.atropos_timeout_s
-        begun = checked = self._clock.now()
+        begun = checked = time.monotonic()
         pause_s, report_s = SHORTEST_PAUSE_S, FIRST_REPORT_S
         while True:
             yield
-            now = self._clock.now()
+            now = time.monotonic()
             if now - checked >= HEALTH_INTERVAL_S:
                 checked = now
                 with VllmClient(self._server_url) as server:
                     server.check_health()
-            if now - begun >= limit_s:
-                why = diagnose(self._api, batch_size)
-                raise AtroposError(
-                    f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {why.found}", remedy=why.hint
-                )
-            if now - begun >= report_s:
+            if now - begun >= min(limit_s, report_s):
+                found, hint = diagnose(self._api, batch_size)
+                if now - begun >= limit_s:
+                    raise AtroposError(
+                        f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {found}", remedy=hint
+                    )
                 report_s *= 2
-                why = diagnose(self._api, batch_size)
-                self._tell(f"no batch from the Atropos API for {now - begun:.0f} s: {why.found}")
-            self._clock.sleep(pause_s)
+                self._tell(f"no batch from the Atropos API for {now - begun:.0f} s: {found}")
+            time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
     def _batch(self, step: int) -> tuple[ScoredGroup, ...] | None:
         if self._bounds is None:
-            self._register(step)
+            self._bounds = self._register(step)
         answer = self._api.batch()
         if answer is not None and answer.status is None:
             return answer.batch
@@ -155,71 +136,61 @@ class AtroposStream:
         )
         return None
 
-    def _register(self, step: int) -> None:
-        longest, whose = longest_sequence(self._server_url, getattr(self._model, "max_position_embeddings", None))
-        how = self._registered(longest, step)
-        self._bounds = Bounds(longest=longest, num_words=self._model.vocab_size)
-        batch_size = self._config.rollouts.batch_size
-        self._tell(
-            f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
-            f" {longest:,} tokens ({whose} limit); their staleness is unknown, because Atropos does not report it"
-        )
-
-    def _registered(self, longest: int, step: int) -> str:
-        """Register before `step`, and return in words what came of it: the API keeps the settings of the first trainer.
+    def _register(self, step: int) -> Bounds:
+        """Register before `step`; the API keeps the settings of the first trainer.
 
         Raises:
             UsageError: the API keeps another trainer's settings.
         """
-        checkpoints = self._config.checkpoints
+        longest, whose = longest_sequence(self._server_url, getattr(self._model, "max_position_embeddings", None))
+        checkpoints, batch_size = self._config.checkpoints, self._config.rollouts.batch_size
         assert checkpoints.save_path is not None, "derived from the run directory"
-        trainer = TrainerRegistration(
-            wandb_group=self._run_name,
-            wandb_project="bridge",
-            batch_size=self._config.rollouts.batch_size,
-            max_token_len=longest + 1,  # environments leave out what is as long as this
-            checkpoint_dir=str(checkpoints.save_path.absolute()),
-            save_checkpoint_interval=checkpoints.save_interval,
-            starting_step=step - 1,
-            num_steps=self._config.training_steps,
-        )
+        max_token_len = longest + 1  # environments leave out what is as long as this
         is_first = self._api.info().batch_size == NOBODY
         if is_first:
+            trainer = TrainerRegistration(
+                wandb_group=self._run_name,
+                wandb_project="bridge",
+                batch_size=batch_size,
+                max_token_len=max_token_len,
+                checkpoint_dir=str(checkpoints.save_path.absolute()),
+                save_checkpoint_interval=checkpoints.save_interval,
+                starting_step=step - 1,
+                num_steps=self._config.training_steps,
+            )
             self._api.register(trainer)
-        wanted = {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
-        _refuse_others(self._api, self._api.info(), wanted)
-        return "registered this trainer" if is_first else "continues with a trainer of the same settings"
+        _refuse_others(self._api, self._api.info(), {"batch_size": batch_size, "max_token_len": max_token_len})
+        how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
+        self._tell(
+            f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
+            f" {longest:,} tokens ({whose} limit); their staleness is unknown, because Atropos does not report it"
+        )
+        return Bounds(longest=longest, num_words=self._model.vocab_size)
 
     def _groups(self, batch: tuple[ScoredGroup, ...]) -> list[Group]:
         assert self._bounds is not None
-        found = [(scored, first_flaw(scored, self._bounds)) for scored in batch]
-        good = [scored for scored, flaw in found if flaw is None]
-        bad = [self._leave_out(scored, flaw) for scored, flaw in found if flaw is not None]
-        self._refuse_share(bad, sum(len(scored.tokens) for scored in batch))
-        for line in (
-            line for scored in good for line in ignored(scored, temperature=self._config.sampling.temperature)
-        ):
-            self._tell_once(line)
-        return [*(to_train_on(scored, self._decode) for scored in good), *bad]
-
-    def _leave_out(self, scored: ScoredGroup, flaw: Flaw) -> Group:
-        self._left_out[flaw.kind] += 1
-        if self._left_out[flaw.kind] == 1:
-            whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-            self._tell(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
-        return left_out(scored, flaw.found)
-
-    def _refuse_share(self, bad: Sequence[Group], num_sequences: int) -> None:
-        unscored = [each for group in bad for each in group.unscored]
+        good, bad = list[ScoredGroup](), list[Group]()
+        for scored in batch:
+            flaw = first_flaw(scored, self._bounds)
+            if flaw is None:
+                good.append(scored)
+                continue
+            bad.append(left_out(scored, flaw.found))
+            self._left_out[flaw.kind] += 1
+            if self._left_out[flaw.kind] == 1:
+                whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
+                self._tell(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
+        unscored, num_sequences = [one for group in bad for one in group.unscored], sum(len(s.tokens) for s in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:
             raise RewardError(
                 f"{len(unscored)} of the {num_sequences} sequences of a batch are in groups that cannot be used;"
                 f" in the last, {unscored[-1].fault}",
                 remedy="fix the environment that sends them, or raise --max-unscored-share",
             )
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        for scored in good:
+            for line in ignored(scored, temperature=self._config.sampling.temperature):
+                self._tell_once(line)
+        return [*(to_train_on(scored, self._decode) for scored in good), *bad]
 
     def _tell_once(self, line: str) -> None:
         if line not in self._told:
@@ -244,13 +215,16 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
 
 
 def _refuse_others(api: AtroposApi, found: TrainerInfo, wanted: Mapping[str, int]) -> None:
-    pairs = [(name, getattr(found, name), value) for name, value in wanted.items()]
-    differing = [f"{name} {other}, expected {value}" for name, other, value in pairs if other != value]
+    differing = [
+        f"{name} {other}, expected {value}"
+        for name, value in wanted.items()
+        if (other := getattr(found, name)) != value
+    ]
     if not differing:
         return
     what = f"keeps the settings of another trainer ({'; '.join(differing)})"
     if found.batch_size == NOBODY:
-        what = "got groups of environments before it had a trainer, and accepts none any more"
+        what = "got groups of environments before it had a trainer, and no longer accepts any"
     raise UsageError(
         f"the Atropos API at {api.url} {what}",
         remedy=f"stop the environments, restart run-api or empty it (curl {api.url}/reset_data), then start this"
@@ -258,15 +232,8 @@ def _refuse_others(api: AtroposApi, found: TrainerInfo, wanted: Mapping[str, int
     )
 
 
-class Diagnosis(NamedTuple):
-    """Why an API makes no batch, which it does not report itself."""
-
-    found: str
-    hint: str
-
-
-def diagnose(api: AtroposApi, batch_size: int) -> Diagnosis:
-    """Find out why the API makes no batch of `batch_size` sequences.
+def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
+    """Return why the API makes no batch of `batch_size` sequences, which it does not report itself, and a hint.
 
     Raises:
         AtroposError: the API is gone.
@@ -274,27 +241,25 @@ def diagnose(api: AtroposApi, batch_size: int) -> Diagnosis:
     num_groups, environment = api.status().queue_size, api.environment_status(0)
     waiting = f"{num_groups} groups wait" if num_groups else "no groups wait"
     if environment is None:
-        return Diagnosis(
-            found=f"no environment is connected, and {waiting}",
-            hint=f"start one: python my_environment.py serve --env.rollout_server_url {api.url}, or bridge env;"
-            " restart one that was started before the API",
+        found = f"no environment is connected, and {waiting}"
+        hint = (
+            f"start one: python my_environment.py serve --env.rollout_server_url {api.url}, or bridge env; restart one"
+            " that was started before the API"
         )
-    if not num_groups:
-        return Diagnosis(
-            found=f"environments have registered, and {waiting}",
-            hint="check that they still run, and read their logs: they end at a total_steps of their own, and leave out"
-            " groups whose scores are all equal or with too long a sequence; or raise --atropos-timeout-s",
+    elif not num_groups:
+        found = f"environments have registered, and {waiting}"
+        hint = (
+            "check that they still run, and read their logs: they end at a total_steps of their own, and leave out"
+            " groups whose scores are all equal or with too long a sequence; or raise --atropos-timeout-s"
         )
-    largest = environment.max_group_size
-    waiting = f"{num_groups} groups wait, of up to {largest} sequences each, and"
-    if batch_size % largest:
-        fitting = -(-batch_size // largest) * largest
-        return Diagnosis(
-            found=f"{waiting} they make no batch of {batch_size}, which is not a multiple of {largest}",
-            hint=f"--batch-size {fitting} --group-size {largest}, or another group size of the environment; restart"
-            " run-api for it, and then the environments",
-        )
-    return Diagnosis(
-        found=f"{waiting} they make no batch of {batch_size}",
-        hint="read the environments' logs; if they have a min_batch_allocation, each has to send its share",
-    )
+    else:
+        largest = environment.max_group_size
+        found = f"{waiting}, of up to {largest} sequences each, and they make no batch of {batch_size}"
+        hint = "read the environments' logs; if they have a min_batch_allocation, each has to send its share"
+        if batch_size % largest:
+            found += f", which is not a multiple of {largest}"
+            hint = (
+                f"--batch-size {-(-batch_size // largest) * largest} --group-size {largest}, or another group size of"
+                " the environment; restart run-api for it, and then the environments"
+            )
+    return found, hint

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.checks.result import Check, judged, skipped
+from bridge.config import SamplingConfig
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
 from bridge.rollouts.sampler import Sampler
@@ -45,7 +46,7 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
             yield from markers(attached, client) if may_write else values(attached, client)
             yield digests(attached, client.digests())
         version = client.status().version
-        with Sampler(max_new_tokens=NEW_TOKENS, temperature=1.0, timeout_s=timeout_s) as sampler:
+        with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
             check = logprobs(attached, sampler, Endpoint(url=client.url))
         yield unless_updated(check, version, client.status().version)
 

@@ -1,12 +1,10 @@
-"""The stream of a run's own environment: its problems in order, completions by the server, and their rewards.
+"""The stream of a run's own environment: samples its problems in order, and scores the completions.
 
-A step's groups are sampled together and none is in flight between two steps. Each is scored as soon as it arrives,
+A step's groups are sampled together, and none is in flight between two steps. Each is scored as soon as it arrives,
 while others are still being sampled.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 
 from bridge.config import TrainConfig
@@ -23,11 +21,11 @@ EVALUATION = 2**31
 """Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
 
 Numbered = tuple[int | None, Problem]
-"""A problem, and its number in the endless order; None if it is held out."""
+"""A problem with its number in the endless order; None if it is held out."""
 
 
 class EnvironmentStream:
-    """Samples and scores the problems of one environment; see `Stream` for its methods."""
+    """Samples and scores the problems of one environment."""
 
     def __init__(
         self,
@@ -40,8 +38,8 @@ class EnvironmentStream:
     ) -> None:
         """Prepare everything that needs no server.
 
-        `recipe` makes what scores, in processes of its own; without it, `environment` scores in this process. `tell`
-        gets each warning once, and `progress` the number of groups scored so far and in all.
+        `recipe` makes what scores, in worker processes; without it, `environment` scores in this process. `tell` gets
+        each warning once, and `progress` the number of groups scored so far and in all.
 
         Raises:
             RewardError: the environment has nothing to evaluate on, or the recipe cannot be pickled.
@@ -55,26 +53,22 @@ class EnvironmentStream:
         self._trained = TrainedProblems()
         self._step, self._drawn = 0, list[Numbered]()
         self._earlier_retries = 0
-        """Requests that were sent again before the step at hand."""
-        self._sampler = Sampler.of(config.sampling, ids_of=Vocabulary(self._tokenizer))
+        """Requests that were sent again before this step."""
         self._scorer = Scorer(
             recipe or (lambda: environment),
             processes=config.task.reward_processes if recipe else 0,
             timeout_s=config.task.reward_timeout_s,
         )
+        self._sampler = Sampler(config.sampling, ids_of=Vocabulary(self._tokenizer))
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  nothing in flight can become stale
-        """Sample from `endpoint` from now on."""
         self._endpoint = endpoint
 
     def resume(self, trained: TrainedProblems) -> None:
-        """Skip the problems in `trained`."""
         self._trained = trained
 
     def take(self, count: int, *, step: int) -> list[Group]:
         """Sample and score the next `count` problems; a repeated step gets the same problems and seeds.
-
-        Nothing is kept of a call that failed.
 
         Raises:
             BridgeError: a server cannot be sampled from.
@@ -91,18 +85,13 @@ class EnvironmentStream:
             self.num_retries = self._sampler.num_retries - self._earlier_retries
 
     def evaluate(self, *, step: int) -> list[Group] | None:
-        """Sample and score the held-out problems, with the same seeds each time.
-
-        Raises:
-            BridgeError: as `take` does.
-        """
+        """Sample and score the held-out problems, with the same seeds each time."""
         if not self._held_out:
             return None
         pairs, seed = [(None, problem) for problem in self._held_out], seed_of(self._config.seed, EVALUATION)
         return self._roll_out(pairs, self._config.evaluation.samples, seed=seed, batch=f"evaluation after step {step}")
 
     def close(self) -> None:
-        """Close the connections, and end the processes that score."""
         try:
             self._sampler.close()
         finally:
@@ -116,19 +105,15 @@ class EnvironmentStream:
         num_scored = count(1)
 
         async def scored(index: int, completions: Sequence[Completion]) -> Group:
-            group = await self._scored(pairs[index], prompts[index], completions, failures)
+            number, problem = pairs[index]
+            results = await self._scorer.score(problem, [completion.text for completion in completions])
+            failures.add(results)
             self._progress(next(num_scored), len(pairs))
-            return group
+            return _group(number, problem, prompts[index], completions, results)
 
-        async def roll_out() -> list[Group]:
-            found: dict[int, asyncio.Task[Group]] = {}
-            async with _tasks() as tasks:
-                arriving = self._sampler.stream([self._endpoint], prompts, num_samples=num_samples, seed=seed)
-                async for index, completions in arriving:
-                    found[index] = tasks.create_task(scored(index, completions))
-            return [found[index].result() for index in range(len(pairs))]
-
-        groups = self._sampler.run(roll_out())
+        groups = self._sampler.run(
+            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
+        )
         failures.tell(self._tell, self._told)
         for line in self._sampler.lacks:
             if line not in self._told:
@@ -136,35 +121,24 @@ class EnvironmentStream:
                 self._tell(line)
         return groups
 
-    async def _scored(
-        self, pair: Numbered, prompt: tuple[int, ...], completions: Sequence[Completion], failures: FailedScores
-    ) -> Group:
-        number, problem = pair
-        results = await self._scorer.score(problem, [completion.text for completion in completions])
-        failures.add(results)
-        both = list(zip(completions, results, strict=True))
-        scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
-        failed = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
-        names = dict.fromkeys(name for _, score in scored for name in score.parts)
-        return Group(
-            problem=problem,
-            number=number,
-            prompt_token_ids=prompt,
-            completions=tuple(completion for completion, _ in scored),
-            rewards=tuple(score.reward for _, score in scored),
-            reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
-            unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failed),
-        )
 
-
-@asynccontextmanager
-async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Run tasks of which the first to fail cancels the others, and raise its exception without a group around it."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as group:
-        failed = group.exceptions[0]
-    else:
-        return
-    raise failed
+def _group(
+    number: int | None,
+    problem: Problem,
+    prompt: tuple[int, ...],
+    completions: Sequence[Completion],
+    results: Sequence[Score | FailedScore],
+) -> Group:
+    both = list(zip(completions, results, strict=True))
+    scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
+    failed = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
+    names = dict.fromkeys(name for _, score in scored for name in score.parts)
+    return Group(
+        problem=problem,
+        number=number,
+        prompt_token_ids=prompt,
+        completions=tuple(completion for completion, _ in scored),
+        rewards=tuple(score.reward for _, score in scored),
+        reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
+        unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failed),
+    )

@@ -1,20 +1,16 @@
-"""An event loop that is kept between calls, and that no task outlives a call on, even one that is interrupted.
+"""An event loop that is kept between calls, and that an interrupt cannot break.
 
 A signal handler may raise KeyboardInterrupt anywhere, even in the loop's own code, which may then lose a step of a
 task. Here a signal cancels the running coroutine, and what its handler raised is raised once the coroutine has ended.
 """
 
 import asyncio
-import inspect
 import signal
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from types import FrameType
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from bridge.core.interrupt import SIGNALS
 
@@ -28,79 +24,42 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._started: set[asyncio.Task[Any]] = set()
-        self._cancelled: WeakSet[asyncio.Task[Any]] = WeakSet()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine, then cancel what it began with `each` and left running; SIGINT and SIGTERM cancel it."""
+        """Run a coroutine that outlives none of its tasks; SIGINT and SIGTERM cancel it."""
+        task = self._loop.create_task(coroutine)
         try:
-            task = self._loop.create_task(self._alone(coroutine))
             with _cancelled_by_signals(task):
                 return self._loop.run_until_complete(task)
         finally:
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # a signal came before its first step: Python would warn that nobody awaits it
-
-    async def each(
-        self, coroutines: Iterator[Coroutine[Any, Any, Result]], *, at_once: int
-    ) -> AsyncGenerator[Result, None]:
-        """Yield what each coroutine returns as soon as it does; at most `at_once` are begun and not yet yielded.
-
-        An exception of one is raised here, and cancels the others.
-        """
-        done: asyncio.Queue[asyncio.Task[Result]] = asyncio.Queue()
-        tasks: set[asyncio.Task[Result]] = set()
-        try:
-            for coroutine in islice(coroutines, at_once):
-                tasks.add(self._start(coroutine, done))
-            while tasks:
-                task = await done.get()
-                tasks.discard(task)
-                for coroutine in islice(coroutines, 1):
-                    tasks.add(self._start(coroutine, done))
-                yield task.result()
-        finally:
-            await self._end(tasks)
+            _cancel(task)  # not done if a signal came before its first step, or a second one
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel everything that is left, then run `last`, and close."""
+
+        async def end() -> None:
+            if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    _cancel(task)
+                ended, _ = await asyncio.wait(tasks, timeout=PATIENCE_S)
+                await asyncio.gather(*ended, return_exceptions=True)
+            await last
+            await self._loop.shutdown_asyncgens()
+            await self._loop.shutdown_default_executor()
+
+        task = self._loop.create_task(end())
         try:
-            self._loop.run_until_complete(self._close(last))
+            self._loop.run_until_complete(task)
+        except KeyboardInterrupt:  # also one that ended a task, and that the task above it raises again
+            self._loop.run_until_complete(task)
+            raise
         finally:
             self._loop.close()
 
-    def _start(
-        self, coroutine: Coroutine[Any, Any, Result], done: "asyncio.Queue[asyncio.Task[Result]]"
-    ) -> "asyncio.Task[Result]":
-        task = self._loop.create_task(coroutine)
-        self._started.add(task)
-        task.add_done_callback(self._started.discard)
-        task.add_done_callback(done.put_nowait)
-        return task
 
-    async def _alone(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        try:
-            return await coroutine
-        finally:
-            await self._end(self._started.copy())
-
-    async def _close(self, last: Coroutine[Any, Any, None]) -> None:
-        await self._end({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
-        await last
-        await self._loop.shutdown_asyncgens()
-        await self._loop.shutdown_default_executor()
-
-    async def _end(self, tasks: AbstractSet["asyncio.Task[Any]"]) -> None:
-        """Cancel tasks, wait for their end, and ignore what they raise.
-
-        None is cancelled twice: the second time would stop httpx from closing its connection after the first.
-        """
-        for task in tasks - set(self._cancelled):
-            self._cancelled.add(task)
-            task.cancel()
-        if tasks:
-            ended, _ = await asyncio.wait(tasks, timeout=PATIENCE_S)
-            await asyncio.gather(*ended, return_exceptions=True)
+def _cancel(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelling():  # a second time would stop httpx from closing its connection
+        task.cancel()
 
 
 @contextmanager
@@ -118,7 +77,7 @@ def _cancelled_by_signals(task: "asyncio.Task[Any]") -> Iterator[None]:
             raised.append(error)
             if len(raised) > 1:
                 raise
-            task.get_loop().call_soon_threadsafe(task.cancel)
+            task.get_loop().call_soon_threadsafe(_cancel, task)
 
     before = _handlers()
     for number in before:
@@ -133,7 +92,7 @@ def _cancelled_by_signals(task: "asyncio.Task[Any]") -> Iterator[None]:
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    """Return the handlers that are written in Python; none run in other threads than the main one."""
+    """Return the signal handlers that are written in Python; they run in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

@@ -1,13 +1,10 @@
 """Requests to an OpenAI-compatible server, and completions from its answers.
 
-A vLLM with Bridge in it has a route of its own, with no more in its answers than what is read here. Any other vLLM gets
-fields of vLLM's: return token ids, and sample from the whole distribution. Any other server gets fields of the protocol
-alone, because many reject the rest; its token ids come from `logprobs.tokens`: `token_id:123` stands for itself, any
-other string is looked up in the tokenizer's vocabulary, where exactly one token must have this text. Text is never
-tokenized again.
-
-Such a server leaves the end token out of a completion that ended by itself: the tokens before it are trained by the
-reward of the whole, the choice to end there is not.
+A vLLM with Bridge in it has its own route, whose answers hold only what is read here. Any other vLLM gets vLLM's extra
+fields: return token ids, and sample from the whole distribution. Any other server gets only the protocol's fields,
+because many reject the rest. Its token ids come from `logprobs.tokens`: `token_id:123` stands for itself, any other
+string must be the text of exactly one token in the vocabulary. Text is never tokenized again. Such a server leaves out
+the end token of a completion that ended by itself: the choice to end there is then not trained.
 """
 
 import re
@@ -18,16 +15,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, FiniteFloat
 
-from bridge.errors import UsageError
-from bridge.rollouts.connections import RequestFailed
+from bridge.errors import ServerUnreachableError, UsageError
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
 from bridge.server import protocol
+from bridge.server.client import unreachable
 from bridge.types import Completion, FinishReason
 
+Retry = Literal["anywhere", "elsewhere", "once", "never"]
+"""Where to retry a failed request: at any server; at another one, because this one would take as long again; at any one
+but only once, because two answers that cannot be used are no accident; nowhere."""
 IdsOf = Callable[[str], Sequence[int]]
-"""The text of a token, as a server writes it -> the ids of all tokens that it may stand for."""
+"""The text of a token, as a server writes it -> the ids of all tokens with this text."""
 Dialect = Literal["openai", "vllm", "bridge"]
-"""What a server understands: the protocol alone, vLLM's fields as well, or Bridge's own route."""
+"""What a server understands: only the protocol, vLLM's extra fields, or Bridge's own route."""
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
@@ -36,6 +36,21 @@ TAKE_ANOTHER = (
     "use vLLM, which supports `return_token_ids` (bridge serve-vllm, or any version in the supported range), or a "
     "server that writes its tokens as token_id:123"
 )
+
+
+class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
+    """One request failed by the server's fault."""
+
+    def __init__(self, reason: str, retry: Retry, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason, self.retry, self.retry_after_s = reason, retry, retry_after_s
+
+    def final(self, url: str, num_tries: int) -> ServerUnreachableError:
+        """Return the error that a person sees when there is no further try."""
+        error = unreachable(url, f"{self.reason}; tried {'once' if num_tries == 1 else f'{num_tries} times'}")
+        if self.retry == "elsewhere":
+            error.remedy += "; or raise --request-timeout-s, or lower --max-new-tokens"
+        return error
 
 
 class Logprobs(BaseModel):
@@ -56,13 +71,13 @@ class Choice(BaseModel):
 
 
 class Completions(BaseModel):
-    """The answer to a request for completions, by any of the routes."""
+    """The answer of any of the routes."""
 
     choices: tuple[Choice, ...]
 
 
 class Vocabulary:
-    """A tokenizer's tokens by their decoded text, decoded at the first lookup.
+    """Token ids by decoded text; the vocabulary is decoded at the first lookup.
 
     Sentencepiece marks the start of a word by a sign: decoded alone, such a token reads like the one without the sign,
     so that a lookup finds both.
@@ -100,62 +115,47 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
     """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
-    if len(choices) != num_samples:
-        raise RequestFailed(f"requested {num_samples} completions, got {len(choices)}", "once")
     if indices != list(range(num_samples)):
-        raise RequestFailed(
-            f"requested {num_samples} completions, got those numbered {', '.join(map(str, indices))}", "once"
-        )
+        numbered = f"those numbered {', '.join(map(str, indices))}"
+        found = numbered if len(choices) == num_samples else len(choices)
+        raise RequestFailed(f"requested {num_samples} completions, got {found}", "once")
     return choices
 
 
 def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> Completion:
     """Return a choice as a completion; `version` is the server's version header.
 
+    A request that was in flight during a publication has a range such as `3-4`, which says nothing of a single token.
+
     Raises:
         UsageError: the server returns no token ids, or text that stands for no token or several.
         RequestFailed: the answer contradicts itself.
     """
-    if choice.logprobs is None:
+    written, token_ids = choice.logprobs, choice.token_ids
+    if written is None or (token_ids is None and written.tokens is None):
         raise _without_token_ids(url)
-    token_ids, logprobs = _token_ids(url, choice, choice.logprobs, ids_of), choice.logprobs.token_logprobs
-    if len(token_ids) != len(logprobs):
-        raise RequestFailed(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities", "once")
+    if token_ids is None:
+        token_ids = tuple(_token_id(url, token, ids_of) for token in written.tokens or ())
+    if len(token_ids) != len(written.token_logprobs):
+        raise RequestFailed(f"{len(token_ids)} tokens with {len(written.token_logprobs)} log-probabilities", "once")
     return Completion(
         token_ids=token_ids,
-        logprobs=logprobs,
+        logprobs=written.token_logprobs,
         text=choice.text,
         finish_reason=choice.finish_reason,
-        versions=versions(version, len(token_ids)),
+        versions=(int(version) if version.isdecimal() else None,) * len(token_ids),
     )
 
 
-def versions(header: str, num_tokens: int) -> tuple[int | None, ...]:
-    """Return the version of each token of a completion by the server's version header.
-
-    A request that was in flight during a publication gets a range such as `3-4`, which says nothing of a single token.
-    """
-    return (int(header) if header.isdecimal() else None,) * num_tokens
-
-
-def _token_ids(url: str, choice: Choice, logprobs: Logprobs, ids_of: IdsOf | None) -> tuple[int, ...]:
-    if choice.token_ids is not None:
-        return choice.token_ids
-    if logprobs.tokens is None:
-        raise _without_token_ids(url)
-    return tuple(_token_id(url, token, ids_of) for token in logprobs.tokens)
-
-
 def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
-    written = TOKEN_ID.fullmatch(token)
-    if written:
+    if written := TOKEN_ID.fullmatch(token):
         return int(written[1])
     if ids_of is None:
         raise _without_token_ids(url)
     found = ids_of(token)
     if len(found) != 1:
         raise UsageError(
-            f"the server at {url} returns its tokens as text alone, and {token!r} is the text of"
+            f"the server at {url} returns its tokens as text only, and {token!r} is the text of"
             f" {len(found) or 'no'} tokens of this model, expected one",
             remedy=TAKE_ANOTHER,
         )

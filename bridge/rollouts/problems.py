@@ -11,16 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError
-from bridge.types import Environment, Message, Problem
+from bridge.types import Environment, Problem
 
 WINDOW = 4096
 """Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
 
 
 def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
-    """Yield the problems forever, reshuffled by `seed` in each pass over them.
-
-    They are read as they are needed: an environment may yield problems without end.
+    """Yield the problems forever, reshuffled by `seed` in each pass; an environment may yield problems without end.
 
     Raises:
         RewardError: a pass has no problems.
@@ -80,22 +78,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, .
             remedy="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
-        ids = _render(tokenizer, prompt)
+        try:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except TemplateError as error:
+            raise RewardError(
+                f"the model's chat template rejects the prompt {shortened(repr(prompt))}: {error.message}",
+                remedy="use the roles that the model's template supports, in the order that it expects",
+            ) from error
     if not ids:
         raise RewardError(
             f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt of at least one token"
         )
     return tuple(ids)
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except TemplateError as error:
-        raise RewardError(
-            f"the model's chat template rejects the prompt {shortened(repr(messages))}: {error.message}",
-            remedy="use the roles that the model's template supports, in the order that it expects",
-        ) from error
-    return ids

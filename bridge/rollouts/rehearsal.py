@@ -1,4 +1,4 @@
-"""Try the first problems before anything is started: encode their prompts, and score completions made up for them."""
+"""Dry run of an environment before anything is started: encode its first prompts, and score made-up completions."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def check(
     recipe: Callable[[], Scores],
     tell: Callable[[str], None],
 ) -> None:
-    """Try the first problems and the first of those held out; `tell` gets what is no reason to refuse.
+    """Try the first problems and the first held-out ones; `tell` gets what is no reason to refuse.
 
     Raises:
         RewardError: a prompt cannot be encoded, or every score failed in the same way.
@@ -42,7 +42,7 @@ def check(
         failures = asyncio.run(_failures(scorer, problems))
     if not failures:
         return
-    what = f"none of {len(failures)} completions made up for the first problems got a reward: {failures[0].line}"
+    what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"
     if len({failure.kind for failure in failures}) > 1 or task.max_unscored_share == 1:
         tell(what)
         return
@@ -54,7 +54,7 @@ def check(
 
 
 async def _failures(scorer: Scorer, problems: Sequence[Problem]) -> list[FailedScore]:
-    """Score until one completion gets a reward; return the failures, or nothing if one did or the time was up."""
+    """Score until one completion gets a reward; return the failures, or nothing if one did or time is up."""
     failures = []
     try:
         async with asyncio.timeout(LIMIT_S):

@@ -6,27 +6,23 @@ whichever server answers.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
-from bridge.config import SamplingConfig
+from bridge.config import FeedConfig, SamplingConfig, TrainConfig
+from bridge.config.rollouts import DEFAULT_NEW_TOKENS
+from bridge.errors import UsageError
 from bridge.rollouts import openai_api
-from bridge.rollouts.connections import Connections, RequestFailed
 from bridge.rollouts.event_loop import EventLoop
-from bridge.rollouts.openai_api import IdsOf
-from bridge.rollouts.servers import Health, Server, Servers
+from bridge.rollouts.openai_api import IdsOf, RequestFailed
+from bridge.rollouts.servers import Connections, Health, Server, next_of
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 
 Result = TypeVar("Result")
-Sleep = Callable[[float], Awaitable[None]]
-Arrival = tuple[int, tuple[Completion, ...]]
-"""The index of a prompt, and its completions."""
+Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 AHEAD = 2
-"""Prompts begun and not yet yielded, for each request that may be in flight: a caller that is busy for a moment does
-not stall the servers, and a slow one is not flooded."""
+"""Prompts begun for each request that may be in flight: one that is retried waits behind no more than these."""
 FIRST_WAIT_S = 0.5
 """Longest wait before the first retry, doubled for each further one up to the limit. With the default number of retries
 that is less than 8 s in all: whoever runs a server wants to know soon that it is dead."""
@@ -40,16 +36,6 @@ RUN_CALLS = int(NUM_CALLS * (5**0.5 - 1) / 2)
 from one another that so many points can."""
 
 
-@dataclass
-class _Opened:
-    """What lives from the first call until the sampler is closed."""
-
-    turns: asyncio.Semaphore
-    """Limits the requests in flight."""
-    loop: EventLoop = field(default_factory=EventLoop)
-    connections: Connections = field(default_factory=Connections)
-
-
 def seed_of(run_seed: int, call: int) -> int:
     """Return the seed of a run's call number `call`: runs with different seeds share none.
 
@@ -58,44 +44,48 @@ def seed_of(run_seed: int, call: int) -> int:
     return (run_seed * RUN_CALLS + call) % NUM_CALLS
 
 
+def fit_completions(config: Choices, longest: int | None, note: Callable[[str], None]) -> Choices:
+    """Return `config` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
+
+    By default half of the sequence is left for the prompt; `note` reports a default that becomes shorter.
+
+    Raises:
+        UsageError: the chosen length leaves no room for a prompt.
+    """
+    chosen = config.sampling.max_new_tokens
+    if longest is None:
+        return config
+    half = max(longest // 2, 1)
+    if chosen is not None and chosen >= longest:
+        raise UsageError(
+            f"--max-new-tokens {chosen} leaves no room for a prompt: the server's longest sequence, prompt and"
+            f" completion, has {longest} tokens",
+            remedy=f"--max-new-tokens {half}, or serve with a larger --max-model-len",
+        )
+    if chosen is not None or half >= DEFAULT_NEW_TOKENS:
+        return config
+    note(f"--max-new-tokens {half}: half of the server's longest sequence, which has {longest} tokens")
+    return config.changed(max_new_tokens=half)
+
+
 class Sampler:
     """Samples with the same parameters throughout a run, over connections that are kept."""
 
     def __init__(
         self,
+        config: SamplingConfig,
         *,
-        max_new_tokens: int,
-        temperature: float,
-        timeout_s: float,
-        max_retries: int = 4,
-        max_concurrency: int = 256,
         ids_of: IdsOf | None = None,
-        sleep: Sleep = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Open no connection yet.
-
-        `timeout_s` limits one try of a request. `ids_of` looks up tokens for servers that return them as text.
-        """
+        """Open no connection yet; `ids_of` looks up tokens for servers that return them as text."""
         self.num_retries = 0
         """Requests that were sent again, in all calls so far."""
-        self._max_new_tokens, self._temperature, self._timeout_s = max_new_tokens, temperature, timeout_s
-        self._max_retries, self._max_concurrency = max_retries, max_concurrency
-        self._ids_of, self._sleep = ids_of, sleep
+        self._config, self._ids_of, self._sleep = config, ids_of, sleep
         self._health: dict[str, Health] = {}
-        self._servers: Servers | None = None
-        self._opened: _Opened | None = None
-
-    @classmethod
-    def of(cls, config: SamplingConfig, *, ids_of: IdsOf) -> Self:
-        """Return the sampler of a run."""
-        return cls(
-            max_new_tokens=config.longest,
-            temperature=config.temperature,
-            timeout_s=config.request_timeout_s,
-            max_retries=config.max_retries,
-            max_concurrency=config.max_concurrency,
-            ids_of=ids_of,
-        )
+        self._servers: Sequence[Server] = ()
+        self._turns = asyncio.Semaphore(config.max_concurrency)
+        self._loop, self._connections = EventLoop(), Connections()
 
     def __enter__(self) -> Self:
         return self
@@ -104,15 +94,13 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is in flight, and close the connections; a later call opens new ones."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.loop.close(opened.connections.aclose())
+        """Cancel what is in flight, and close the connections."""
+        self._loop.close(self._connections.aclose())
 
     @property
     def lacks(self) -> tuple[str, ...]:
         """What training lacks with the servers of the last call, a sentence each."""
-        return () if self._servers is None else self._servers.lacks(self._temperature)
+        return tuple(line for server in self._servers for line in server.lacks(self._config.temperature))
 
     def sample(
         self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
@@ -124,105 +112,88 @@ class Sampler:
             ServerUnreachableError: no server answers a request properly, however often it is retried.
         """
 
-        async def gathered() -> dict[int, tuple[Completion, ...]]:
-            groups = self.stream(endpoints, prompts, num_samples=num_samples, seed=seed)
-            return {index: group async for index, group in groups}
+        async def unchanged(_: int, completions: tuple[Completion, ...]) -> tuple[Completion, ...]:
+            return completions
 
-        found = self.run(gathered())
-        return [found[index] for index in range(len(prompts))]
+        return self.run(self.each(endpoints, prompts, unchanged, num_samples=num_samples, seed=seed))
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that may `stream`; Ctrl-C cancels it. When it has ended, no request is in flight."""
-        return self._open().loop.run(coroutine)
+        """Run a coroutine that awaits `each`; Ctrl-C cancels it. When it has ended, no request is in flight."""
+        return self._loop.run(coroutine)
 
-    async def stream(
-        self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
-    ) -> AsyncIterator[Arrival]:
-        """Yield each prompt's index and its `num_samples` completions as they arrive, in a coroutine under `run`.
+    async def each(
+        self,
+        endpoints: Sequence[Endpoint],
+        prompts: Sequence[tuple[int, ...]],
+        then: Callable[[int, tuple[Completion, ...]], Coroutine[Any, Any, Result]],
+        *,
+        num_samples: int,
+        seed: int,
+    ) -> list[Result]:
+        """Await `then` with each prompt's index and completions as they arrive; return its results in prompt order.
 
         Raises:
-            BridgeError: as `sample`; the other requests are cancelled then.
+            BridgeError: as `sample`, or by `then`; everything else is cancelled first.
         """
-        opened = self._open()
-        servers = Servers([Server(one, self._health.setdefault(one.url, Health())) for one in endpoints])
+        servers = [Server(one, self._health.setdefault(one.url, Health())) for one in endpoints]
         self._servers = servers
+        places = asyncio.Semaphore(AHEAD * self._config.max_concurrency)
         first = seed * CALL_SEEDS  # vLLM gives the i-th completion of a request the request's seed + i
 
-        async def arrival(index: int, prompt: tuple[int, ...]) -> Arrival:
+        async def one(index: int, prompt: tuple[int, ...]) -> Result:
             body = {"prompt": prompt, "n": num_samples, "seed": (first + index * num_samples) % 2**62}
-            return index, await self._completions(opened, servers, body)
+            async with places:
+                completions = await self._completions(servers, body)
+            return await then(index, completions)
 
-        arrivals = (arrival(index, prompt) for index, prompt in enumerate(prompts))
-        async with aclosing(opened.loop.each(arrivals, at_once=AHEAD * self._max_concurrency)) as groups:
-            async for group in groups:
-                yield group
+        tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
-    def _open(self) -> _Opened:
-        if self._opened is None:
-            self._opened = _Opened(asyncio.Semaphore(self._max_concurrency))
-        return self._opened
-
-    async def _completions(self, opened: _Opened, servers: Servers, body: dict[str, Any]) -> tuple[Completion, ...]:
+    async def _completions(self, servers: Sequence[Server], body: dict[str, Any]) -> tuple[Completion, ...]:
         """Return the completions of one prompt, retrying while there are tries left."""
-        tries = _Tries(servers, self._max_retries)
+        left = list(servers)
+        """Without those that took too long for this request, and would again."""
+        num_failed = num_unusable = 0
         while True:
             try:
-                async with opened.turns:
-                    return await self._try(opened.connections, tries.next_server(), body)
+                async with self._turns:
+                    server = next_of(left)
+                    return await self._try(server, body)
             except RequestFailed as failure:
-                delay_s = tries.wait_after(failure)
-            await self._sleep(delay_s)
+                num_failed += 1
+                num_unusable += failure.retry == "once"
+                others = [other for other in left if other is not server]
+                left = others if failure.retry == "elsewhere" else left
+                is_used_up = num_failed > self._config.max_retries or num_unusable > 1 or not left
+                if failure.retry == "never" or is_used_up:
+                    raise failure.final(server.endpoint.url, num_failed) from failure
+                requested_s = 0.0 if any(other.health.is_well() for other in others) else failure.retry_after_s
+            await self._sleep(requested_s + wait_s(num_failed))
             self.num_retries += 1
 
-    async def _try(self, connections: Connections, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+    async def _try(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+        limit_s = self._config.request_timeout_s
         with server.health.watched():
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._request(connections, server, body)
+                async with asyncio.timeout(limit_s):
+                    return await self._request(server, body)
             except TimeoutError as error:
-                raise RequestFailed(f"no answer within {self._timeout_s:g} s", "elsewhere") from error
+                raise RequestFailed(f"no answer within {limit_s:g} s", "elsewhere") from error
 
-    async def _request(self, connections: Connections, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
-        models = await server.list_models(connections)
-        fields = openai_api.request(server.dialect, max_new_tokens=self._max_new_tokens, temperature=self._temperature)
+    async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+        models = await server.list_models(self._connections)
+        config = self._config
+        fields = openai_api.request(server.dialect, max_new_tokens=config.longest, temperature=config.temperature)
         name = server.endpoint.model or models[0].id
-        answer, version = await server.complete(connections, {**fields, **body, "model": name})
-        choices = openai_api.in_order(answer, body["n"])
-        url = server.endpoint.url
+        answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
+        choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url
         return tuple(openai_api.completion(url, choice, version, self._ids_of) for choice in choices)
-
-
-class _Tries:
-    """The tries of one request, at all servers together."""
-
-    def __init__(self, servers: Servers, max_retries: int) -> None:
-        self._servers, self._max_retries = servers, max_retries
-        self._slow: set[Server] = set()
-        """Servers that took too long for this request, and would again."""
-        self._last: Server | None = None
-        self._num_failed = self._num_unusable = 0
-
-    def next_server(self) -> Server:
-        self._last = self._servers.next(self._slow)
-        return self._last
-
-    def wait_after(self, failure: RequestFailed) -> float:
-        """Return how many seconds to wait before the next try.
-
-        Raises:
-            ServerUnreachableError: there is no next try.
-        """
-        assert self._last is not None, "nothing was tried"
-        self._num_failed += 1
-        self._num_unusable += failure.retry == "once"
-        if failure.retry == "elsewhere":
-            self._slow.add(self._last)
-        is_used_up = self._num_failed > self._max_retries or not self._servers.beside(self._slow)
-        if failure.retry == "never" or self._num_unusable > 1 or is_used_up:
-            raise failure.final(self._last.endpoint.url, self._num_failed) from failure
-        others = self._servers.beside({*self._slow, self._last})
-        requested_s = 0.0 if any(other.health.is_well() for other in others) else failure.retry_after_s
-        return requested_s + wait_s(self._num_failed)
 
 
 def wait_s(num_failed: int) -> float:

@@ -1,23 +1,130 @@
-"""The servers that may sample a call's prompts: what each one understands, how healthy it is, and which one is next."""
+"""The servers that sample: requests to them, why one failed and where to retry it, and which server is next."""
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
 
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from bridge.errors import AttachError, UsageError
 from bridge.rollouts import openai_api
-from bridge.rollouts.connections import Connections, RequestFailed
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
-from bridge.rollouts.openai_api import Dialect
-from bridge.server.client import ServedModel, ServedModels
+from bridge.rollouts.openai_api import Dialect, RequestFailed
+from bridge.server.client import (
+    LOCKED,
+    ServedModel,
+    ServedModels,
+    key_rejected,
+    open_async_http,
+    refusal_of,
+    words_of,
+)
 from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import VERSION_HEADER
 
+RETRY_AFTER_LIMIT_S = 30.0
+"""Longest wait that a server can request."""
+UNFIT = (400, 413, 422)
+"""Statuses of a request that does not fit the model."""
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+"""Statuses of a server that is busy or unhealthy, and may recover soon."""
 FIRST_REST_S = 1.0
 """How long a server that failed gets no requests while another one answers; doubled after each further failure."""
 REST_LIMIT_S = 60.0
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class Connections:
+    """Connections to any number of servers, kept between requests; one per request in flight."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[httpx.AsyncClient]] = {}
+
+    async def send(self, method: str, url: str, route: str, body: Any, kind: type[Answer]) -> tuple[Answer, str]:
+        """Return the answer, and the version header that came with it.
+
+        Raises:
+            RequestFailed: there is no answer, or not of this `kind`.
+            UsageError: the server rejects the request because of its content or its key.
+            AttachError: the server cannot sample, for example because its weights are NaN.
+        """
+        try:
+            with self._client(url) as http:
+                response = await http.request(method, f"{url.rstrip('/')}{route}", json=body)
+        except (httpx.TransportError, httpx.InvalidURL, httpx.DecodingError) as error:
+            is_no_address = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL)
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise RequestFailed(reason, "never" if is_no_address else "anywhere") from error
+        if not response.is_success:
+            raise _rejection(url, route, response)
+        try:
+            return kind.model_validate_json(response.content), response.headers.get(VERSION_HEADER, "")
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"]))
+            why = "; are its weights NaN?" if fault["type"] == "finite_number" else ""
+            raise RequestFailed(f"{route} answered nonsense: {place or 'body'}: {fault['msg']}{why}", "once") from error
+
+    async def aclose(self) -> None:
+        for client in itertools.chain(*self._idle.values()):
+            await client.aclose()
+        self._idle.clear()
+
+    @contextmanager
+    def _client(self, url: str) -> Iterator[httpx.AsyncClient]:
+        """Borrow the client for `url` that was used last.
+
+        A single client with a pool would do, but httpcore 1.0 scans all connections of a pool several times whenever a
+        request begins or ends: with 256 in flight that is half of the client's CPU time.
+        """
+        idle = self._idle.setdefault(url, [])
+        client = idle.pop() if idle else open_async_http()  # the caller limits the answer as a whole
+        try:
+            yield client
+        finally:
+            idle.append(client)
+
+
+def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
+    words, status = words_of(response), response.status_code
+    if refusal := refusal_of(response):
+        return AttachError(f"the server at {url}: {refusal.error}", remedy=refusal.remedy)
+    if status in UNFIT:
+        return UsageError(
+            f"the server at {url} rejects the request: {words}",
+            remedy="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
+        )
+    if status in LOCKED:
+        return key_rejected(url, response)
+    return RequestFailed(
+        f"{route} answered {status}: {words}",
+        "anywhere" if status in TRANSIENT else "never",
+        retry_after_s=_seconds(response.headers.get("retry-after", "")),
+    )
+
+
+def _seconds(retry_after: str) -> float:
+    """Return the wait that a server requests, within limits; 0 if it requests none, or an unreadable one.
+
+    Source: RFC 9110, 10.2.3: a number of seconds, or a date.
+    """
+    try:
+        if retry_after.isdecimal():
+            seconds = float(retry_after)
+        else:
+            date = parsedate_to_datetime(retry_after)
+            seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    except ValueError:
+        return 0.0
+    return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_S)
 
 
 @dataclass
@@ -25,9 +132,7 @@ class Health:
     """How healthy the server at one address is."""
 
     clock: Callable[[], float] = time.monotonic
-    """The time in seconds."""
     in_flight: int = 0
-    """Requests that wait for its answer."""
     num_failures: int = 0
     """Failures since it last answered; those during a rest are not counted."""
     rests_until: float = 0.0
@@ -35,12 +140,14 @@ class Health:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count one request, and whether it fails."""
         self.in_flight += 1
         try:
             yield
         except RequestFailed:
-            self._failed()
+            now = self.clock()
+            if now >= self.rests_until:
+                self.rests_until = now + min(REST_LIMIT_S, FIRST_REST_S * 2 ** min(self.num_failures, 16))
+                self.num_failures += 1
             raise
         else:
             self.num_failures, self.rests_until = 0, 0.0
@@ -51,34 +158,26 @@ class Health:
         """Return whether to send it a request: after a failure and a rest it gets a single one."""
         return not self.num_failures or (not self.in_flight and self.clock() >= self.rests_until)
 
-    def _failed(self) -> None:
-        now = self.clock()
-        if now >= self.rests_until:
-            rest_s = min(REST_LIMIT_S, FIRST_REST_S * 2 ** min(self.num_failures, 16))
-            self.num_failures, self.rests_until = self.num_failures + 1, now + rest_s
-
 
 @dataclass(eq=False)
 class Server:
     """One server, for the duration of one call: by the next, another one may answer at its address."""
 
     endpoint: Endpoint
-    """Where it answers, and what to request."""
     health: Health
     """Kept across calls."""
     models: tuple[ServedModel, ...] = ()
-    """What it lists; empty before it was asked."""
+    """What it lists; empty before the first request."""
     dialect: Dialect = "openai"
     """What it understands, judged by its list of models and whether a version came with it."""
     reports_versions: bool = True
     """Whether its last answer came with a version."""
-    asked_at: int = 0
-    """Number of its last request among all of the call."""
+    last_request: int = 0
+    """Number of its last request among those to all servers."""
     listing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while one request lists its models for all others."""
 
     async def list_models(self, connections: Connections) -> tuple[ServedModel, ...]:
-        """Return what it lists; it is asked once."""
         async with self.listing:
             if not self.models:
                 listed, version = await connections.send("GET", self.endpoint.url, "/v1/models", None, ServedModels)
@@ -88,7 +187,7 @@ class Server:
             return self.models
 
     async def complete(self, connections: Connections, body: dict[str, Any]) -> tuple[openai_api.Completions, str]:
-        """Return its answer to a request for completions, and the version header of the weights that made them."""
+        """Return the completions, and the version header of the weights that made them."""
         route = openai_api.ROUTES[self.dialect]
         answer, header = await connections.send("POST", self.endpoint.url, route, body, openai_api.Completions)
         self.reports_versions = bool(header)
@@ -112,37 +211,19 @@ class Server:
             )
 
 
-class Servers:
-    """Those that may be asked in one call."""
-
-    def __init__(self, servers: Sequence[Server]) -> None:
-        assert servers, "no server to ask"
-        self._servers, self._numbers = servers, itertools.count(1)
-
-    def next(self, avoided: Collection[Server]) -> Server:
-        """Return the healthy server with the fewest requests in flight, in turns if several have as few.
-
-        If none is healthy, the one whose rest ends first. `avoided` must leave one to choose from.
-        """
-        left = self.beside(avoided)
-        well = [server for server in left if server.health.is_well()]
-        key: Callable[[Server], tuple[float, ...]] = _load if well else _rest
-        found = min(well or left, key=key)
-        found.asked_at = next(self._numbers)
-        return found
-
-    def beside(self, avoided: Collection[Server]) -> list[Server]:
-        """Return those that are not `avoided`."""
-        return [server for server in self._servers if server not in avoided]
-
-    def lacks(self, temperature: float) -> tuple[str, ...]:
-        """Return what training lacks with these servers, a sentence each."""
-        return tuple(line for server in self._servers for line in server.lacks(temperature))
+_requests = itertools.count(1)
 
 
-def _load(server: Server) -> tuple[float, ...]:
-    return server.health.in_flight, server.asked_at
+def next_of(servers: Iterable[Server]) -> Server:
+    """Return the healthy server with the fewest requests in flight, in turns if several have as few.
 
+    If none is healthy, the one whose rest ends first.
+    """
 
-def _rest(server: Server) -> tuple[float, ...]:
-    return server.health.rests_until, *_load(server)
+    def key(server: Server) -> tuple[bool, float, int, int]:
+        health, is_well = server.health, server.health.is_well()
+        return not is_well, 0.0 if is_well else health.rests_until, health.in_flight, server.last_request
+
+    found = min(servers, key=key)
+    found.last_request = next(_requests)
+    return found

@@ -1,7 +1,4 @@
-"""The stream of finished groups that the trainer takes its batches from.
-
-Not covered: the implementations, `environment.py` and `bridge/atropos/stream.py`.
-"""
+"""What the trainer takes its groups from; implemented in `environment.py` and `bridge/atropos/stream.py`."""
 
 from typing import Protocol
 
@@ -20,23 +17,14 @@ class Stream(Protocol):
 
         Called before the first `take`, after each publication, and after each restart of the server.
         """
-        ...
 
     def resume(self, trained: TrainedProblems) -> None:
         """Skip the problems in `trained`; called before the first `take`."""
-        ...
 
     def take(self, count: int, *, step: int) -> list[Group]:
-        """Wait for the `count` groups of a step, and return them.
-
-        After a failure the call can be repeated, and returns groups of the same problems.
-        """
-        ...
+        """Wait for the `count` groups of a step; a repeated call returns groups of the same problems."""
 
     def evaluate(self, *, step: int) -> list[Group] | None:
         """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
-        ...
 
-    def close(self) -> None:
-        """Release connections and processes."""
-        ...
+    def close(self) -> None: ...

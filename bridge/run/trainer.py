@@ -24,8 +24,8 @@ from bridge.learn.learner import MakeOptimizer, learner_of
 from bridge.modes import way_of
 from bridge.modes.mode import Mode, RunContext, ServerProcess
 from bridge.optimizers import factory
-from bridge.rollouts import limits
 from bridge.rollouts.environment import EnvironmentStream
+from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
 from bridge.run import measuring
 from bridge.run.checkpoint import Checkpoints, Found
@@ -73,7 +73,7 @@ def train(
     context = RunContext(name=name, scratch=run.served, note=run.note, resumes=resume is not None, process=process)
     mode = way_of(config)(config, context)
     try:
-        config = limits.fit_completions(config, mode.max_model_len, run.note)
+        config = fit_completions(config, mode.max_model_len, run.note)
         with closing(_stream(config, environment, run, reporter, recipe)) as stream:
             trainer = Trainer(config, stream, run, mode, reporter, make_optimizer, owns_server=process is not None)
             if resume is not None:

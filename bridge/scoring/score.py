@@ -21,7 +21,6 @@ class Scores(Protocol):
 
     def score(self, problem: Problem, completion: str) -> float:
         """Return the reward of one completion, a finite number."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,6 @@ class Origin:
 
     name: str
     """The method with its class: `Class.score`."""
-    several: bool
-    """Whether it is `scores`, which returns the parts of the reward too."""
     file: str
     """The file of its class."""
     place: str
@@ -59,43 +56,35 @@ class Origin:
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
-        """Find out."""
-        file, several = source_file(type(scores)), callable(getattr(scores, "scores", None))
-        method = "scores" if several else "score"
+        method, file = "scores" if callable(getattr(scores, "scores", None)) else "score", source_file(type(scores))
         code = getattr(getattr(scores, method), "__code__", None)
         place = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
-        return cls(name=f"{type(scores).__name__}.{method}", several=several, file=file, place=place)
+        return cls(name=f"{type(scores).__name__}.{method}", file=file, place=place)
 
 
 def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str) -> Score | FailedScore:
     """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
+    method = origin.name.rpartition(".")[2]
     try:
-        value = getattr(scores, "scores" if origin.several else "score")(problem, completion)
-        score = _read(value if origin.several else (value, {}))
+        value = getattr(scores, method)(problem, completion)
+        score = _read(value if method == "scores" else (value, {}))
     except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
-        return failed(problem, completion, *_raised(error, origin))
-    return score or failed(problem, completion, *_returned(value, origin))
+        first = error.__cause__ or error if isinstance(error, BridgeError) else error
+        kind, place = f"{origin.name} raised {type(first).__name__}", place_of(first, origin.file) or origin.place
+        what = error.message if isinstance(error, BridgeError) else f"{kind}{said(error)} ({place})"
+        return failed(problem, completion, f"{kind} ({place})", what)
+    if score is not None:
+        return score
+    expected = "a finite number" + (" and a dict of finite numbers" if method == "scores" else "")
+    found = shortened(repr(value)) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
+    what = f"{origin.name} returned {found}, expected {expected} ({origin.place})"
+    return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 
 def failed(problem: Problem, completion: str, kind: str, what: str) -> FailedScore:
     """Return the failure "`what`, on prompt ... and completion ..."; `kind` is `what` without its variable parts."""
     subject = f"on prompt {shortened(repr(problem['prompt']))} and completion {shortened(repr(completion))}"
     return FailedScore(kind=kind, line=f"{what}, {subject}")
-
-
-def _raised(error: BaseException, origin: Origin) -> tuple[str, str]:
-    first = error.__cause__ or error if isinstance(error, BridgeError) else error
-    place = place_of(first, origin.file) or origin.place
-    raised = f"{origin.name} raised {type(first).__name__}"
-    what = error.message if isinstance(error, BridgeError) else f"{raised}{said(error)} ({place})"
-    return f"{raised} ({place})", what
-
-
-def _returned(value: object, origin: Origin) -> tuple[str, str]:
-    expected = "a finite number" + (" and a dict of finite numbers" if origin.several else "")
-    found = shortened(repr(value)) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
-    kind = f"{origin.name} returned something other than {expected}"
-    return kind, f"{origin.name} returned {found}, expected {expected} ({origin.place})"
 
 
 def _read(value: object) -> Score | None:
@@ -118,7 +107,7 @@ def _finite(value: object) -> float | None:
 
 
 class FailedScores:
-    """The failed scores of one batch: counted, reported once per kind, and beyond a share the end of the run."""
+    """The failed scores of one batch: counted, reported once per kind; too many of them end the run."""
 
     def __init__(self, batch: str, *, num_completions: int, max_share: float) -> None:
         """`batch` names it in messages; at most `max_share` of its `num_completions` may fail."""
@@ -137,8 +126,15 @@ class FailedScores:
             if isinstance(result, FailedScore):
                 self._counts[result.kind] += 1
                 self._examples.setdefault(result.kind, result.line)
-        if self._counts.total() > self._max_share * self._num_completions:
-            raise self._too_many()
+        if self._counts.total() <= self._max_share * self._num_completions:
+            return
+        kind, count = self._counts.most_common(1)[0]
+        raise RewardError(
+            f"{self._batch}: at least {self._counts.total()} of {_completions(self._num_completions)} without a reward,"
+            f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
+            remedy="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
+            " --max-unscored-share allows more completions without a reward",
+        )
 
     def tell(self, tell: Callable[[str], None], told: set[str]) -> None:
         """Report each kind that is not in `told`, and add it."""
@@ -149,15 +145,6 @@ class FailedScores:
                     f"{self._batch}: {_completions(count)} left out for lack of a reward: {self._examples[kind]}"
                     " (reported once; all are counted)"
                 )
-
-    def _too_many(self) -> RewardError:
-        kind, count = self._counts.most_common(1)[0]
-        return RewardError(
-            f"{self._batch}: at least {self._counts.total()} of {_completions(self._num_completions)} without a reward,"
-            f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
-            remedy="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
-            " --max-unscored-share allows more completions without a reward",
-        )
 
 
 def _completions(count: int) -> str:

@@ -2,15 +2,16 @@
 
 A worker is not a fork, because this process may have threads, and CUDA. It is a Python of its own that runs nothing of
 the script that was started here, so that such a script needs no `if __name__ == "__main__"`. What it prints goes to
-stderr. Every wait has a deadline, and an answer counts only if it has the number of the question.
-
-Not covered: what runs in these processes, and how all that a score has started is ended (`worker.py`).
+stderr. Every wait has a deadline, and an answer counts only if it has the number of the question. Questions are
+pickled. A score may write anything to any descriptor, so answers are JSON of bounded size, checked field by field.
 """
 
 import asyncio
 import contextlib
 import json
+import math
 import os
+import pickle
 import re
 import select
 import signal
@@ -18,15 +19,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, NoReturn
 
-from bridge.core.foreign_code import foreign_code, place_in
+from bridge.core.foreign_code import foreign_code, place_in, said
 from bridge.errors import RewardError
-from bridge.scoring import wire
 from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, score_one
-from bridge.scoring.wire import HEADER, Answer, BadAnswerError, CannotScore
-from bridge.scoring.worker import GRACE_S, STATUS, STOP
+from bridge.scoring.worker import GRACE_S, HEADER, NOT_PICKLED, STATUS, STOP, Answer, CannotScore
 from bridge.types import Problem
 
 DEFAULT_PROCESSES = 4
@@ -42,6 +42,18 @@ START_LIMIT_S = 600.0
 SPOILED = "wrote to the connection of its process"
 MAX_STACK_BYTES = 2**16
 """Read of the file that `faulthandler` writes: a score may write to it, too."""
+MAX_ANSWER_BYTES = 2**20
+ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
+    "Origin": (Origin, {"name": str, "file": str, "place": str}),
+    "Score": (Score, {"reward": float, "parts": dict}),
+    "FailedScore": (FailedScore, {"kind": str, "line": str}),
+    "CannotScore": (CannotScore, {"message": str, "remedy": str}),
+}
+"""Name of an answer -> its class, and the exact type of each field."""
+
+
+class BadAnswerError(ValueError):
+    """What a worker sent is not an answer."""
 
 
 class Scorer:
@@ -50,7 +62,7 @@ class Scorer:
     def __init__(self, recipe: Callable[[], Scores], *, processes: int | None, timeout_s: float) -> None:
         """Start the workers without waiting for them; each makes what scores by `recipe`, which is pickled.
 
-        `processes`: None: as many as there are cores, at most 4; 0: score in this process, without a time limit.
+        `processes`: None: one per core, at most 4; 0: score in this process, without a time limit.
 
         Raises:
             RewardError: the recipe cannot be pickled, or fails in this process.
@@ -62,13 +74,11 @@ class Scorer:
                 self._own = recipe()
                 self._origin = Origin.of(self._own)
             return
-        cores = len(os.sched_getaffinity(0))
-        pickled = wire.question(recipe)
-        for _ in range(processes or min(DEFAULT_PROCESSES, cores)):
-            self._workers.append(_Worker(pickled, timeout_s=timeout_s))
+        pickled = question(recipe)
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
+        for _ in range(processes or min(DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))):
+            self._workers.append(_Worker(pickled, timeout_s=timeout_s))
+            self._idle.put_nowait(self._workers[-1])
 
     async def score(self, problem: Problem, completions: Sequence[str]) -> list[Score | FailedScore]:
         """Score the completions of one problem, in parallel; the results are in their order.
@@ -122,13 +132,13 @@ class _Worker:
         Raises:
             RewardError: the process cannot make what scores, or the problem cannot be pickled.
         """
-        question = wire.question((problem, completion))
-        if self._is_gone():
+        asked = question((problem, completion))
+        if self._channel.fileno() < 0 or (self._origin is not None and self._has_spoken()):  # it is gone
             self.kill()
             self._start()
         try:
             origin = await self._ready()
-            answer = await self._answer(question)
+            answer = await self._answer(asked)
         except BaseException:  # an answer that nobody waits for would be taken for the next one's
             self.kill()
             raise
@@ -139,8 +149,8 @@ class _Worker:
         return failed(problem, completion, kind, f"{kind} ({place_in(self._stack, origin.file) or origin.place})")
 
     def dismiss(self) -> None:
-        """Let it end by itself; `kill` makes sure that it does."""
-        if self._origin is not None and not self._is_gone():
+        """Let it end by itself; follow with `kill`."""
+        if self._channel.fileno() >= 0 and self._origin is not None and not self._has_spoken():
             self._channel.shutdown(socket.SHUT_WR)
             self._channel.settimeout(GRACE_S)
 
@@ -156,7 +166,10 @@ class _Worker:
             self._channel.close()
             self._control.close()
             self._reap()
-            self._read_stack()
+            with self._last_words:
+                self._last_words.seek(0)
+                written = self._last_words.read(MAX_STACK_BYTES).decode(errors="replace")
+            self._stack = [(file, int(line)) for file, line in reversed(FRAME.findall(written))]
 
     def _start(self) -> None:
         (self._channel, channel), (self._control, control) = socket.socketpair(), socket.socketpair()
@@ -175,11 +188,6 @@ class _Worker:
         self._received = bytearray()
         self._number = 0
         """Of the last question."""
-        self._status = b""
-        """What the supervisor reports when the process has ended."""
-
-    def _is_gone(self) -> bool:
-        return self._channel.fileno() < 0 or (self._origin is not None and self._has_spoken())
 
     def _has_spoken(self) -> bool:
         """Return whether an answer, or the end of the connection, can be read."""
@@ -189,35 +197,40 @@ class _Worker:
 
     async def _ready(self) -> Origin:
         """Wait until it has made what scores, and return whose code that is."""
-        if self._origin is None:
-            try:
-                async with asyncio.timeout(START_LIMIT_S):
-                    made = await self._next()
-            except TimeoutError:
-                raise _no_start(f"has not made it in {START_LIMIT_S:g} s") from None
-            except (EOFError, ConnectionError):
-                await self._wait_for_the_end()
-                raise _no_start(self._how_it_ended()) from None
-            except BadAnswerError:
-                raise _no_start(SPOILED) from None
+        if self._origin is not None:
+            return self._origin
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                made = await self._next()
+        except TimeoutError:
+            what = f"has not made it in {START_LIMIT_S:g} s"
+        except (EOFError, ConnectionError):
+            what = await self._how_it_ended()
+        except BadAnswerError:
+            what = SPOILED
+        else:
             assert isinstance(made, Origin)
             self._origin = made
-        return self._origin
+            return made
+        raise RewardError(
+            f"a process for scoring completions cannot make what scores them: it {what}",
+            remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
+        )
 
-    async def _answer(self, question: bytes) -> Score | FailedScore | str:
+    async def _answer(self, asked: bytes) -> Score | FailedScore | str:
         """Return the answer, or what the process did instead of answering, after which it has ended."""
         loop = asyncio.get_running_loop()
         self._is_late, self._timer = False, loop.call_later(self._timeout_s, self._end)
         self._number += 1
         try:
-            await loop.sock_sendall(self._channel, question)
+            await loop.sock_sendall(self._channel, asked)
             answer = await self._next()
         except BadAnswerError:
             self.kill()
             return SPOILED
         except (EOFError, ConnectionError):
-            await self._wait_for_the_end()
-            return f"took longer than {self._timeout_s:g} s" if self._is_late else self._how_it_ended()
+            how = await self._how_it_ended()
+            return f"took longer than {self._timeout_s:g} s" if self._is_late else how
         finally:
             self._timer.cancel()
         if self._is_late:  # the answer came while it was being ended
@@ -250,24 +263,40 @@ class _Worker:
             EOFError: the connection ended.
             BadAnswerError: what came is not an answer to that question.
         """
-        while (end := wire.num_bytes(self._received)) is None or end > len(self._received):
-            if not (piece := await asyncio.get_running_loop().sock_recv(self._channel, 2**16)):
-                raise EOFError
-            self._received += piece
-        number, answer = wire.read(self._received[HEADER.size : end])
-        del self._received[:end]
+        (length,) = HEADER.unpack(await self._receive(HEADER.size))
+        if length > MAX_ANSWER_BYTES:
+            raise BadAnswerError(f"{length:,} bytes, expected at most {MAX_ANSWER_BYTES:,}")
+        number, answer = read(await self._receive(length))
         if isinstance(answer, CannotScore):
             raise RewardError(answer.message, remedy=answer.remedy)
         if number != self._number or isinstance(answer, Origin) != (number == 0):
             raise BadAnswerError("the answer to another question")
         return answer
 
-    async def _wait_for_the_end(self) -> None:
-        """Let the supervisor report how the process ended; it reports nothing if only the connection was closed."""
+    async def _receive(self, num_bytes: int) -> bytes:
+        while len(self._received) < num_bytes:
+            if not (piece := await asyncio.get_running_loop().sock_recv(self._channel, 2**16)):
+                raise EOFError
+            self._received += piece
+        found = bytes(self._received[:num_bytes])
+        del self._received[:num_bytes]
+        return found
+
+    async def _how_it_ended(self) -> str:
+        """Wait until it has ended; the supervisor reports nothing if only the connection was closed."""
+        reported = b""
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(2 * GRACE_S):
-                self._status = await asyncio.get_running_loop().sock_recv(self._control, STATUS.size)
+                reported = await asyncio.get_running_loop().sock_recv(self._control, STATUS.size)
         self.kill()
+        if len(reported) < STATUS.size:
+            return "closed the connection of its process"
+        (status,) = STATUS.unpack(reported)
+        if status >= 0:
+            return f"ended its process with exit status {status}"
+        memory = " (out of memory?)" if status == -signal.SIGKILL else ""
+        names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
+        return f"ended its process by {names.get(-status, f'signal {-status}')}{memory}"
 
     def _reap(self) -> None:
         """Wait for the supervisor, which ends everything once its connection is closed."""
@@ -278,25 +307,42 @@ class _Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
 
-    def _read_stack(self) -> None:
-        with self._last_words:
-            self._last_words.seek(0)
-            written = self._last_words.read(MAX_STACK_BYTES).decode(errors="replace")
-        self._stack = [(file, int(line)) for file, line in reversed(FRAME.findall(written))]
 
-    def _how_it_ended(self) -> str:
-        if len(self._status) < STATUS.size:
-            return "closed the connection of its process"
-        (status,) = STATUS.unpack(self._status)
-        if status >= 0:
-            return f"ended its process with exit status {status}"
-        memory = " (out of memory?)" if status == -signal.SIGKILL else ""
-        names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
-        return f"ended its process by {names.get(-status, f'signal {-status}')}{memory}"
+def question(content: object) -> bytes:
+    """Return a recipe, or a problem and a completion, as workers read them.
+
+    Raises:
+        RewardError: it cannot be pickled.
+    """
+    try:
+        pickled = pickle.dumps(content)
+    except Exception as error:  # pickling runs code of the objects inside
+        raise RewardError(
+            f"what scores completions, or a problem, cannot be sent to another process: {type(error).__name__}"
+            f"{said(error)}",
+            remedy=NOT_PICKLED,
+        ) from error
+    return HEADER.pack(len(pickled)) + pickled
 
 
-def _no_start(what: str) -> RewardError:
-    return RewardError(
-        f"a process for scoring completions cannot make what scores them: it {what}",
-        remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
-    )
+def read(text: bytes) -> tuple[int, Answer]:
+    """Return the number of the question and the answer to it.
+
+    Raises:
+        BadAnswerError: this is not an answer.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(constant)
+
+    try:
+        number, name, fields = json.loads(text, parse_constant=refuse)
+        kind, types = ANSWERS[name]
+        found = {field: type(value) for field, value in fields.items()}
+        numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values()]
+        is_finite = all(type(one) is float and math.isfinite(one) for one in numbers)  # JSON reads 1e999 as infinity
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadAnswerError("not the JSON of an answer") from error
+    if type(number) is not int or found != types or not is_finite:
+        raise BadAnswerError("other fields than an answer has")
+    return number, kind(**fields)

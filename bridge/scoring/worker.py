@@ -2,7 +2,7 @@
 
 A score may hang, crash, fork (and even return in the child), call setsid, or orphan its children by ending the process
 between them and us. The kernel gives an orphan to its nearest ancestor that is a subreaper, which is the supervisor. It
-runs no foreign code, and kills all of its descendants when the scoring process ends, when the trainer asks for it, and
+runs no foreign code, and kills all of its descendants when the scoring process ends, when the trainer requests it, and
 when the trainer is gone. A process that a score forks has no connection, and ends where it would answer.
 
 Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID/oom_score_adj`. A process whose
@@ -12,6 +12,7 @@ Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import pickle
 import select
@@ -19,23 +20,22 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import BufferedRWPair
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from bridge.core.foreign_code import foreign_code, said
-from bridge.errors import BridgeError
-from bridge.scoring import wire
-from bridge.scoring.score import Origin, Scores, score_one
-from bridge.scoring.wire import HEADER, NOT_PICKLED, Answer, CannotScore
+from bridge.errors import BridgeError, RewardError
+from bridge.scoring.score import FailedScore, Origin, Score, score_one
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+HEADER = struct.Struct("!Q")
+"""Before each question and each answer: its length in bytes."""
 STOP = b"s"
 """Sent by the trainer: let the scoring process write its stack, and end it. A closed connection: end it at once."""
 STATUS = struct.Struct("!i")
@@ -44,6 +44,21 @@ GRACE_S = 2.0
 """Time for a process to end by itself."""
 PARENT_POLL_S = 1.0
 """How often the supervisor checks that the trainer is alive."""
+NOT_PICKLED = (
+    "use classes and functions of modules that another process can import, not of the script that was started, or"
+    " score in this process: --reward-processes 0"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CannotScore:
+    """The error that the trainer raises because a worker can score nothing."""
+
+    message: str
+    remedy: str
+
+
+Answer = Origin | Score | FailedScore | CannotScore
 
 
 def supervise(control: int, channel: int, last_words: int, trainer: int) -> None:
@@ -63,12 +78,13 @@ def supervise(control: int, channel: int, last_words: int, trainer: int) -> None
         return
     os.close(channel)
     os.close(last_words)
+    ended: dict[int, int] = {}
+    """Process that has ended -> its exit code, or minus its signal."""
     with socket.socket(fileno=control) as connection:
-        ended = _watched(scoring, connection, trainer)
-        last = _end_all(scoring)
-        status = last if ended is None else ended
+        _watch(scoring, ended, connection, trainer)
+        _end_all(ended)
         with contextlib.suppress(OSError):  # the trainer is gone
-            connection.send(STATUS.pack(0 if status is None else os.waitstatus_to_exitcode(status)))
+            connection.send(STATUS.pack(ended.get(scoring, 0)))
 
 
 def work(channel: int, last_words: int, supervisor: int) -> None:
@@ -81,7 +97,11 @@ def work(channel: int, last_words: int, supervisor: int) -> None:
     faulthandler.enable(last_words, all_threads=False)
     faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
     os.register_at_fork(after_in_child=partial(_disconnect, channel, last_words))
-    _die_with(supervisor)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before all others when memory runs out
+    if os.getppid() != supervisor:
+        os._exit(0)
     with (
         contextlib.suppress(ConnectionError),  # closed before everything was read, which is the end as well
         socket.socket(fileno=channel) as connection,
@@ -99,68 +119,44 @@ def _ignore_the_terminal() -> None:
 # The supervisor
 
 
-def _watched(scoring: int, connection: socket.socket, trainer: int) -> int | None:
-    """Wait until the process `scoring` has ended, and return its status; None if it is to be killed."""
-    poll, deadline = select.poll(), float("inf")
-    poll.register(connection, select.POLLIN)
-    poll.register(_woken_by_children(), select.POLLIN)
-    while os.getppid() == trainer and time.monotonic() < deadline:
-        if (status := _reaped(scoring)) is not None:
-            return status
-        ready = [descriptor for descriptor, _ in poll.poll(PARENT_POLL_S * 1000)]
-        for descriptor in set(ready) - {connection.fileno()}:
-            os.read(descriptor, 4096)
-        if connection.fileno() in ready:
-            if connection.recv(1) != STOP:
-                return _reaped(scoring)
-            os.kill(scoring, signal.SIGTERM)  # ours to reap: nobody else can have its pid before that
-            deadline = time.monotonic() + GRACE_S
-    return _reaped(scoring)
-
-
-def _woken_by_children() -> int:
-    """Return a descriptor that can be read once a child has ended."""
-    woken, waker = os.pipe()
+def _watch(scoring: int, ended: dict[int, int], connection: socket.socket, trainer: int) -> None:
+    """Return once the process `scoring` has ended, or is to be killed."""
+    woken, waker = os.pipe()  # readable once a child has ended
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    return woken
+    poll, deadline = select.poll(), float("inf")
+    poll.register(connection, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while os.getppid() == trainer and time.monotonic() < deadline and _reap(ended) and scoring not in ended:
+        ready = [descriptor for descriptor, _ in poll.poll(PARENT_POLL_S * 1000)]
+        if woken in ready:
+            os.read(woken, 4096)
+        if connection.fileno() in ready:
+            if connection.recv(1) != STOP:
+                return
+            os.kill(scoring, signal.SIGTERM)  # ours to reap: nobody else can have its pid before that
+            deadline = time.monotonic() + GRACE_S
 
 
-def _reaped(scoring: int) -> int | None:
-    """Reap every child that has ended; return the status of `scoring` if it is one of them."""
-    found = None
-    with contextlib.suppress(ChildProcessError):
-        for pid, status in _ended_children():
-            found = status if pid == scoring else found
-    return found
+def _reap(ended: dict[int, int]) -> bool:
+    """Reap the children that have ended; return whether any child, and so any descendant, is left."""
+    try:
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.setdefault(child[0], os.waitstatus_to_exitcode(child[1]))
+    except ChildProcessError:
+        return False
+    return True
 
 
-def _ended_children() -> Iterator[tuple[int, int]]:
-    """Reap the children that have ended, one by one.
-
-    Raises:
-        ChildProcessError: no child is left, and so no descendant.
-    """
-    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-        yield ended
-
-
-def _end_all(scoring: int) -> int | None:
-    """Kill and reap every descendant; return the status of `scoring` if it was still there.
-
-    A process that the kernel does not let go of is left behind after a while.
-    """
-    found, deadline = None, time.monotonic() + GRACE_S
-    with contextlib.suppress(ChildProcessError):
-        while time.monotonic() < deadline:
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            for pid, status in _ended_children():
-                found = status if pid == scoring else found
-            time.sleep(0.002)
-    return found
+def _end_all(ended: dict[int, int]) -> None:
+    """Kill and reap every descendant; one that the kernel does not let go of is left behind after a while."""
+    deadline = time.monotonic() + GRACE_S
+    while _reap(ended) and time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.002)
 
 
 # The process that scores
@@ -174,62 +170,44 @@ def _disconnect(*descriptors: int) -> None:
     os.close(nowhere)
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process with its parent, and before all others when memory runs out."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def _serve(stream: BufferedRWPair) -> None:
-    recipe, own = _read(stream), os.getpid()
-    if recipe is None:
-        return
-    made = _made(recipe)
-    if isinstance(made, CannotScore):
-        _write(stream, own, 0, made)
-        return
-    scores, origin = made
-    _write(stream, own, 0, origin)
-    for number in count(1):
-        if (question := _read(stream)) is None:
-            return
-        asked = _unpickled(question)
-        answer = asked if isinstance(asked, CannotScore) else score_one(scores, origin, *asked)
-        _write(stream, own, number, answer)
+    own, number = os.getpid(), 0
 
+    def reply(answer: Answer) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a child that foreign code forked, and that returned in its place
+        stream.write(packed(number, answer))
+        stream.flush()
 
-def _made(recipe: bytes) -> tuple[Scores, Origin] | CannotScore:
-    make = _unpickled(recipe)
-    if isinstance(make, CannotScore):
-        return make
     try:
-        with foreign_code("making what scores completions", ""):
-            scores = make()
-            return scores, Origin.of(scores)
+        for number, question in enumerate(iter(partial(_read, stream), None)):
+            content = _unpickled(question)
+            if number == 0:  # the recipe
+                with foreign_code("making what scores completions", ""):
+                    scores = content()
+                    origin = Origin.of(scores)
+                reply(origin)
+            else:
+                reply(score_one(scores, origin, *content))
     except BridgeError as error:
-        return CannotScore(message=error.message, remedy=error.remedy)
+        reply(CannotScore(message=error.message, remedy=error.remedy))
 
 
-def _unpickled(pickled: bytes) -> Any:
-    try:
-        return pickle.loads(pickled)  # noqa: S301  the trainer sent it
-    except Exception as error:  # noqa: BLE001  unpickling imports and runs foreign code
-        what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
-        return CannotScore(message=what + said(error), remedy=NOT_PICKLED)
+def packed(number: int, answer: Answer) -> bytes:
+    """Return the answer to question `number` with its header."""
+    text = json.dumps([number, type(answer).__name__, asdict(answer)]).encode()
+    return HEADER.pack(len(text)) + text
 
 
 def _read(stream: BufferedRWPair) -> bytes | None:
-    """Return the next question, still pickled; None at the end."""
+    """Return the next question; None at the end."""
     header = stream.read(HEADER.size)
     return stream.read(*HEADER.unpack(header)) if len(header) == HEADER.size else None
 
 
-def _write(stream: BufferedRWPair, own: int, number: int, answer: Answer) -> None:
-    """Answer question `number`, if this is still the process `own`."""
-    if os.getpid() != own:
-        os._exit(0)  # a child that foreign code forked, and that returned in its place
-    stream.write(wire.answer(number, answer))
-    stream.flush()
+def _unpickled(question: bytes) -> Any:
+    try:
+        return pickle.loads(question)  # noqa: S301  the trainer sent it
+    except Exception as error:  # unpickling imports and runs foreign code
+        what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
+        raise RewardError(what + said(error), remedy=NOT_PICKLED) from error

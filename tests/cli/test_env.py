@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bridge.atropos import feeder
-from bridge.atropos.sending import FeedProgress
+from bridge.atropos.feeder import FeedProgress
 from cli import env
 from cli.main import answer
 from tests.models import tiny

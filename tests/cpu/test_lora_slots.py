@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bridge.checks.verify import NUM_SAMPLES, logprob_diffs, verify
+from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, fence
@@ -102,7 +103,7 @@ def sampled_long(server: LiveServer, name: str) -> list[Group]:
     """Sample completions of one prompt that is long enough to be cached."""
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
     endpoint = Endpoint(url=server.manifest.url, model=name)
-    with Sampler(max_new_tokens=8, temperature=1.0, timeout_s=60) as sampler:
+    with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=60)) as sampler:
         (completions,) = sampler.sample([endpoint], [prompt], num_samples=NUM_SAMPLES, seed=1)
     rewards = (0.0,) * NUM_SAMPLES
     return [Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=rewards)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bridge.checks.verify import NUM_SAMPLES, logprob_diffs
+from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.rollouts.sampler import Sampler
 from bridge.server import fence
@@ -53,7 +54,7 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
     endpoint = Endpoint(url=llama.manifest.url)
 
     def largest_difference() -> float:
-        with Sampler(max_new_tokens=8, temperature=1.0, timeout_s=60) as sampler:
+        with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=60)) as sampler:
             (completions,) = sampler.sample([endpoint], [prompt], num_samples=NUM_SAMPLES, seed=1)
         group = Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * 4)
         return logprob_diffs(attached.model, [group]).max().item()

@@ -3,11 +3,13 @@
 Not covered: the real one (`tests/cpu/test_atropos.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-from bridge.atropos.stream import Clock
+from bridge.atropos import api, stream
 from tests.unit.http_server import Answer, Asked, as_json
 
 Batch = list[dict[str, Any]]
@@ -109,6 +111,11 @@ class FakeTime:
         for when in sorted(when for when in self.happening if when <= self.at):
             self.happening.pop(when)()
 
-    @property
-    def clock(self) -> Clock:
-        return Clock(now=lambda: self.at, sleep=self.sleep)
+    def monotonic(self) -> float:
+        return self.at
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Replace the time of the stream and its client."""
+        with mock.patch.object(stream, "time", self), mock.patch.object(api, "time", self):
+            yield

@@ -142,6 +142,11 @@ class Sample:
         """Write to whatever is open."""
         return self._writes(text.encode())
 
+    def claims_too_much(self) -> None:
+        """Write the header of an answer that is a byte too long, and no answer."""
+        self._writes((2**20 + 1).to_bytes(8, "big"))
+        self.spins()
+
     def scribbles_and_hangs(self) -> None:
         """Write less than the header of an answer."""
         self._writes(b"abc")

@@ -44,7 +44,7 @@ def adapters(url: str) -> None:
 
 CLIENTS: dict[str, Callable[[str], object]] = {
     "rollouts": lambda url: sampled(Endpoint(url=url)),
-    "endpoints": feeder.endpoints,
+    "endpoints": lambda url: feeder.endpoints([url]),
     "adapters": adapters,
 }
 

@@ -4,17 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from bridge.atropos.api import AtroposApi, EnvironmentRegistration, ScoredGroup
+from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
-from tests.unit.atropos_api import pair
+from tests.unit.atropos_api import FakeTime, pair
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 
 Call = Callable[[AtroposApi], Any]
 
 
 def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
-    with serving(answers) as server, AtroposApi(server.url, max_retries=2, sleep=lambda _: None) as api:
+    with serving(answers) as server, FakeTime().passing(), AtroposApi(server.url, max_retries=2) as api:
         with pytest.raises(AtroposError) as caught:
             call(api)
         assert server.url in caught.value.message
@@ -22,10 +24,16 @@ def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
         return caught.value, list(server.asked)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "", "http://a:port"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "", " , ", "http://a:port"])
 def test_what_is_no_address_is_refused_at_once(url: str) -> None:
+    for flag in ("atropos_url", "server_url"):
+        with pytest.raises(ValidationError, match="must be a URL"):
+            FeedConfig.of(model_name="m", **{flag: url})
+
+
+def test_several_addresses_are_refused() -> None:
     with pytest.raises(UsageError, match="is not the address of an Atropos API"):
-        AtroposApi(url)
+        AtroposApi("http://a:1,http://b:2")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import pytest
 
 from bridge.atropos.stream import AtroposStream
@@ -54,12 +55,12 @@ class Run:
 @contextmanager
 def running(model: Path, api: FakeApi, time: FakeTime | None = None, **choices: Any) -> Iterator[Run]:
     time = time or FakeTime()
-    with serving(api) as server:
+    with serving(api) as server, time.passing():
         fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
         said: list[str] = []
-        with closing(AtroposStream(config, said.append, run_name="saved", clock=time.clock)) as stream:
+        with closing(AtroposStream(config, said.append, run_name="saved")) as stream:
             stream.served(Endpoint(url=server.url), 3)
             yield Run(stream, server, time, said)
 
@@ -199,13 +200,30 @@ def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> Non
         choices = {"model_name": "/nowhere", "rollouts": "atropos", "atropos_url": server.url, "max_retries": 2}
         config = TrainConfig.of(**(choices))
         time = FakeTime()
-        with pytest.raises(AtroposError) as caught:
-            AtroposStream(config, print, run_name="saved", clock=time.clock)
+        with time.passing(), pytest.raises(AtroposError) as caught:
+            AtroposStream(config, print, run_name="saved")
         assert len(server.asked) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
     assert "run-api" in caught.value.remedy
     assert not isinstance(caught.value, ServerUnreachableError)  # which would have vLLM started again
+
+
+def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = list[httpx.Client]()
+    opened = httpx.Client.__init__
+
+    def noted(client: httpx.Client, **options: Any) -> None:
+        clients.append(client)
+        opened(client, **options)
+
+    monkeypatch.setattr(httpx.Client, "__init__", noted)
+    with serving(FakeApi()) as server:
+        config = TrainConfig.of(model_name="/nowhere", rollouts="atropos", atropos_url=server.url)
+        with pytest.raises(UsageError):
+            AtroposStream(config, print, run_name="saved")
+    assert clients
+    assert all(client.is_closed for client in clients)
 
 
 def test_an_api_that_dies_while_it_is_waited_for_ends_the_run(model: Path) -> None:

@@ -1,17 +1,17 @@
 """An environment of ours feeds an Atropos API: joining, what is sent, how much, and how it ends; against fakes."""
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bridge.atropos import feeder
 from bridge.atropos.api import AtroposApi
-from bridge.atropos.sending import FeedProgress, Membership, Tally, scored_group
+from bridge.atropos.feeder import FeedProgress, Membership, scored_group
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
 from bridge.rollouts.sampler import CALL_SEEDS
@@ -141,6 +141,12 @@ def test_a_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
     assert 3 * per_batch <= len(api.groups) <= 4 * per_batch, "as much as is wanted, and at most one batch to spare"
     assert fed.last.groups <= len(api.groups), "what is under way at the end is not waited for"
     assert fed.last.reward_mean_so_far is not None
+
+
+def test_several_servers_take_turns(model: Path) -> None:
+    with serving(openai_server.openai()) as one, serving(openai_server.openai()) as other:
+        Fed(model, FakeApi(num_steps=3), server_url=f"{one.url}, {other.url}/")
+    assert all(any(asked.path == "/v1/completions" for asked in server.asked) for server in (one, other))
 
 
 def test_completions_that_nobody_limited_fit_the_server(model: Path) -> None:
@@ -325,12 +331,21 @@ def test_an_interrupt_says_goodbye(model: Path) -> None:
     assert api.left == [3]
 
 
-def test_reports_come_now_and_then(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_come_now_and_then_each_of_what_came_since_the_last(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feeder, "REPORT_S", 0.0)
     fed = Fed(model, FakeApi(num_steps=3))
-    counts = [report.groups for report in (*fed.reports, fed.last)]
+    lines = [*fed.reports, fed.last]
+    counts = [line.groups for line in lines]
     assert counts == sorted(counts)
-    assert fed.last.seconds >= fed.reports[0].seconds
+    assert len(set(counts)) > 1
+    seconds = [line.seconds for line in lines]
+    assert seconds == sorted(seconds)
+    for line, new, spent in zip(lines, np.diff(counts, prepend=0), np.diff(seconds, prepend=0.0), strict=True):
+        assert line.tokens_per_s * spent == pytest.approx(3 * GROUP * new)  # the fake's completions have three tokens
+        assert line.reward_mean == (2.0 if new else None)
+        assert line.reward_mean_so_far == (2.0 if line.groups else None)
 
 
 def test_a_log_probability_that_is_no_number_is_sent_as_unknown() -> None:
@@ -346,7 +361,7 @@ def models(*names: str) -> Callable[[Asked], Answer]:
 
 def test_the_adapter_that_is_trained_is_sampled_from() -> None:
     with serving(models("base", ADAPTER)) as one, serving(models("base")) as other:
-        found = feeder.endpoints(f"{one.url}, {other.url}/")
+        found = feeder.endpoints([one.url, other.url])
     assert [(endpoint.url, endpoint.model) for endpoint in found] == [(one.url, ADAPTER), (other.url, None)]
 
 
@@ -355,31 +370,12 @@ def test_an_adapter_that_changes_its_name_is_refused() -> None:
         serving(models("base", f"{ADAPTER}-4")) as server,
         pytest.raises(UsageError, match=f"now {ADAPTER}-4") as caught,
     ):
-        feeder.endpoints(server.url)
+        feeder.endpoints([server.url])
     assert "--lora-handover memory" in caught.value.remedy
-
-
-@pytest.mark.parametrize("urls", ["", " , "])
-def test_no_server_is_refused(urls: str) -> None:
-    with pytest.raises(UsageError, match="no server is named"):
-        feeder.endpoints(urls)
 
 
 def test_the_servers_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     with serving(models("base")) as server:
-        feeder.endpoints(server.url)
+        feeder.endpoints([server.url])
     assert server.asked[0].headers["authorization"] == "Bearer the key"
-
-
-def test_a_line_tells_of_what_came_since_the_last() -> None:
-    times = iter([0.0, 2.0, 6.0])
-    tally = Tally(clock=lambda: next(times))
-    completion = Completion(token_ids=(1,) * 5, logprobs=(0.0,) * 5, text="", finish_reason="stop")
-    line = functools.partial(tally.line, step=1, num_steps=2, queued_batches=0.5, retries=0)
-    tally.add([1.0, 3.0], [completion] * 2)
-    first = line()
-    assert (first.reward_mean, first.tokens_per_s, first.seconds, first.groups) == (2.0, 5.0, 2.0, 1)
-    second = line()
-    assert (second.reward_mean, second.reward_mean_so_far, second.tokens_per_s) == (None, 2.0, 0.0)
-    assert (second.seconds, second.groups) == (6.0, 1)

@@ -71,7 +71,7 @@ def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> Non
     with pytest.raises(RewardError) as caught:
         tried(model, Task(lambda _: 1 / 0))
     message = caught.value.message
-    assert message.startswith("none of 15 completions made up for the first problems got a reward: Task.score ")
+    assert message.startswith("none of 15 made-up completions of the first problems got a reward: Task.score ")
     assert "raised ZeroDivisionError: division by zero (test_rehearsal.py line " in message
     assert message.endswith("on prompt '3+4=' and completion '7'")
     assert "--max-unscored-share 1" in caught.value.remedy

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from bridge.config import SamplingConfig
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
@@ -24,9 +25,9 @@ async def no_wait(_: float) -> None:
     """Wait for nothing."""
 
 
-def sampler(*, temperature: float = 0.7, **choices: Any) -> Sampler:
-    fixed: dict[str, Any] = {"max_new_tokens": 16, "timeout_s": 20, "sleep": no_wait}
-    return Sampler(temperature=temperature, **fixed | choices)
+def sampler(*, temperature: float = 0.7, ids_of: IdsOf | None = None, **choices: Any) -> Sampler:
+    fixed: dict[str, Any] = {"max_new_tokens": 16, "request_timeout_s": 20, "temperature": temperature}
+    return Sampler(SamplingConfig(**fixed | choices), ids_of=ids_of, sleep=no_wait)
 
 
 def sampled(endpoint: Endpoint, *, num_samples: int = 2, **choices: Any) -> list[tuple[Completion, ...]]:

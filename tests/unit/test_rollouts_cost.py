@@ -3,6 +3,7 @@
 import argparse
 
 from benchmarks import rollouts
+from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
 
@@ -11,7 +12,7 @@ def test_every_group_of_the_fake_server_arrives_whole_and_is_measured() -> None:
     options = argparse.Namespace(groups=12, samples=2, tokens=5, concurrency=4)
     with rollouts.fast_server(2, 5) as url:
         row = rollouts.measure(url, 5, options)
-        with Sampler(max_new_tokens=5, temperature=1.0, timeout_s=60) as sampler:
+        with Sampler(SamplingConfig(max_new_tokens=5, request_timeout_s=60)) as sampler:
             ((one, other),) = sampler.sample([Endpoint(url=url)], [(1,)], num_samples=2, seed=0)
             assert sampler.lacks == ()
     assert one.versions == (3,) * 5

@@ -9,8 +9,9 @@ import pytest
 
 from bridge.core.foreign_code import foreign_code
 from bridge.errors import RewardError
-from bridge.scoring import wire
 from bridge.scoring.score import FailedScore, FailedScores, Origin, Score, score_one
+from bridge.scoring.scorer import BadAnswerError, read
+from bridge.scoring.worker import HEADER, Answer, CannotScore, packed
 from bridge.types import Problem
 from tests.unit.scores_sample import Several
 
@@ -122,17 +123,16 @@ def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> Non
 @pytest.mark.parametrize(
     "answer",
     [
-        Origin(name="Task.score", several=False, file="task.py", place="task.py line 3"),
+        Origin(name="Task.score", file="task.py", place="task.py line 3"),
         Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e300}),
         FailedScore(kind="k", line="l"),
-        wire.CannotScore(message="m", remedy="r"),
+        CannotScore(message="m", remedy="r"),
     ],
 )
-def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: wire.Answer) -> None:
-    frame = wire.answer(3, answer)
-    assert wire.num_bytes(frame) == len(frame)
-    assert wire.num_bytes(frame[:7]) is None
-    assert wire.read(frame[8:]) == (3, answer)
+def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: Answer) -> None:
+    frame = packed(3, answer)
+    assert HEADER.unpack(frame[: HEADER.size]) == (len(frame) - HEADER.size,)
+    assert read(frame[HEADER.size :]) == (3, answer)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,8 @@ def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: wire.Answer) -> No
     ],
 )
 def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:
-    with pytest.raises(wire.BadAnswerError):
-        wire.read(text.encode())
-
-
-def test_an_answer_that_is_too_long_is_refused_by_its_header() -> None:
-    with pytest.raises(wire.BadAnswerError, match="expected at most 1,048,576"):
-        wire.num_bytes((2**20 + 1).to_bytes(8, "big"))
+    with pytest.raises(BadAnswerError):
+        read(text.encode())
 
 
 def test_each_kind_of_fault_is_told_once_with_its_count() -> None:

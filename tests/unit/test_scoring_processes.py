@@ -20,8 +20,7 @@ import pytest
 from bridge.errors import RewardError
 from bridge.scoring import scorer as scorer_module
 from bridge.scoring.score import FailedScore, Score, Scores
-from bridge.scoring.scorer import Scorer
-from bridge.scoring.wire import question
+from bridge.scoring.scorer import Scorer, question
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -183,7 +182,16 @@ LATE = "Sample.score took longer than 2 s"
         ("leaves_a_daemon_and_hangs", LATE),
         ("hangs_in_a_child_of_c", ENDED + "with exit status 3"),
         *[(name, LATE) for name in ("will_not_stop", "stops", "stops_its_parent")],
-        *[(name, SPOILED) for name in ("scribbles", "writes_a_pickle", "answers_by_itself 7", "answers_by_itself 0")],
+        *[
+            (name, SPOILED)
+            for name in (
+                "scribbles",
+                "claims_too_much",
+                "writes_a_pickle",
+                "answers_by_itself 7",
+                "answers_by_itself 0",
+            )
+        ],
         ("scribbles abc", SPOILED),
         ("scribbles_and_hangs", LATE),
         ("closes_everything", ENDED + "with exit status 1"),

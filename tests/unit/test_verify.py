@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bridge.checks import verify
 from bridge.checks.result import Check
+from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -174,7 +175,7 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
         choices = [choice(index, 5, 9, 2) for index in range(asked.body["n"])]
         return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
 
-    with serving(openai(bend)) as http, Sampler(max_new_tokens=8, temperature=1.0, timeout_s=20) as sampler:
+    with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
         check = verify.logprobs(attached, sampler, Endpoint(url=http.url))
     assert check.status == status, check.found
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")

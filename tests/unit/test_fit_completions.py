@@ -4,13 +4,13 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.rollouts import limits
+from bridge.rollouts.sampler import fit_completions
 
 
 def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:
     notes: list[str] = []
     config = TrainConfig.model_validate({"model_name": "m", **choices})
-    return limits.fit_completions(config, longest, notes.append).sampling.longest, notes
+    return fit_completions(config, longest, notes.append).sampling.longest, notes
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])
