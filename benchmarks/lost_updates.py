@@ -33,7 +33,7 @@ from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
-from cli.engine import StartedServer
+from cli.server_process import StartedServer
 from cli.serve import free_port, prepare
 from environments import registry
 

@@ -15,11 +15,11 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json
 from cli import console
-from cli.engine import StartedServer
 from cli.options import Json
 from cli.report import command as report
 from cli.run import attached_to
 from cli.serve import free_port, prepare
+from cli.server_process import StartedServer
 from cli.steps import duration
 from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof

@@ -1,7 +1,4 @@
-"""`bridge run`: start a server, wait for it, train on it, and stop it, in one command.
-
-Not covered: the server itself (`engine.py`), and the trainer's process, which is this one.
-"""
+"""`bridge run`: start a server, wait for it, train on it in this process, and stop it."""
 
 import os
 from collections.abc import Sequence
@@ -14,10 +11,10 @@ from bridge.errors import UsageError
 from bridge.run.run_directory import write_json
 from bridge.server import api_key
 from cli import console, ending
-from cli.engine import START_LIMIT_S, StartedServer, reachable
 from cli.options import Json, from_config
 from cli.serve import VllmFlags, prepare
 from cli.server_command import ServerCommand
+from cli.server_process import START_LIMIT_S, StartedServer, reachable
 from cli.train import load_environment, open_run, rehearse, train_in
 from cli.vllm_flags import value
 

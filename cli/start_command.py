@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from cli.engine import StartedServer
 from cli.serve import check_port
 from cli.server_command import Startable
+from cli.server_process import StartedServer
 
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"

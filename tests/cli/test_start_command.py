@@ -11,8 +11,8 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from cli.engine import StartedServer
 from cli.serve import free_port
+from cli.server_process import StartedServer
 from cli.start_command import StartCommand, started
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")

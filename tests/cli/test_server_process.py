@@ -18,11 +18,10 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ServerUnreachableError, UnsupportedModelError, UsageError
 from bridge.modes.mode import ServerProcess
-from cli import children, watchdog
-from cli.engine import StartedServer
+from cli import children, server_process
 from cli.serve import free_port
 from cli.server_command import ServerCommand
-from cli.watchdog import Address
+from cli.server_process import Address, StartedServer
 from tests.cli.test_serve_command import written
 
 HOST = "127.0.0.1"
@@ -33,7 +32,7 @@ HANG_LIMIT_S = 1.0
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "PERIOD_S", 0.05)
+    monkeypatch.setattr(server_process, "PERIOD_S", 0.05)
 
 
 @pytest.fixture

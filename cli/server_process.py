@@ -1,0 +1,253 @@
+"""A server that we start, watch, restart with other weights, and stop with everything that it started.
+
+vLLM's API server outlives an engine that was killed (seen with 0.32), and a server that hangs answers nothing: a
+trainer's call to either would wait for its whole time limit. A watchdog kills such a server.
+
+Not covered: servers that somebody else started, and an engine that hangs behind an API server that answers:
+`--request-timeout-s` limits the calls to both.
+"""
+
+import contextlib
+import http
+import http.client
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt
+from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
+from bridge.server import api_key, manifest
+from cli import children, console, server_log
+from cli.children import Child
+from cli.serve import check_port
+from cli.server_command import Startable
+
+START_LIMIT_S = 1800.0
+STOP_GRACE_S = 15.0
+START_GRACE_S = 2.0
+"""A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
+ASK_LIMIT_S = 2.0
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
+
+SLICE_S = 0.25
+"""Silence is counted in slices of this length: one that the whole machine slept through counts once."""
+READ_LIMIT_S = 5.0
+"""Longest wait for the rest of an answer that has begun."""
+PERIOD_S = 1.0
+"""Between two questions of the watchdog."""
+PATIENCE = 3
+"""Bad answers in a row until the server is killed."""
+HANG_LIMIT_S = 60.0
+"""Silence after one question until the server is killed; on two busy cores an answer takes seconds."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server reports its health."""
+
+    host: str
+    """A host name or address that can be reached."""
+    port: int
+    """Its TCP port."""
+    route: str = "/health"
+    """vLLM's own checks the engine; any other that answers 200 will do."""
+
+    def health(
+        self, *, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> Literal["well", "unwell", "silent"]:
+        """Ask once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
+
+        `unwell`: another status than 200, or nobody listens; `silent`: no answer in time.
+        """
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=SLICE_S)
+        with contextlib.closing(connection):
+            try:
+                slices = range(1 + round(limit_s / SLICE_S))  # the first one asks
+                if not any(not is_over() and self._answers(connection) for _ in slices):
+                    return "silent"
+                connection.sock.settimeout(READ_LIMIT_S)
+                return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
+            except (OSError, http.client.HTTPException):
+                return "unwell"
+
+    def _answers(self, connection: http.client.HTTPConnection) -> bool:
+        """Return whether an answer begins within one slice; send the request first if that has not been done."""
+        if connection.sock is None:
+            with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
+                connection.request("GET", self.route, headers=api_key.headers())
+            return False
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        return bool(poll.poll(SLICE_S * 1e3))
+
+
+@dataclass
+class Watchdog:
+    """A thread that kills a server that lost its engine or hangs."""
+
+    child: Child
+    """The server's process."""
+    address: Address
+    """Where it answers."""
+    hang_limit_s: float
+    """Seconds of silence after which it counts as hanging."""
+    verdict: str = ""
+    """Why the server was killed; empty: it was not."""
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch for as long as the context lasts."""
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        bad = 0
+        while not self._over.wait(PERIOD_S) and self.child.is_alive():
+            health = self.address.health(limit_s=self.hang_limit_s, is_over=self._over.is_set)
+            bad = bad + 1 if health == "unwell" else 0
+            if bad < PATIENCE and health != "silent":
+                continue
+            if self._over.is_set() or not self.child.is_alive():  # it is being stopped, or has ended by itself
+                return
+            self.verdict = "lost its engine" if bad else f"gave no answer for {self.hang_limit_s:g} s"
+            stopped = f"vLLM (pid {self.child.process.pid}) {self.verdict}: it was stopped"
+            console.note(f"{stopped}; its log is {self.child.log}", style="yellow")
+            children.kill(self.child)
+            return
+
+
+class StartedServer:
+    """One server at a time, on one port; implements `bridge.modes.mode.ServerProcess`."""
+
+    def __init__(
+        self, command: Startable, log: Path, *, limit_s: float = START_LIMIT_S, hang_limit_s: float = HANG_LIMIT_S
+    ) -> None:
+        self._command, self._log = command, log
+        self._limit_s, self._hang_limit_s = limit_s, hang_limit_s
+        self._server: Child | None = None
+        self._watchdog: Watchdog | None = None
+        self._watch = contextlib.ExitStack()
+        self._restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, if there is one."""
+        return self._server.process.pid if self._server else None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["StartedServer"]:
+        """Serve for as long as the context lasts; the server is ready when it begins and gone when it ends.
+
+        Raises:
+            ServerUnreachableError: it was not ready in time, or died, then or later.
+            BridgeError: whatever the patches refused inside it.
+        """
+        try:
+            self._start(None)
+            yield self
+        except ServerUnreachableError as error:
+            if str(self._log) in error.remedy:
+                raise
+            if self._server is None or self._server.is_alive():
+                remedy = f"{error.remedy} (its log: {self._log})"
+                raise ServerUnreachableError(error.message, remedy=remedy) from error
+            raise self._died(self._server) from error
+        finally:
+            self._stop()
+
+    def restart(self, model: str | Path) -> None:
+        """Stop what is left of the server, start it with the weights of `model`, and wait until it is ready.
+
+        Raises:
+            ServerUnreachableError: it does not start; the message has the reason, the hint its log.
+        """
+        with acting_interrupt():  # nothing is half-written while a server starts
+            self._stop()
+            self._restarts += 1
+            self._start(model)
+
+    def _start(self, model: str | Path | None) -> None:
+        check_port(self._command.host, self._command.port)
+        server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
+        with deferred_interrupt():  # a process that was started must be known, or nobody would stop it
+            self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
+        self._watchdog = Watchdog(self._server, self._wait(self._server), self._hang_limit_s)
+        self._watch.enter_context(self._watchdog.watching())
+
+    def _stop(self) -> None:
+        """Stop the watchdog, then the server, if there is one."""
+        server, self._server = self._server, None
+        serves = server is not None and self._watchdog is not None and server.is_alive()
+        try:
+            self._watch.close()
+            self._watchdog = None
+        finally:
+            if server is not None:
+                children.stop(server, grace_s=STOP_GRACE_S if serves else START_GRACE_S)
+                if self._command.awaited_manifest is not None:
+                    manifest.remove_own(self._command.awaited_manifest, server.identity)
+
+    def _wait(self, server: Child) -> Address:
+        """Wait until `server` is ready, and return where it reports its health."""
+        began = time.monotonic()
+        what = "restarting" if self._restarts else "starting"
+        with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
+            address = children.wait_until(
+                server,
+                lambda: self._answering(server),
+                limit_s=self._limit_s,
+                tell=lambda elapsed: detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}"),
+            )
+        if address is not None:
+            console.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+            return address
+        if not server.is_alive():
+            raise self._died(server)
+        last = server_log.last_line(self._log)
+        raise ServerUnreachableError(
+            f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
+            remedy=f"read {self._log}, or allow more time with --start-limit-s",
+        )
+
+    def _answering(self, server: Child) -> Address | None:
+        """Return where this very server reports that it is well; None while it does not."""
+        path = self._command.awaited_manifest
+        try:
+            if path is not None and manifest.read(path).server != server.identity:
+                return None
+        except (FileNotFoundError, ManifestError):
+            return None
+        host = reachable(self._command.host)
+        addresses = (Address(host, self._command.port, route) for route in self._command.routes)
+        return next((address for address in addresses if address.health(limit_s=ASK_LIMIT_S) == "well"), None)
+
+    def _died(self, server: Child) -> BridgeError:
+        """Return the error of a server that ended by itself or was killed."""
+        if refused := server_log.own_error(self._log):
+            return refused
+        how = self._watchdog.verdict if self._watchdog else ""
+        if not how:
+            code = server.exit_code()
+            assert code is not None, "it has ended"
+            how = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
+        return ServerUnreachableError(
+            f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
+            remedy=f"read {self._log}",
+        )
+
+
+def reachable(host: str) -> str:
+    """Return the address at which a server that listens on `host` answers."""
+    return LOOPBACKS.get(host, host)
