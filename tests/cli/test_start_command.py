@@ -13,7 +13,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from cli.serve import free_port
 from cli.server_process import StartedServer
-from cli.start_command import StartCommand, started
+from cli.start_command import StartCommand
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 
@@ -61,7 +61,7 @@ def test_a_program_beside_this_python_is_found() -> None:
         ("", "has no {model} in it"),
         ("A={model}", "has no {model} in it"),
         ("sh '{model}", "No closing quotation"),
-        ("no-such-program {model}", "there is no program no-such-program"),
+        ("no-such-program {model}", "no program no-such-program"),
         ("sh {model} --port 8123", "listens on port 8123, but the trainer would use port"),
         ("sh {model} --port=8123", "listens on port 8123, but the trainer would use port"),
     ],
@@ -88,15 +88,8 @@ def answer(port: int) -> str:
 @pytest.mark.parametrize("flags", [(), ("--no-health",)], ids=["health", "models alone"])
 def test_any_server_is_started_and_restarted(tmp_path: Path, flags: tuple[str, ...]) -> None:
     command = StartCommand.of(fake(*flags))
-    with started(command, tmp_path / "serve.log") as engine:
-        assert isinstance(engine, StartedServer)
+    with StartedServer(command, tmp_path / "serve.log").running() as server:
         assert answer(command.port) == "first as None"
-        engine.restart(tmp_path / "step_1")
+        server.restart(tmp_path / "step_1")
         assert answer(command.port) == f"{tmp_path / 'step_1'} as None"
-    assert engine.pid is None
-
-
-def test_without_a_command_nothing_is_started(tmp_path: Path) -> None:
-    with started(None, tmp_path / "serve.log") as engine:
-        assert engine is None
-    assert list(tmp_path.iterdir()) == []
+    assert server.pid is None
