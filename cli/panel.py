@@ -1,6 +1,6 @@
-"""What the live view shows: the figures of a run as curves, its phase, and one completion to read.
+"""The panel of the live view: the figures of a run as curves, its phase, and one completion to read.
 
-No line has a border at its right: a terminal that draws a character wider than expected cannot break it.
+No line has a border at its right, which a character that the terminal draws wider than expected would break.
 """
 
 import re
@@ -20,18 +20,18 @@ from cli.console import cleaned
 from cli.steps import duration, or_dash, tokens_per_s
 
 NARROWEST, LOWEST = 80, 24
-"""Columns and rows of the smallest terminal that gets a view."""
+"""Columns and rows of the smallest terminal that gets a panel."""
 CHART_HEIGHT = 7
 FIGURES_WIDTH, CURVE_WIDTH = 42, 12
 MOST_SAMPLE_LINES = 12
 ROWS_FOR_LINES = 9
-"""Rows that are left to the lines above the view."""
+"""Rows that are left for the lines above the panel."""
 MOST_CHARTED = 4000
-"""Steps in the chart; of more, every second or third is left out."""
+"""Steps in the chart; of more, only every second or third is shown."""
 READ_CHARACTERS = 4000
-"""Characters that are looked at to show a few lines of a text."""
+"""Characters of a text that are read to show a few lines of it."""
 WIDE = re.compile(r"[^\0-\u052f]")
-"""Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide, never wider."""
+"""Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide."""
 FILLER = "\ufffe"
 PHASES = {
     "rollouts": "sampling and scoring",
@@ -55,7 +55,7 @@ FIGURES: tuple[Figure, ...] = (
     ("training", lambda step: duration(step.train_s), lambda step: step.train_s),
     ("memory", lambda step: f"{step.peak_memory_gib:.2f} GiB", lambda step: step.peak_memory_gib),
 )
-"""Name, value of the last step in words, and the value of the curve beside it."""
+"""Name, value of the last step as text, and the value of the curve beside it."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Seen:
     num_steps: int
     """Steps that the run will take."""
     steps: list[StepMetrics] = field(default_factory=list)
-    """Steps taken."""
+    """Steps taken so far."""
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     """When the last steps ended, in seconds of a monotonic clock."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -77,13 +77,13 @@ class Seen:
     progress: tuple[int, int] | None = None
     """Groups scored in this phase, and how many there will be."""
     waiting: str = ""
-    """What is awaited meanwhile, such as a restarting server."""
+    """What is awaited, such as a restarting server."""
     sample: Sample | None = None
     """A completion of the last step."""
 
 
 def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
-    """Return the view for a terminal of that size; nothing if it is too small."""
+    """Return the panel for a terminal of that size; nothing if it is too small."""
     if width < NARROWEST or height < LOWEST:
         return Text()
     lines = [_header(seen, width), *_curves(seen, width), _status(seen, now, width)]
@@ -94,22 +94,16 @@ def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
 
 
 def _header(seen: Seen, width: int) -> Text:
-    last = seen.steps[-1].step if seen.steps else 0
-    title = f"step {last}/{seen.num_steps}" if last else f"{seen.num_steps} steps to take"
-    pace, left = _pace_s(seen), seen.num_steps - last
-    times = ""
-    if pace is not None:
-        rest = f"about {duration(pace * left)} left" if pace * left else "all steps taken"
-        times = f"{duration(pace)} a step, {rest}"
-    return _rule(Text(title, TITLE), times, width)
-
-
-def _pace_s(seen: Seen) -> float | None:
-    """Return the seconds from one step to the next."""
-    ends = list(seen.step_ends)
+    if not seen.steps:
+        return _rule(Text(f"{seen.num_steps} steps to take", TITLE), "", width)
+    last, ends = seen.steps[-1], list(seen.step_ends)
+    pace_s = last.rollout_s + last.train_s + last.fence_s
     if len(ends) > 1:
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
-    return next((step.rollout_s + step.train_s + step.fence_s for step in seen.steps[-1:]), None)
+        pace_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+    left_s = pace_s * (seen.num_steps - last.step)
+    rest = f"about {duration(left_s)} left" if left_s else "all steps taken"
+    title = Text(f"step {last.step}/{seen.num_steps}", TITLE)
+    return _rule(title, f"{duration(pace_s)} a step, {rest}", width)
 
 
 def _rule(title: Text, right: str, width: int) -> Text:
@@ -138,7 +132,6 @@ def _curves(seen: Seen, width: int) -> list[Text]:
 
 
 def _figure(seen: Seen, figure: Figure) -> Text:
-    """Return a name, the figure of the last step and a small curve of the last steps."""
     name, shown, value = figure
     last = shown(seen.steps[-1]) if seen.steps else "-"
     line = Text.assemble((f"{name:12}", LABEL), f"{last:{FIGURES_WIDTH - CURVE_WIDTH - 12}}")
@@ -160,11 +153,11 @@ def _status(seen: Seen, now: float, width: int) -> Text:
         line.append("  ").append("━" * filled, "green").append("─" * (20 - filled), LABEL)
         line.append(f" {done} of {total} groups")
     seconds = now - seen.phase_began
-    return line.append(f"  {seconds:.1f} s" if seconds < 60 else f"  {duration(seconds)}", LABEL)
+    return line.append(f"  {seconds:.1f} s" if seconds < 1 else f"  {duration(seconds)}", LABEL)
 
 
 def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
-    """Return a rule and at most `room` lines: the end of the prompt, and the completion."""
+    """Return a title and at most `room` lines: the end of the prompt, and the completion."""
     reason = ", truncated" if sample.completion.finish_reason == "length" else ""
     title = Text.assemble((f"a sample of step {step}", TITLE), f"  reward {sample.reward:.3f}")
     prompt = last_lines(reporting.prompt_text(sample.group), width - 4, max(1, room // 4))
