@@ -56,7 +56,6 @@ class Phase:
     """Steps that share one mixture of answers."""
 
     num_steps: int
-    """Optimizer steps."""
     right_share: float
     """Weight of the right answers in the loss."""
     lr: float

@@ -65,15 +65,12 @@ class Seen:
     num_steps: int
     """Steps that the run will take."""
     steps: list[StepMetrics] = field(default_factory=list)
-    """Steps taken so far."""
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     """When the last steps ended, in seconds of a monotonic clock."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Evaluations on held-out problems."""
     phase: Phase | None = None
-    """The current phase, if known."""
     phase_began: float = 0.0
-    """When it began, by the same clock."""
+    """In seconds of the same clock."""
     progress: tuple[int, int] | None = None
     """Groups scored in this phase, and how many there will be."""
     waiting: str = ""

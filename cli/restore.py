@@ -97,12 +97,12 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     """Check that `folder` holds weights of the served model, and return what loads them."""
     from bridge.weights import attach, model_folder
 
-    model = attach.attach(exported).model
-    _refuse_other_model(model, folder, exported.model)
+    attached = attach.attach(exported)
+    _refuse_other_model(attached.model, folder, exported.model)
 
     def write() -> None:
         try:
-            model_folder.load_into(model, folder)
+            model_folder.load_into(attached.model, folder)
         except BaseException:
             console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
             raise

@@ -92,8 +92,8 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
             raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
         return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
-    against = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
-    for obstacle in against or model_checks.unbuildable(model, config):
+    obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
+    for obstacle in obstacles or model_checks.unbuildable(model, config):
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 
@@ -103,8 +103,7 @@ def check_length(config: ServeConfig) -> None:
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
         found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
         raise UsageError(
-            f"--model {config.model} has dynamic RoPE, for which vLLM has the frequencies of {limit} tokens; {found}"
-            " is longer",
+            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {found} is longer",
             remedy=f"--max-model-len {limit}",
         )
 
@@ -151,29 +150,30 @@ def clear_manifest(path: Path) -> None:
         found = manifest.read(path)
         manifest.check_server(found, path)
     except ManifestError as error:
-        _check_is_here(path)
+        _refuse_out_of_sight(path)
         console.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
         path.unlink()
         return
     raise UsageError(
         f"{path} belongs to a live server: pid {found.server.pid} at {found.url}",
-        remedy=f"attach to it, stop it (kill {found.server.pid}), or choose another place with --vllm-config-path",
+        remedy=f"attach to it, stop it (kill {found.server.pid}), or choose another path with --vllm-config-path",
     )
 
 
-def _check_is_here(path: Path) -> None:
-    """Refuse a manifest whose server may be alive out of our sight: on another host or in another container."""
+def _refuse_out_of_sight(path: Path) -> None:
+    """Refuse a manifest whose server may be alive on another host or in another container."""
     try:
         found = manifest.read(path)
     except ManifestError:  # of another version
         return
-    another_host = found.boot_id != boot_id() and found.host != socket.gethostname()
-    if another_host or (found.boot_id == boot_id() and not found.server.is_visible()):
-        where = f"host {found.host}" if another_host else "another container"
-        raise UsageError(
-            f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
-            remedy=f"choose another place with --vllm-config-path, or, if that server is gone: rm {path}",
-        )
+    is_here = found.boot_id == boot_id()
+    if found.server.is_visible() if is_here else found.host == socket.gethostname():
+        return
+    where = "another container" if is_here else f"host {found.host}"
+    raise UsageError(
+        f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
+        remedy=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
+    )
 
 
 def _holder(port: int) -> str:

@@ -40,9 +40,7 @@ class Startable:
     model: str
     """The model that it begins with."""
     host: str
-    """Address that it listens on."""
     port: int
-    """TCP port that it listens on."""
     routes: tuple[str, ...] = ("/health",)
     """Any of them answers 200 once it serves."""
 
@@ -124,7 +122,7 @@ def _vllm(config: ServeConfig) -> list[str]:
 
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
-    """Return the caller's environment with our plugins switched on, or, for the stock vLLM, off."""
+    """Return the caller's environment with our plugins enabled, or, for the stock vLLM, disabled."""
     if not shares_weights:
         return {name: value for name, value in outer.items() if name not in SWITCHES}
     return {

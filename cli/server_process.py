@@ -12,6 +12,7 @@ import http
 import http.client
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,9 +52,8 @@ class Address:
     """Where a server reports its health."""
 
     host: str
-    """A host name or address that can be reached."""
+    """One that can be reached: not 0.0.0.0."""
     port: int
-    """Its TCP port."""
     route: str = "/health"
     """vLLM's own checks the engine; any other that answers 200 will do."""
 
@@ -67,23 +67,24 @@ class Address:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=SLICE_S)
         with contextlib.closing(connection):
             try:
-                slices = range(1 + round(limit_s / SLICE_S))  # the first one asks
-                if not any(not is_over() and self._answers(connection) for _ in slices):
-                    return "silent"
-                connection.sock.settimeout(READ_LIMIT_S)
-                return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
+                for _ in range(1 + round(limit_s / SLICE_S)):
+                    if is_over():
+                        break
+                    if connection.sock is None:
+                        with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
+                            connection.request("GET", self.route, headers=api_key.headers())
+                    elif _is_readable(connection.sock):
+                        connection.sock.settimeout(READ_LIMIT_S)
+                        return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
             except (OSError, http.client.HTTPException):
                 return "unwell"
+        return "silent"
 
-    def _answers(self, connection: http.client.HTTPConnection) -> bool:
-        """Return whether an answer begins within one slice; send the request first if that has not been done."""
-        if connection.sock is None:
-            with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
-                connection.request("GET", self.route, headers=api_key.headers())
-            return False
-        poll = select.poll()
-        poll.register(connection.sock, select.POLLIN)
-        return bool(poll.poll(SLICE_S * 1e3))
+
+def _is_readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(SLICE_S * 1e3))
 
 
 @dataclass
@@ -91,9 +92,7 @@ class Watchdog:
     """A thread that kills a server that lost its engine or hangs."""
 
     child: Child
-    """The server's process."""
     address: Address
-    """Where it answers."""
     hang_limit_s: float
     """Seconds of silence after which it counts as hanging."""
     verdict: str = ""
@@ -233,7 +232,7 @@ class StartedServer:
         return next((address for address in addresses if address.health(limit_s=ASK_LIMIT_S) == "well"), None)
 
     def _died(self, server: Child) -> BridgeError:
-        """Return the error of a server that ended by itself or was killed."""
+        """Return the error of a server that ended or was killed."""
         if refused := server_log.own_error(self._log):
             return refused
         how = self._watchdog.verdict if self._watchdog else ""
