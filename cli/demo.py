@@ -85,10 +85,10 @@ def _fresh(out: Path) -> RunDirectory:
 
 
 def demo_model_folder() -> Path:
-    """Return the tiny model, which is made once and kept."""
+    """Return the tiny model, which is made once and cached."""
     from cli import demo_model
 
-    with console.waiting("making a tiny model (once; it is kept)") as detail:
+    with console.waiting("making a tiny model (once; it is cached)") as detail:
         folder = demo_model.cache_folder()
         return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
 

@@ -35,7 +35,7 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "lr", "weight_decay", "beta1", "beta2", "max_grad_norm", "updates_per_batch", "passes_per_batch",
         "optimizer", "offload_optimizer", "gradient_release",
     ),
-    "Evaluation and what is kept": (
+    "Evaluation and saving": (
         "eval_samples", "eval_interval", "eval_data", "save_interval", "keep_last", "save_optimizer", "resume",
         "run_dir", "save_rollouts", "tensorboard", "wandb",
     ),

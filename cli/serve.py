@@ -53,7 +53,7 @@ def prepare(
     Raises:
         IncompatibleVersionError: the patches do not fit the installed vLLM.
         UsageError: the port is taken, or the manifest belongs to another live server.
-        BridgeError: whatever `ServerCommand.of` refuses.
+        BridgeError: what `ServerCommand.of` refuses.
     """
     if shares_weights:
         compatibility.check_installed()

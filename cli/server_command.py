@@ -30,8 +30,8 @@ PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Startable:
-    """How to start one server, with any weights."""
+class ServerCommand:
+    """The stock `vllm serve`, run by this Python, with or without our patches."""
 
     argv: tuple[str, ...]
     """The program's full path and its arguments."""
@@ -41,27 +41,12 @@ class Startable:
     """The model that it begins with."""
     host: str
     port: int
-    routes: tuple[str, ...] = ("/health",)
-    """Any of them answers 200 once it serves."""
-
-    @property
-    def awaited_manifest(self) -> Path | None:
-        """The manifest that exists once the server can be attached to; None: it writes none."""
-        return None
-
-    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with the weights of `model`; None: those of `self.model`."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerCommand(Startable):
-    """The stock `vllm serve`, run by this Python, with or without our patches."""
-
     manifest: Path
     """Where a server that shares its weights will write its manifest, absolute."""
     shares_weights: bool = True
     """Whether it runs with our patches; the stock vLLM writes no manifest."""
+    routes: tuple[str, ...] = ("/health",)
+    """Any of them answers 200 once it serves."""
     notes: tuple[str, ...] = ()
     """What was derived and why, a line each."""
 
@@ -98,6 +83,7 @@ class ServerCommand(Startable):
 
     @property
     def awaited_manifest(self) -> Path | None:
+        """The manifest that exists once the server can be attached to; None: it writes none."""
         return self.manifest if self.shares_weights else None
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from bridge.server import api_key, manifest
 from cli import children, console, server_log
 from cli.children import Child
 from cli.serve import check_port
-from cli.server_command import Startable
+from cli.server_command import ServerCommand
 
 START_LIMIT_S = 1800.0
 STOP_GRACE_S = 15.0
@@ -117,7 +117,7 @@ class Watchdog:
             bad = bad + 1 if health == "unwell" else 0
             if bad < PATIENCE and health != "silent":
                 continue
-            if self._over.is_set() or not self.child.is_alive():  # it is being stopped, or has ended by itself
+            if self._over.is_set() or not self.child.is_alive():  # it is being stopped, or has ended
                 return
             self.verdict = "lost its engine" if bad else f"gave no answer for {self.hang_limit_s:g} s"
             stopped = f"vLLM (pid {self.child.process.pid}) {self.verdict}: it was stopped"
@@ -130,7 +130,7 @@ class StartedServer:
     """One server at a time, on one port; implements `bridge.modes.mode.ServerProcess`."""
 
     def __init__(
-        self, command: Startable, log: Path, *, limit_s: float = START_LIMIT_S, hang_limit_s: float = HANG_LIMIT_S
+        self, command: ServerCommand, log: Path, *, limit_s: float = START_LIMIT_S, hang_limit_s: float = HANG_LIMIT_S
     ) -> None:
         self._command, self._log = command, log
         self._limit_s, self._hang_limit_s = limit_s, hang_limit_s
@@ -150,7 +150,7 @@ class StartedServer:
 
         Raises:
             ServerUnreachableError: it was not ready in time, or died, then or later.
-            BridgeError: whatever the patches refused inside it.
+            BridgeError: the patches refused the model.
         """
         try:
             self._start(None)
@@ -179,7 +179,7 @@ class StartedServer:
     def _start(self, model: str | Path | None) -> None:
         check_port(self._command.host, self._command.port)
         server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
-        with deferred_interrupt():  # a process that was started must be known, or nobody would stop it
+        with deferred_interrupt():  # a process that we lose track of is never stopped
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
         self._watchdog = Watchdog(self._server, self._wait(self._server), self._hang_limit_s)
         self._watch.enter_context(self._watchdog.watching())

@@ -13,21 +13,23 @@ from urllib.parse import urlsplit
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from cli.serve import check_port
-from cli.server_command import Startable
+from cli.server_command import ServerCommand
 
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartCommand(Startable):
+class StartCommand(ServerCommand):
     """A command with `{model}` in place of the model's folder; `NAME=value` variables may come first."""
 
+    manifest: Path = Path(os.devnull)
+    shares_weights: bool = False
     routes: tuple[str, ...] = ("/health", "/v1/models")
     """The first one is vLLM's; any server has the second."""
 
     @classmethod
-    def of(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
+    def parse(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
         """Parse the command of `config`, without a shell.
 
         Raises:

@@ -28,7 +28,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     from cli.start_command import StartCommand
 
     environment = load_environment(config)
-    command = StartCommand.of(config) if config.publishing.start_command else None
+    command = StartCommand.parse(config) if config.publishing.start_command else None
     settled, run, found = open_run(config)
     try:
         rehearse(settled, environment)
