@@ -11,8 +11,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,36 +43,18 @@ WEIGHT_DECAY = 0.1
 """Without it the held-out sums are learnt later."""
 SLIPS = (-2, -1, 1, 2)
 """How far a wrong answer is from the right one."""
+RECIPE: Mapping[str, Any] = {
+    "clean": {"num_steps": 160, "right_share": 1.0, "lr": 3e-3},  # only right answers
+    "mixed": {"num_steps": 40, "right_share": 0.53, "lr": 5e-4},  # held-out problems end a little below this share
+    "batch_size": 96,
+    "seed": 0,  # of the initial weights, the order of the problems and the wrong answers
+}
+"""Two phases, each with the share of right answers in the loss, and a peak learning rate that falls to a twentieth."""
 
 Progress = Callable[[int, int], None]
 """Called with the step just done, counted from 1, and the number of steps."""
 Example = tuple[str, str, float]
 """A prompt, an answer and its weight in the loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Steps that share one mixture of answers."""
-
-    num_steps: int
-    right_share: float
-    """Weight of the right answers in the loss."""
-    lr: float
-    """Peak learning rate; it falls to a twentieth along a cosine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How long and from what the model learns."""
-
-    clean: Phase = Phase(num_steps=160, right_share=1.0, lr=3e-3)
-    """First, only right answers."""
-    mixed: Phase = Phase(num_steps=40, right_share=0.53, lr=5e-4)
-    """Then wrong answers mixed in; the reward on held-out problems ends a little below `right_share`."""
-    batch_size: int = 96
-    """Problems per step."""
-    seed: int = 0
-    """Seed of the initial weights, the order of the problems and the wrong answers."""
 
 
 def cache_folder() -> Path:
@@ -82,10 +63,9 @@ def cache_folder() -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "bridge"
 
 
-def make(folder: Path, *, progress: Progress, recipe: Recipe | None = None) -> Path:
+def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE) -> Path:
     """Return the model's folder inside the cache `folder`; make it first unless it is there."""
-    recipe = recipe or Recipe()
-    ingredients = [VERSION, MODEL, asdict(recipe), SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
+    ingredients = [VERSION, MODEL, recipe, SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
     target = folder / f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
     if target.is_dir():
         return target
@@ -107,7 +87,7 @@ def make(folder: Path, *, progress: Progress, recipe: Recipe | None = None) -> P
     return target
 
 
-def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
+def _build(folder: Path, recipe: Mapping[str, Any], progress: Progress) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -119,7 +99,7 @@ def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
     torch.set_num_threads(1)  # reproducible, and no slower: the model is tiny
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(recipe.seed)
+            torch.manual_seed(recipe["seed"])
             model: Any = Qwen2ForCausalLM(Qwen2Config(**MODEL, **ids, vocab_size=len(tokenizer)))
             _warm_up(model, tokenizer, recipe, progress)
     finally:
@@ -148,19 +128,20 @@ def _tokenizer() -> Any:
     )
 
 
-def _warm_up(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress) -> None:
+def _warm_up(model: Any, tokenizer: Any, recipe: Mapping[str, Any], progress: Progress) -> None:
     import torch
 
-    draw = random.Random(recipe.seed)  # noqa: S311  no secret is made of it
-    batches = _batches(list(Arithmetic()), recipe.batch_size, draw)
-    done, total = 0, recipe.clean.num_steps + recipe.mixed.num_steps
-    for phase in (recipe.clean, recipe.mixed):
+    draw = random.Random(recipe["seed"])  # noqa: S311  no secret is made of it
+    batches = _batches(list(Arithmetic()), recipe["batch_size"], draw)
+    phases = (recipe["clean"], recipe["mixed"])
+    done, total = 0, sum(phase["num_steps"] for phase in phases)
+    for phase in phases:
         # A new optimizer: after right answers the moments are tiny, and the first wrong ones would make huge steps.
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
-        for step in range(phase.num_steps):
-            examples = _examples(next(batches), phase.right_share, draw)
-            cosine = 0.5 * (1 + math.cos(math.pi * step / phase.num_steps))
-            optimizer.param_groups[0]["lr"] = phase.lr * min(1.0, (step + 1) / 10) * (0.05 + 0.95 * cosine)
+        for step in range(phase["num_steps"]):
+            examples = _examples(next(batches), phase["right_share"], draw)
+            cosine = 0.5 * (1 + math.cos(math.pi * step / phase["num_steps"]))
+            optimizer.param_groups[0]["lr"] = phase["lr"] * min(1.0, (step + 1) / 10) * (0.05 + 0.95 * cosine)
             optimizer.zero_grad()
             _loss(model, tokenizer, examples).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
