@@ -3,19 +3,20 @@
 No line has a border at its right, which a character that the terminal draws wider than expected would break.
 """
 
+import itertools
+import math
 import re
+import statistics
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from rich.text import Text
 
 from bridge.run import reporting
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
-from cli import chart
 from cli.console import cleaned
 from cli.steps import duration, or_dash, tokens_per_s
 
@@ -33,6 +34,7 @@ READ_CHARACTERS = 4000
 WIDE = re.compile(r"[^\0-\u052f]")
 """Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide."""
 FILLER = "\ufffe"
+BLOCKS, DOT = " ▁▂▃▄▅▆▇█", "●"
 PHASES = {
     "rollouts": "sampling and scoring",
     "train": "forward and backward",
@@ -116,11 +118,11 @@ def _curves(seen: Seen, width: int) -> list[Text]:
     first = seen.steps[0].step if seen.steps else 1
     held_out = {(each.step - first) // stride: each.reward_mean for each in seen.evaluations}
     room = width - FIGURES_WIDTH - 11
-    lines = chart.bars(rewards, held_out, width=room, height=CHART_HEIGHT)
-    low, high = chart.bounds([*rewards, *held_out.values()])
+    lines = bars(rewards, held_out, width=room, height=CHART_HEIGHT)
+    low, high = _bounds([*rewards, *held_out.values()])
     labels = {0: f"{high:6.3f}", CHART_HEIGHT - 1: f"{low:6.3f}"} if rewards or held_out else {}
     ends = [f"{each.reward_mean:.3f}" for each in (*seen.evaluations[:1], *seen.evaluations[1:][-1:])]
-    evaluated = Text.assemble((f"held-out {chart.DOT}  ", "yellow"), " -> ".join(ends) or "-")
+    evaluated = Text.assemble((f"held-out {DOT}  ", "yellow"), " -> ".join(ends) or "-")
     figures = [_figure(seen, REWARD), evaluated, *(_figure(seen, figure) for figure in FIGURES)]
     return [
         Text.assemble((f"{labels.get(row, ''):>6} │", LABEL), line, " " * (room - line.cell_len + 2), figure)
@@ -133,7 +135,7 @@ def _figure(seen: Seen, figure: Figure) -> Text:
     last = shown(seen.steps[-1]) if seen.steps else "-"
     line = Text.assemble((f"{name:12}", LABEL), f"{last:{FIGURES_WIDTH - CURVE_WIDTH - 12}}")
     if value is not None:
-        line.append(chart.curve([value(step) for step in seen.steps[-2 * CURVE_WIDTH :]]), "cyan")
+        line.append(sparkline([value(step) for step in seen.steps[-CURVE_WIDTH:]]), "cyan")
     return line
 
 
@@ -168,7 +170,7 @@ def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
 
 def first_lines(text: str, width: int, num_lines: int) -> list[str]:
     """Return the first lines of `text` and, if there are more, its last one."""
-    kept = list(islice(wrapped(cleaned(text[:READ_CHARACTERS]), width), num_lines + 1))
+    kept = list(itertools.islice(wrapped(cleaned(text[:READ_CHARACTERS]), width), num_lines + 1))
     if len(kept) <= num_lines and len(text) <= READ_CHARACTERS:
         return kept
     return [*kept[: num_lines - 2], "…", *_ending(text, width)[-1:]]
@@ -191,3 +193,43 @@ def wrapped(text: str, width: int) -> Iterator[str]:
         limit = width if filled == line else width - 1  # a filler may be parted from its character
         for part in textwrap.wrap(filled, limit, break_on_hyphens=False, replace_whitespace=False) or [""]:
             yield part.replace(FILLER, "")
+
+
+def bars(values: Sequence[float], dots: Mapping[int, float], *, width: int, height: int) -> list[Text]:
+    """Return lines, from the top down, with a bar for each value, or for the mean of several if they are many.
+
+    `dots` maps an index of `values` to another value, drawn over the bar.
+    """
+    num_columns = min(width, len(values))
+    edges = [place * len(values) // num_columns for place in range(num_columns + 1)] if num_columns else []
+    columns = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
+    low, high = _bounds([*columns, *dots.values()])
+    full = len(BLOCKS) - 1
+    levels = [_level(value, low, high, full * height) for value in columns]
+    rows = [[(BLOCKS[min(max(level - full * row, 0), full)], "green") for level in levels] for row in range(height)]
+    for place, value in dots.items():
+        if columns and math.isfinite(value):
+            column = min(max(place, 0) * num_columns // len(values), num_columns - 1)
+            row = min(height * _level(value, low, high, full * height) // (full * height + 1), height - 1)
+            rows[row][column] = (DOT, "bold yellow")
+    return [Text.assemble(*cells) for cells in reversed(rows)]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a small curve, one character per value; differences below a fifth of the largest value look flat."""
+    low, high = _bounds(values)
+    middle, half = (low + high) / 2, max(high - low, abs(high) / 5) / 2
+    return "".join(BLOCKS[_level(value, middle - half, middle + half, len(BLOCKS) - 1)] for value in values)
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    """Return the smallest and the largest finite value."""
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), max(finite)) if finite else (0.0, 0.0)
+
+
+def _level(value: float, low: float, high: float, num_levels: int) -> int:
+    """Return the place of a value between `low` and `high`, from 1 to `num_levels`; 0 for NaN."""
+    if not math.isfinite(value):
+        return 0
+    return 1 + round((value - low) / (high - low) * (num_levels - 1)) if high > low else 1

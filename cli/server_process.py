@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -87,45 +87,6 @@ def _is_readable(sock: socket.socket) -> bool:
     return bool(poll.poll(SLICE_S * 1e3))
 
 
-@dataclass
-class Watchdog:
-    """A thread that kills a server that lost its engine or hangs."""
-
-    child: Child
-    address: Address
-    hang_limit_s: float
-    """Seconds of silence after which it counts as hanging."""
-    verdict: str = ""
-    """Why the server was killed; empty: it was not."""
-    _over: threading.Event = field(default_factory=threading.Event)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch for as long as the context lasts."""
-        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            thread.join()
-
-    def _watch(self) -> None:
-        bad = 0
-        while not self._over.wait(PERIOD_S) and self.child.is_alive():
-            health = self.address.health(limit_s=self.hang_limit_s, is_over=self._over.is_set)
-            bad = bad + 1 if health == "unwell" else 0
-            if bad < PATIENCE and health != "silent":
-                continue
-            if self._over.is_set() or not self.child.is_alive():  # it is being stopped, or has ended
-                return
-            self.verdict = "lost its engine" if bad else f"gave no answer for {self.hang_limit_s:g} s"
-            stopped = f"vLLM (pid {self.child.process.pid}) {self.verdict}: it was stopped"
-            console.note(f"{stopped}; its log is {self.child.log}", style="yellow")
-            children.kill(self.child)
-            return
-
-
 class StartedServer:
     """One server at a time, on one port; implements `bridge.modes.mode.ServerProcess`."""
 
@@ -135,8 +96,10 @@ class StartedServer:
         self._command, self._log = command, log
         self._limit_s, self._hang_limit_s = limit_s, hang_limit_s
         self._server: Child | None = None
-        self._watchdog: Watchdog | None = None
-        self._watch = contextlib.ExitStack()
+        self._is_ready = False
+        self._watchdog = contextlib.ExitStack()
+        self._verdict = ""
+        """Why the watchdog killed the server; empty: it did not."""
         self._restarts = 0
 
     @property
@@ -181,21 +144,49 @@ class StartedServer:
         server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
         with deferred_interrupt():  # a process that we lose track of is never stopped
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
-        self._watchdog = Watchdog(self._server, self._wait(self._server), self._hang_limit_s)
-        self._watch.enter_context(self._watchdog.watching())
+        address = self._wait(self._server)
+        self._is_ready = True
+        self._watchdog.enter_context(self._watched(self._server, address))
 
     def _stop(self) -> None:
         """Stop the watchdog, then the server, if there is one."""
         server, self._server = self._server, None
-        serves = server is not None and self._watchdog is not None and server.is_alive()
+        serves = server is not None and self._is_ready and server.is_alive()
         try:
-            self._watch.close()
-            self._watchdog = None
+            self._watchdog.close()
+            self._is_ready, self._verdict = False, ""
         finally:
             if server is not None:
                 children.stop(server, grace_s=STOP_GRACE_S if serves else START_GRACE_S)
                 if self._command.awaited_manifest is not None:
                     manifest.remove_own(self._command.awaited_manifest, server.identity)
+
+    @contextlib.contextmanager
+    def _watched(self, server: Child, address: Address) -> Iterator[None]:
+        """Kill `server` from a thread if it loses its engine or hangs, for as long as the context lasts."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(server, address, over), name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, server: Child, address: Address, over: threading.Event) -> None:
+        bad = 0
+        while not over.wait(PERIOD_S) and server.is_alive():
+            health = address.health(limit_s=self._hang_limit_s, is_over=over.is_set)
+            bad = bad + 1 if health == "unwell" else 0
+            if bad < PATIENCE and health != "silent":
+                continue
+            if over.is_set() or not server.is_alive():  # it is being stopped, or has ended
+                return
+            self._verdict = "lost its engine" if bad else f"gave no answer for {self._hang_limit_s:g} s"
+            stopped = f"vLLM (pid {server.process.pid}) {self._verdict}: it was stopped"
+            console.note(f"{stopped}; its log is {self._log}", style="yellow")
+            children.kill(server)
+            return
 
     def _wait(self, server: Child) -> Address:
         """Wait until `server` is ready, and return where it reports its health."""
@@ -235,7 +226,7 @@ class StartedServer:
         """Return the error of a server that ended or was killed."""
         if refused := server_log.own_error(self._log):
             return refused
-        how = self._watchdog.verdict if self._watchdog else ""
+        how = self._verdict
         if not how:
             code = server.exit_code()
             assert code is not None, "it has ended"
