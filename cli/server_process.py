@@ -16,7 +16,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -47,53 +46,13 @@ HANG_LIMIT_S = 60.0
 """Silence after one question until the server is killed; on two busy cores an answer takes seconds."""
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a server reports its health."""
-
-    host: str
-    """One that can be reached: not 0.0.0.0."""
-    port: int
-    route: str = "/health"
-    """vLLM's own checks the engine; any other that answers 200 will do."""
-
-    def health(
-        self, *, limit_s: float, is_over: Callable[[], bool] = lambda: False
-    ) -> Literal["well", "unwell", "silent"]:
-        """Ask once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
-
-        `unwell`: another status than 200, or nobody listens; `silent`: no answer in time.
-        """
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=SLICE_S)
-        with contextlib.closing(connection):
-            try:
-                for _ in range(1 + round(limit_s / SLICE_S)):
-                    if is_over():
-                        break
-                    if connection.sock is None:
-                        with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
-                            connection.request("GET", self.route, headers=api_key.headers())
-                    elif _is_readable(connection.sock):
-                        connection.sock.settimeout(READ_LIMIT_S)
-                        return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
-            except (OSError, http.client.HTTPException):
-                return "unwell"
-        return "silent"
-
-
-def _is_readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(SLICE_S * 1e3))
-
-
 class StartedServer:
     """One server at a time, on one port; implements `bridge.modes.mode.ServerProcess`."""
 
     def __init__(
         self, command: ServerCommand, log: Path, *, limit_s: float = START_LIMIT_S, hang_limit_s: float = HANG_LIMIT_S
     ) -> None:
-        self._command, self._log = command, log
+        self._command, self._log, self._host = command, log, reachable(command.host)
         self._limit_s, self._hang_limit_s = limit_s, hang_limit_s
         self._server: Child | None = None
         self._is_ready = False
@@ -144,9 +103,9 @@ class StartedServer:
         server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
         with deferred_interrupt():  # a process that we lose track of is never stopped
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
-        address = self._wait(self._server)
+        route = self._wait(self._server)
         self._is_ready = True
-        self._watchdog.enter_context(self._watched(self._server, address))
+        self._watchdog.enter_context(self._watched(self._server, route))
 
     def _stop(self) -> None:
         """Stop the watchdog, then the server, if there is one."""
@@ -162,10 +121,10 @@ class StartedServer:
                     manifest.remove_own(self._command.awaited_manifest, server.identity)
 
     @contextlib.contextmanager
-    def _watched(self, server: Child, address: Address) -> Iterator[None]:
+    def _watched(self, server: Child, route: str) -> Iterator[None]:
         """Kill `server` from a thread if it loses its engine or hangs, for as long as the context lasts."""
         over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(server, address, over), name="watchdog", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(server, route, over), name="watchdog", daemon=True)
         thread.start()
         try:
             yield
@@ -173,12 +132,12 @@ class StartedServer:
             over.set()
             thread.join()
 
-    def _watch(self, server: Child, address: Address, over: threading.Event) -> None:
+    def _watch(self, server: Child, route: str, over: threading.Event) -> None:
         bad = 0
         while not over.wait(PERIOD_S) and server.is_alive():
-            health = address.health(limit_s=self._hang_limit_s, is_over=over.is_set)
-            bad = bad + 1 if health == "unwell" else 0
-            if bad < PATIENCE and health != "silent":
+            found = health(self._host, self._command.port, route, limit_s=self._hang_limit_s, is_over=over.is_set)
+            bad = bad + 1 if found == "unwell" else 0
+            if bad < PATIENCE and found != "silent":
                 continue
             if over.is_set() or not server.is_alive():  # it is being stopped, or has ended
                 return
@@ -188,20 +147,20 @@ class StartedServer:
             children.kill(server)
             return
 
-    def _wait(self, server: Child) -> Address:
-        """Wait until `server` is ready, and return where it reports its health."""
+    def _wait(self, server: Child) -> str:
+        """Wait until `server` is ready, and return the route that reports its health."""
         began = time.monotonic()
         what = "restarting" if self._restarts else "starting"
         with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
-            address = children.wait_until(
+            route = children.wait_until(
                 server,
                 lambda: self._answering(server),
                 limit_s=self._limit_s,
                 tell=lambda elapsed: detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}"),
             )
-        if address is not None:
+        if route is not None:
             console.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
-            return address
+            return route
         if not server.is_alive():
             raise self._died(server)
         last = server_log.last_line(self._log)
@@ -210,17 +169,18 @@ class StartedServer:
             remedy=f"read {self._log}, or allow more time with --start-limit-s",
         )
 
-    def _answering(self, server: Child) -> Address | None:
-        """Return where this very server reports that it is well; None while it does not."""
+    def _answering(self, server: Child) -> str | None:
+        """Return the route on which this very server reports that it is well; None while it does not."""
         path = self._command.awaited_manifest
         try:
             if path is not None and manifest.read(path).server != server.identity:
                 return None
         except (FileNotFoundError, ManifestError):
             return None
-        host = reachable(self._command.host)
-        addresses = (Address(host, self._command.port, route) for route in self._command.routes)
-        return next((address for address in addresses if address.health(limit_s=ASK_LIMIT_S) == "well"), None)
+        for route in self._command.routes:
+            if health(self._host, self._command.port, route, limit_s=ASK_LIMIT_S) == "well":
+                return route
+        return None
 
     def _died(self, server: Child) -> BridgeError:
         """Return the error of a server that ended or was killed."""
@@ -241,3 +201,33 @@ class StartedServer:
 def reachable(host: str) -> str:
     """Return the address at which a server that listens on `host` answers."""
     return LOOPBACKS.get(host, host)
+
+
+def health(
+    host: str, port: int, route: str = "/health", *, limit_s: float, is_over: Callable[[], bool] = lambda: False
+) -> Literal["well", "unwell", "silent"]:
+    """Ask a server once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
+
+    `unwell`: another status than 200, or nobody listens; `silent`: no answer in time.
+    """
+    connection = http.client.HTTPConnection(host, port, timeout=SLICE_S)
+    with contextlib.closing(connection):
+        try:
+            for _ in range(1 + round(limit_s / SLICE_S)):
+                if is_over():
+                    break
+                if connection.sock is None:
+                    with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
+                        connection.request("GET", route, headers=api_key.headers())
+                elif _is_readable(connection.sock):
+                    connection.sock.settimeout(READ_LIMIT_S)
+                    return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
+        except (OSError, http.client.HTTPException):
+            return "unwell"
+    return "silent"
+
+
+def _is_readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(SLICE_S * 1e3))

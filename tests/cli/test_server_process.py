@@ -21,7 +21,7 @@ from bridge.modes.mode import ServerProcess
 from cli import children, server_process
 from cli.serve import free_port
 from cli.server_command import ServerCommand
-from cli.server_process import Address, StartedServer
+from cli.server_process import StartedServer
 from tests.cli.test_serve_command import written
 
 HOST = "127.0.0.1"
@@ -301,8 +301,7 @@ def test_the_watchdog_ends_a_server_whose_engine_is_gone(
     tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = fake(tmp_path, "--status", "503")
-    address = Address(command.host, command.port)
-    monkeypatch.setattr(StartedServer, "_answering", lambda *_: address)  # it was well when it began
+    monkeypatch.setattr(StartedServer, "_answering", lambda *_: "/health")  # it was well when it began
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         ask_after_its_end(server)
     assert "lost its engine" in refused.value.message
