@@ -20,8 +20,6 @@ from cli.options import Json
 from cli.verify import ManifestPath
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from bridge.server.client import BridgeClient
     from bridge.server.manifest import Manifest
 
@@ -95,24 +93,10 @@ def _folder_of(checkpoint: str) -> Path:
 
 def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     """Check that `folder` holds weights of the served model, and return what loads them."""
-    from bridge.weights import attach, model_folder
+    from bridge.weights import attach, model_folder, skeleton
 
     attached = attach.attach(exported)
-    _refuse_other_model(attached.model, folder, exported.model)
-
-    def write() -> None:
-        try:
-            model_folder.load_into(attached.model, folder)
-        except BaseException:
-            console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
-            raise
-
-    return write
-
-
-def _refuse_other_model(served: "PreTrainedModel", folder: Path, name: str) -> None:
-    from bridge.weights import model_folder, skeleton
-
+    served, name = attached.model, exported.model
     found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
     others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]
     if others:
@@ -123,6 +107,15 @@ def _refuse_other_model(served: "PreTrainedModel", folder: Path, name: str) -> N
             remedy=f"name a checkpoint of {name}, or serve that one: {serve_it}",
         )
     model_folder.check(served, folder)
+
+    def write() -> None:
+        try:
+            model_folder.load_into(attached.model, folder)
+        except BaseException:
+            console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
+            raise
+
+    return write
 
 
 def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) -> Callable[[], None]:

@@ -114,7 +114,16 @@ def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weight
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
         )
-    faults = [*_faults(flags, shares_weights)]
+    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
+    faults = []
+    for name, value in _pairs(flags):
+        if name in ours:
+            faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
+        meant = [other for other in REFUSED if len(name) > 5 and other.startswith(name)]  # argparse takes abbreviations
+        refused = name if name in REFUSED else next(iter(meant), "")
+        why = REFUSED.get(refused)
+        if why is not None and (shares_weights or why.any_server) and not why.allowed(value):
+            faults.append(f"{f'{refused} {value}'.strip()}: {why.reason}")
     if shares_weights:
         values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
         faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
@@ -214,18 +223,6 @@ def _add_cpu(found: Added, config: ServeConfig, outer: Mapping[str, str]) -> Non
     unset = {name: value for name, value in derived.items() if not outer.get(name)}
     found.environment |= unset
     found.notes += [f"{name}={value}: not set, derived" for name, value in unset.items()]
-
-
-def _faults(flags: Sequence[str], shares_weights: bool) -> Iterator[str]:
-    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
-    for name, value in _pairs(flags):
-        if name in ours:
-            yield f"{name} after --: it is a flag of bridge serve-vllm, give it before --"
-        meant = [flag for flag in REFUSED if len(name) > 5 and flag.startswith(name)]  # argparse takes abbreviations
-        refused = name if name in REFUSED else next(iter(meant), "")
-        why = REFUSED.get(refused)
-        if why is not None and (shares_weights or why.any_server) and not why.allowed(value):
-            yield f"{f'{refused} {value}'.strip()}: {why.reason}"
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
