@@ -33,8 +33,8 @@ from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from cli.demo import demo_model_folder
-from cli.engine import StartedServer
 from cli.serve import free_port, prepare
+from cli.server_process import StartedServer
 from environments import registry
 
 REFERENCE, PLAIN = "float32 master", "bf16"

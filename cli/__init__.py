@@ -1,4 +1,4 @@
-"""The `bridge` command: it turns flags into choices, starts and stops processes, and prints what happens.
+"""The `bridge` command: one file per subcommand, and beside them flags, the live view, and the processes it starts.
 
 Words: *note*, a line for people on stderr; *data*, a line for programs on stdout; *child*, a process that we started.
 

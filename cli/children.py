@@ -1,6 +1,5 @@
-"""Start, watch and stop our own processes, and no others.
+"""Start, watch and stop our own processes, and no others; `leash.py` ends them if we are killed.
 
-Not covered: the server's log (`server_log.py`), and its end if we are killed (`leash.py`).
 Source: setsid(2): a session's id is not reused while one of its processes lives.
 """
 
@@ -13,17 +12,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from bridge.core.process import ProcessIdentity
 
+T = TypeVar("T")
 POLL_S = 0.2
 TRACKER_S = 5.0
 """Time for a resource tracker to remove what its killed users left in /dev/shm: hundreds of MiB for vLLM."""
-
 LEASH = Path(__file__).with_name("leash.py")
-"""Run before the child's own program and replaced by it: the pid and the start time stay the same."""
+"""Becomes the child's own program: the pid and the start time stay the same."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Child:
     """Its stdout and stderr."""
 
     def is_alive(self) -> bool:
-        """Tell whether it runs; never reaps it."""
+        """Return whether it runs, without reaping it."""
         return self.identity.is_alive()
 
     def exit_code(self) -> int | None:
@@ -52,10 +52,7 @@ class Child:
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-    """Start `argv` (a full path first) in its own session, which ends when this process does, however that ends.
-
-    Its output is appended to `log`.
-    """
+    """Start `argv` (a full path first) in its own session, which ends with this process; append its output to `log`."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv],
@@ -68,46 +65,43 @@ def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Chi
     return Child(process, ProcessIdentity.of(process.pid), log)
 
 
-def wait_until(child: Child, is_ready: Callable[[], bool], *, limit_s: float, tell: Callable[[float], None]) -> bool:
-    """Wait until `is_ready`; return False if `child` ended first or `limit_s` seconds passed.
+def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, tell: Callable[[float], None]) -> T | None:
+    """Wait until `ready` returns something true, and return it; None if `child` ends first or `limit_s` seconds pass.
 
     `tell` is called with the elapsed seconds.
     """
     began = time.monotonic()
     while child.is_alive() and (elapsed := time.monotonic() - began) < limit_s:
-        if is_ready():
-            return True
+        if found := ready():
+            return found
         tell(elapsed)
         time.sleep(POLL_S)
-    return False
+    return None
 
 
 def stop(child: Child, *, grace_s: float = 15.0) -> None:
-    """Ask `child` to end, and make sure after `grace_s` that nothing of its tree is left.
-
-    A second Ctrl-C ends the grace at once.
-    """
+    """Send SIGTERM to `child`, and kill what is left of its tree after `grace_s`, or at once on a second Ctrl-C."""
     tree = _tree(child)
     try:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
         _wait(child.is_alive, grace_s)
-        _wait(lambda: any(_is_running(process) for process in tree), grace_s / 3)
+        _wait(lambda: _running(tree), grace_s / 3)
     finally:
         tree |= _tree(child)
-        trackers = {process for process in tree if _is_tracker(process)}
+        trackers = _trackers(tree)
         _kill(tree - trackers)
         child.process.wait()
-        _wait(lambda: any(_is_running(process) for process in trackers), TRACKER_S)
+        _wait(lambda: _running(trackers), TRACKER_S)
         _kill(trackers)
-        _wait(lambda: any(_is_running(process) for process in tree), 5)  # init reaps the orphans, when it likes
-        left = [process for process in tree if _is_running(process)]
-        assert not left, f"processes that we started cannot be killed: {left}"
+        _wait(lambda: _running(tree), 5)  # init reaps orphans at its own pace
+        assert not _running(tree), f"processes that we started cannot be killed: {_running(tree)}"
 
 
 def kill(child: Child) -> None:
     """Kill the whole tree of `child` at once; `stop` reaps it and waits for the rest."""
-    _kill({process for process in _tree(child) if not _is_tracker(process)})
+    tree = _tree(child)
+    _kill(tree - _trackers(tree))
 
 
 def _kill(processes: set[psutil.Process]) -> None:
@@ -116,15 +110,17 @@ def _kill(processes: set[psutil.Process]) -> None:
             process.kill()  # psutil checks the start time first: a reused pid is left alone
 
 
-def _is_tracker(process: psutil.Process) -> bool:
-    """Tell whether it is Python's resource tracker, which removes its users' shared memory and ends after them."""
-    try:
-        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
-        return False
+def _trackers(tree: set[psutil.Process]) -> set[psutil.Process]:
+    """Return Python's resource trackers, which remove their users' shared memory and end after them."""
+    found = set()
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            if any("multiprocessing.resource_tracker" in part for part in process.cmdline()):
+                found.add(process)
+    return found
 
 
-def _wait(busy: Callable[[], bool], limit_s: float) -> None:
+def _wait(busy: Callable[[], object], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while busy() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -132,22 +128,18 @@ def _wait(busy: Callable[[], bool], limit_s: float) -> None:
 
 def _tree(child: Child) -> set[psutil.Process]:
     """Return every process of the child's session, and the descendants that left it."""
-    members = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
-    for process in tuple(members):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            members.update(process.children(recursive=True))
+    members = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == child.process.pid:
+                members |= {process, *process.children(recursive=True)}
     return members
 
 
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except (ProcessLookupError, PermissionError):
-        return None
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def _running(processes: set[psutil.Process]) -> list[psutil.Process]:
+    running = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running

@@ -1,4 +1,4 @@
-"""Print for people on stderr and for programs on stdout; text from elsewhere can never act on the terminal."""
+"""Print for people on stderr and for programs on stdout; no text can send escape sequences to the terminal."""
 
 import contextlib
 import sys
@@ -9,21 +9,21 @@ from rich.console import Console
 from rich.text import Text
 
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-"""Without colors where stderr is no terminal or NO_COLOR is set."""
+"""Without colors if stderr is no terminal or NO_COLOR is set."""
 
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
 ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories that are no visible character: controls, marks of direction, halves of a pair."""
+"""Unicode categories of invisible characters: controls, marks of direction, halves of a pair."""
 JOINERS = dict.fromkeys(map(ord, "\u200c\u200d\ufe0e\ufe0f"))
-"""They make one picture of several characters, whose width differs between terminals: left out."""
+"""Left out: they join characters to a picture, whose width differs between terminals."""
 
 _view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
-"""What prints a line above the live view, and what shows in it what is waited for; None: there is no live view."""
+"""The live view's functions that print a line above it, and that show what is awaited; None: there is no live view."""
 
 
 @contextlib.contextmanager
 def shared_with(say: Callable[[Text], None], wait_for: Callable[[str], None]) -> Iterator[None]:
-    """Hand notes to `say`, and what is waited for to `wait_for`: the live view owns the terminal."""
+    """Pass notes to `say` and waits to `wait_for`, as long as the live view owns the terminal."""
     global _view  # noqa: PLW0603 - there is one terminal
     _view = say, wait_for
     try:
@@ -47,7 +47,6 @@ def verdict(status: str, text: str) -> None:
 
 
 def fault(message: str, hint: str) -> None:
-    """Print `error: ...`, an empty line and `hint: ...`."""
     people.print(Text.assemble(("error: ", "bold red"), cleaned(message)))
     people.print()
     people.print(Text.assemble(("hint: ", "bold cyan"), cleaned(hint)))
@@ -61,7 +60,7 @@ def data(line: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show that `what` is awaited; the yielded function replaces the detail behind it.
+    """Show that `what` is awaited; the yielded function updates the detail behind it.
 
     On a terminal this is one moving line; elsewhere `what` is printed once, without details.
     """
@@ -82,13 +81,9 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def cleaned(text: str) -> str:
-    """Return `text` with everything that could act on a terminal as a visible escape; lines stay lines."""
+    """Return `text` with control characters as visible escapes; line breaks stay."""
     text = text.replace("\r\n", "\n").expandtabs(4).translate(JOINERS)
     return "".join(
-        character if character == "\n" or _is_harmless(character) else character.encode("unicode_escape").decode()
-        for character in text
+        char.encode("unicode_escape").decode() if char != "\n" and unicodedata.category(char) in ACTING else char
+        for char in text
     )
-
-
-def _is_harmless(character: str) -> bool:
-    return " " <= character <= "~" or unicodedata.category(character) not in ACTING

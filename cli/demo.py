@@ -1,7 +1,4 @@
-"""`bridge demo`: all of Bridge in one command, with a tiny model that it makes itself.
-
-Not covered: the model (`demo_model.py`) and the page (`report/`).
-"""
+"""`bridge demo`: all of Bridge in one command, with a tiny model that it makes itself (`demo_model.py`)."""
 
 import json
 from pathlib import Path
@@ -15,11 +12,11 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json
 from cli import console
-from cli.engine import StartedServer
 from cli.options import Json
 from cli.report import command as report
 from cli.run import attached_to
 from cli.serve import free_port, prepare
+from cli.server_process import StartedServer
 from cli.steps import duration
 from cli.train import load_environment, train_in
 from cli.verify import FAILED_EXIT_CODE, proof
@@ -30,10 +27,10 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0
 LEAST_GAIN = 0.2
-"""Held-out reward that the demo must gain to pass; the warmed-up model gains about twice as much."""
+"""How much the held-out reward must rise for the demo to pass; it usually rises twice as much."""
 LEARNING_RATE = 2e-4
 GPU_SHARE = 0.2
-"""Of a GPU, for a model of a megabyte: all of it for the KV cache, and more than enough."""
+"""Of a GPU: more than enough for a model of a megabyte and its KV cache."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.")]
@@ -88,13 +85,12 @@ def _fresh(out: Path) -> RunDirectory:
 
 
 def demo_model_folder() -> Path:
-    """Return the tiny model, which is made once and kept."""
+    """Return the tiny model, which is made once and cached."""
     from cli import demo_model
 
-    with console.waiting("making a tiny model (once; it is kept)") as detail:
-        return demo_model.make(
-            demo_model.cache_folder(), progress=lambda step, num_steps: detail(f"step {step}/{num_steps}")
-        )
+    with console.waiting("making a tiny model (once; it is cached)") as detail:
+        folder = demo_model.cache_folder()
+        return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
 
 
 def _train_and_verify(model: Path, run: RunDirectory, steps: int, device: Device) -> tuple["Summary", list[Check]]:
@@ -124,23 +120,18 @@ def _train_and_verify(model: Path, run: RunDirectory, steps: int, device: Device
 
 
 def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:
-    updates, steps = document["updates"], document["steps"]
+    updates, steps, passed = document["updates"], document["steps"], document["passed"]
     idle = "" if updates == steps else f" (in {steps - updates} of {steps} steps all rewards were equal)"
-    rows = {
-        "held-out reward before": f"{document['reward_before']:.3f}",
-        "held-out reward after": f"{document['reward_after']:.3f}",
-        "optimizer steps, in place": f"{updates}{idle}",
-        "bytes of weights copied": str(document["weight_bytes_copied"]),
-        "largest difference of log-probabilities": f"{document['logprob_diff_max']:.4f} nats",
-        "fence, median": duration(document["fence_p50_ms"] / 1e3),
-        "report, for a browser": str(page),
-        "summary": str(run.path / "summary.json"),
-    }
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
+    table.add_row("held-out reward before", f"{document['reward_before']:.3f}")
+    table.add_row("held-out reward after", f"{document['reward_after']:.3f}")
+    table.add_row("optimizer steps, in place", f"{updates}{idle}")
+    table.add_row("bytes of weights copied", str(document["weight_bytes_copied"]))
+    table.add_row("largest difference of log-probabilities", f"{document['logprob_diff_max']:.4f} nats")
+    table.add_row("fence, median", duration(document["fence_p50_ms"] / 1e3))
+    table.add_row("report, for a browser", str(page))
+    table.add_row("summary", str(run.path / "summary.json"))
     console.people.print()
     console.people.print(table)
     failure = f"the reward must rise by {LEAST_GAIN} and every check must pass"
-    passed = document["passed"]
     console.verdict("PASS" if passed else "FAIL", "one copy, trained in place" if passed else failure)

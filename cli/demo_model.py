@@ -1,8 +1,8 @@
 """Make the demo's tiny model and its tokenizer: no network, no GPU, half a minute at most, cached.
 
-It is warmed up by next-token prediction on the training problems only: first with right answers, then with some wrong
-ones near the right one, so that a sampled answer is right nearly every second time. By then the model can add, and
-reinforcement learning has to prefer what it knows, not to discover it. The held-out problems stay new to it.
+It is warmed up by next-token prediction on the training problems: first with right answers, then with some wrong ones
+near the right one, so that about every second sampled answer is right. By then the model can add, and reinforcement
+learning has to prefer what it knows, not to discover it. The held-out problems stay new to it.
 """
 
 import hashlib
@@ -10,11 +10,8 @@ import json
 import math
 import os
 import random
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,42 +38,23 @@ MODEL = {
 }
 """Half a million parameters with grouped-query attention and tied embeddings."""
 IGNORED = -100
-"""Label of a token that is given rather than predicted."""
+"""Label of a token of the prompt."""
 WEIGHT_DECAY = 0.1
-"""Without it the sums that are not shown are learnt later."""
+"""Without it the held-out sums are learnt later."""
 SLIPS = (-2, -1, 1, 2)
 """How far a wrong answer is from the right one."""
+RECIPE: Mapping[str, Any] = {
+    "clean": {"num_steps": 160, "right_share": 1.0, "lr": 3e-3},  # only right answers
+    "mixed": {"num_steps": 40, "right_share": 0.53, "lr": 5e-4},  # held-out problems end a little below this share
+    "batch_size": 96,
+    "seed": 0,  # of the initial weights, the order of the problems and the wrong answers
+}
+"""Two phases, each with the share of right answers in the loss, and a peak learning rate that falls to a twentieth."""
 
 Progress = Callable[[int, int], None]
 """Called with the step just done, counted from 1, and the number of steps."""
 Example = tuple[str, str, float]
 """A prompt, an answer and its weight in the loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Steps that share one mixture of answers."""
-
-    num_steps: int
-    """Optimizer steps."""
-    right_share: float
-    """Weight of the right answers in the loss."""
-    lr: float
-    """Peak learning rate; it falls to a twentieth along a cosine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How long and from what the model learns."""
-
-    clean: Phase = Phase(num_steps=160, right_share=1.0, lr=3e-3)
-    """First, only right answers."""
-    mixed: Phase = Phase(num_steps=40, right_share=0.53, lr=5e-4)
-    """Then wrong answers mixed in; held-out problems end a little below the share of right ones."""
-    batch_size: int = 96
-    """Problems per step."""
-    seed: int = 0
-    """Seed of the initial weights, the order of the problems and the wrong answers."""
 
 
 def cache_folder() -> Path:
@@ -85,70 +63,54 @@ def cache_folder() -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "bridge"
 
 
-def make(folder: Path, *, progress: Progress, recipe: Recipe | None = None) -> Path:
+def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE) -> Path:
     """Return the model's folder inside the cache `folder`; make it first unless it is there."""
-    recipe = recipe if recipe is not None else Recipe()
-    ingredients = [VERSION, MODEL, asdict(recipe), SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
+    ingredients = [VERSION, MODEL, recipe, SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
     target = folder / f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
-    if not target.is_dir():
-        with _appears_whole(target) as unfinished:
-            _build(unfinished, recipe, progress)
+    if target.is_dir():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder, prefix=f".{target.name}.", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the demo's model to {folder}: {error.strerror}",
+            remedy="XDG_CACHE_HOME=/a/writable/folder bridge demo",
+        ) from error
+    with scratch:  # whatever goes wrong, no half of the model is left
+        _build(Path(scratch.name), recipe, progress)
+        try:
+            Path(scratch.name).rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process made the same model meanwhile
+                raise
     return target
 
 
-@contextmanager
-def _appears_whole(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` at the end; whatever goes wrong, no half of it is left."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the demo's model below {target.parent}: {error.strerror}",
-            remedy="XDG_CACHE_HOME=/a/folder/of/yours bridge demo",
-        ) from error
-    try:
-        yield unfinished
-        try:
-            unfinished.rename(target)
-        except OSError:
-            if not target.is_dir():  # else another process made the same model meanwhile, which serves as well
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
+def _build(folder: Path, recipe: Mapping[str, Any], progress: Progress) -> None:
     import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from bridge.weights.model_folder import no_progress_bar
 
     tokenizer = _tokenizer()
-    with _reproducible(recipe.seed):
-        model = _model(tokenizer)
-        _warm_up(model, tokenizer, Arithmetic(), recipe, progress)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # reproducible, and no slower: the model is tiny
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe["seed"])
+            model: Any = Qwen2ForCausalLM(Qwen2Config(**MODEL, **ids, vocab_size=len(tokenizer)))
+            _warm_up(model, tokenizer, recipe, progress)
+    finally:
+        torch.set_num_threads(num_threads)
     with no_progress_bar():
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-@contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
-    """Seed torch and keep it on one thread: a tiny model gains nothing from more, and loses much on a busy machine."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def _tokenizer() -> Any:
-    """Make a tokenizer of one token per character, which adds none of its own to a prompt."""
+    """Make a tokenizer with one token per character, which adds none of its own to a prompt."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -166,27 +128,20 @@ def _tokenizer() -> Any:
     )
 
 
-def _model(tokenizer: Any) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    return Qwen2ForCausalLM(Qwen2Config(**MODEL, **ids, vocab_size=len(tokenizer)))
-
-
-def _warm_up(model: Any, tokenizer: Any, problems: Iterable[Problem], recipe: Recipe, progress: Progress) -> None:
+def _warm_up(model: Any, tokenizer: Any, recipe: Mapping[str, Any], progress: Progress) -> None:
     import torch
 
-    draw = random.Random(recipe.seed)  # noqa: S311  no secret is made of it
-    batches = _batches(list(problems), recipe.batch_size, draw)
-    phases = (recipe.clean, recipe.mixed)
-    done, total = 0, sum(phase.num_steps for phase in phases)
+    draw = random.Random(recipe["seed"])  # noqa: S311  no secret is made of it
+    batches = _batches(list(Arithmetic()), recipe["batch_size"], draw)
+    phases = (recipe["clean"], recipe["mixed"])
+    done, total = 0, sum(phase["num_steps"] for phase in phases)
     for phase in phases:
         # A new optimizer: after right answers the moments are tiny, and the first wrong ones would make huge steps.
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
-        for step in range(phase.num_steps):
-            examples = _examples(next(batches), phase.right_share, draw)
-            cosine = 0.5 * (1 + math.cos(math.pi * step / phase.num_steps))
-            optimizer.param_groups[0]["lr"] = phase.lr * min(1.0, (step + 1) / 10) * (0.05 + 0.95 * cosine)
+        for step in range(phase["num_steps"]):
+            examples = _examples(next(batches), phase["right_share"], draw)
+            cosine = 0.5 * (1 + math.cos(math.pi * step / phase["num_steps"]))
+            optimizer.param_groups[0]["lr"] = phase["lr"] * min(1.0, (step + 1) / 10) * (0.05 + 0.95 * cosine)
             optimizer.zero_grad()
             _loss(model, tokenizer, examples).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -206,7 +161,7 @@ def _batches(problems: list[Problem], size: int, draw: random.Random) -> Iterato
 
 
 def _examples(problems: list[Problem], right_share: float, draw: random.Random) -> list[Example]:
-    """Pair every problem with its right answer, and with a wrong one too unless the right ones have all the weight."""
+    """Pair every problem with its right answer and, unless the right ones have all the weight, a wrong one."""
     right = [(str(problem["prompt"]), str(problem["answer"]), right_share) for problem in problems]
     if right_share == 1.0:
         return right
@@ -221,12 +176,11 @@ def _loss(model: Any, tokenizer: Any, examples: list[Example]) -> "torch.Tensor"
     """Return the weighted negative log-likelihood of the answers and their ends, per unit of weight."""
     import torch
 
-    rows, labels = [], []
     prompts = tokenizer([prompt for prompt, _, _ in examples])["input_ids"]
     answers = tokenizer([answer + tokenizer.eos_token for _, answer, _ in examples])["input_ids"]
-    for asked, answered in zip(prompts, answers, strict=True):
-        rows.append(torch.tensor(asked + answered))
-        labels.append(torch.tensor([IGNORED] * len(asked) + answered))
+    pairs = list(zip(prompts, answers, strict=True))
+    rows = [torch.tensor(prompt + answer) for prompt, answer in pairs]
+    labels = [torch.tensor([IGNORED] * len(prompt) + answer) for prompt, answer in pairs]
     pad = torch.nn.utils.rnn.pad_sequence  # on the right, where causal attention never looks
     token_ids = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     targets = pad(labels, batch_first=True, padding_value=IGNORED)[:, 1:]

@@ -1,4 +1,4 @@
-"""The last lines of a run, however it ends: its checkpoint, and the commands that resume it and report on it."""
+"""The last lines of a run, however it ends: its checkpoint, and the commands to resume it and to report on it."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,59 +16,53 @@ if TYPE_CHECKING:
 
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
 """The arguments of this process."""
-SWITCHES = {"resume", "no_resume"}
 
 
 @contextmanager
-def told(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
+def printed(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
     """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
     try:
         yield
     finally:
-        for line in _lines(run, config):
-            console.note(line)
+        if run.metrics.exists():
+            _print(run, config)
+
+
+def _print(run: "RunDirectory", config: "TrainConfig") -> None:
+    from bridge.modes import way_of
+    from bridge.run import checkpoint
+
+    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
+    whole = [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]
+    if whole:
+        last = max(whole)
+        console.note(f"checkpoint: {saved[last]}")
+        if config.checkpoints.save_optimizer:
+            further = last + config.training_steps if last >= config.training_steps else None
+            console.note(f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}")
+    console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
 
 
 def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
     """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, theirs = arguments[:place], arguments[place:]  # vLLM's flags, behind the dashes
-    drop = {"run_dir"} | ({"training_steps"} if training_steps else set())
+    own, vllms = arguments[:place], arguments[place:]
     more = ["--resume", "--run-dir", str(run_dir)]
     more += ["--training-steps", str(training_steps)] if training_steps else []
-    command = [*_without(own, drop), *more, *theirs]
-    return shlex.join(["bridge", *private.shown_arguments(command)])
-
-
-def _lines(run: "RunDirectory", config: "TrainConfig") -> Iterator[str]:
-    from bridge.modes import way_of
-    from bridge.run import checkpoint
-
-    if not run.metrics.exists():
-        return
-    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
-    whole = {step: folder for step, folder in saved.items() if checkpoint.is_checkpoint(folder)}
-    if whole:
-        last = max(whole)
-        yield f"checkpoint: {whole[last]}"
-        if config.checkpoints.save_optimizer:
-            further = last + config.training_steps if last >= config.training_steps else None
-            yield f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}"
-    yield f"report:     {shlex.join(['bridge', 'report', str(run.path)])}"
+    kept = _without(own, {"run_dir", "training_steps"} if training_steps else {"run_dir"})
+    return shlex.join(["bridge", *private.shown_arguments([*kept, *more, *vllms])])
 
 
 def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
     """Yield `arguments` without --resume, and without the flags of `fields` and their values."""
     from bridge.config import TrainConfig
 
-    skips_next = False
-    for argument in arguments:
-        if skips_next:
-            skips_next = False
-            continue
+    rest = iter(arguments)
+    for argument in rest:
         name, equals, _ = argument.partition("=")
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        if key in SWITCHES or TrainConfig.field_of(key) in fields:
-            skips_next = key not in SWITCHES and not equals
-        else:
+        if TrainConfig.field_of(key) in fields:
+            if not equals:
+                next(rest, None)  # its value
+        elif key not in {"resume", "no_resume"}:
             yield argument

@@ -1,4 +1,4 @@
-"""`bridge env`: feed an Atropos API with groups of one of our environments, and report how that goes.
+"""`bridge env`: feed an Atropos API with groups of one of our environments, and report the progress.
 
 Not covered: the feeding itself (`bridge/atropos/feeder.py`).
 """
@@ -37,44 +37,36 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
         config = config.changed(environment=name)
     environment = registry.load(config.task)
     rehearse(config, environment)
-    recipe = functools.partial(registry.scorer, config.task)
 
-    def show(line: str, progress: "FeedProgress") -> None:
+    def show(progress: "FeedProgress", line: str) -> None:
         console.note(line)
         if as_json:
             console.data(json.dumps(dataclasses.asdict(progress)))
 
-    last = feeder.feed(config, environment, recipe, tell=console.note, report=lambda now: show(progress_line(now), now))
-    show(summary_line(last), last)
+    recipe = functools.partial(registry.scorer, config.task)
+    last = feeder.feed(config, environment, recipe, tell=console.note, report=lambda now: show(now, progress_line(now)))
+    show(last, summary_line(last))
 
 
 def progress_line(progress: "FeedProgress") -> str:
-    """Return the progress in one line."""
+    """Return the progress since the last line."""
     step = f"{progress.step}/{progress.num_steps}" if progress.num_steps > 0 else str(progress.step)
-    reward = "-" if progress.reward_mean is None else f"{progress.reward_mean:.3f}"
-    line = (
-        f"step {step}  {progress.groups} groups sent  reward {reward}"
-        f"  {progress.tokens_per_s:,.0f} tok/s  queue {progress.queued_batches:.1f} batches"
-    )
-    return "  ".join([line, *_troubles(progress)])
+    speed = f"{progress.tokens_per_s:,.0f} tok/s  queue {progress.queued_batches:.1f} batches"
+    return _line(f"step {step}", progress, progress.reward_mean, speed)
 
 
 def summary_line(progress: "FeedProgress") -> str:
-    """Return the result in one line."""
-    reward = "-" if progress.reward_mean_so_far is None else f"{progress.reward_mean_so_far:.3f}"
-    line = (
-        f"done: the trainer has its {progress.num_steps} batches  {progress.groups} groups sent"
-        f"  reward {reward}  {progress.seconds:.0f} s"
-    )
-    return "  ".join([line, *_troubles(progress)])
+    """Return the result."""
+    done = f"done: the trainer has its {progress.num_steps} batches"
+    return _line(done, progress, progress.reward_mean_so_far, f"{progress.seconds:.0f} s")
 
 
-def _troubles(progress: "FeedProgress") -> list[str]:
-    """Return what was left out or went wrong, each with its count."""
-    counts = {
+def _line(start: str, progress: "FeedProgress", reward: float | None, end: str) -> str:
+    troubles = {
         "too long": progress.too_long,
         "without a reward": progress.unscored,
         "unanswered": progress.unanswered,
         "retries": progress.retries,
     }
-    return [f"{count} {what}" for what, count in counts.items() if count]
+    figures = [start, f"{progress.groups} groups sent", f"reward {'-' if reward is None else f'{reward:.3f}'}", end]
+    return "  ".join(figures + [f"{count} {what}" for what, count in troubles.items() if count])

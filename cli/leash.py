@@ -1,7 +1,7 @@
-"""Become another program that does not outlive the process that started it: run by its path, with PARENT PROGRAM ARGS.
+"""Become a program that does not outlive the process that started it; run by its path, with PARENT PROGRAM ARGS.
 
-The program keeps this process's pid and start time. A guard beside it ends its whole session once the parent is gone,
-however that ended: vLLM ignores SIGTERM while its engine starts, and its processes live on if one of them is killed.
+The program keeps this process's pid and start time. Once the parent is gone, a guard kills the whole session: vLLM
+ignores SIGTERM while its engine starts, and its processes outlive one of them that is killed.
 
 Source: prctl(2) PR_SET_PDEATHSIG; pidfd_open(2); setsid(2).
 """
@@ -17,12 +17,11 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 8.0
-"""Time for the program to end by itself after the SIGTERM that the parent's end sends to it."""
+"""Time for the program to end by itself after the SIGTERM that it gets when the parent ends."""
 POLL_S = 0.2
 
 
 def become(parent: int, argv: list[str]) -> None:
-    """Leave a guard behind, and turn into the program `argv`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     _leave_guard(parent)
     if os.getppid() != parent:
@@ -33,7 +32,7 @@ def become(parent: int, argv: list[str]) -> None:
 def _leave_guard(parent: int) -> None:
     try:
         theirs, own = os.pidfd_open(parent), os.pidfd_open(os.getpid())  # both are closed by the exec
-    except OSError:  # an old kernel, or a container that forbids it: the SIGTERM must do
+    except OSError:  # an old kernel, or a container that forbids it: the SIGTERM has to be enough
         return
     if os.fork() == 0:
         if os.fork() == 0:
@@ -43,7 +42,7 @@ def _leave_guard(parent: int) -> None:
 
 
 def _guard(parent: int, program: int, session: int) -> None:
-    """Wait until the session is empty; once the parent has ended, make sure of it."""
+    """Wait until the session is empty; once the parent has ended, kill what is left of it after GRACE_S."""
     _wait([parent, program], None)
     deadline = None
     while members := _members(session):
@@ -57,7 +56,7 @@ def _guard(parent: int, program: int, session: int) -> None:
 
 
 def _wait(descriptors: list[int], limit_s: float | None) -> bool:
-    """Wait until one of the processes has ended; tell whether one did."""
+    """Wait until one of the processes has ended, and return whether one did."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -65,18 +64,15 @@ def _wait(descriptors: list[int], limit_s: float | None) -> bool:
 
 
 def _members(session: int) -> list[int]:
-    """Return the other living processes of `session`, but no resource tracker of Python's: it ends after its users."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [pid for pid in pids if pid != os.getpid() and _is_member(pid, session)]
-
-
-def _is_member(pid: int, session: int) -> bool:
-    try:
-        state, _, _, of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return int(of) == session and state not in "ZX" and b"resource_tracker" not in command
-    except OSError:
-        return False
+    """Return the other living processes of `session`, except Python's resource trackers: they end after their users."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            is_tracker = b"resource_tracker" in (entry / "cmdline").read_bytes()
+            if int(of) == session and state not in "ZX" and not is_tracker and int(entry.name) != os.getpid():
+                members.append(int(entry.name))
+    return members
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The live view of a run: its lines scroll as ever, and a panel stands below them.
+"""The live view of a run: its lines scroll as usual, and a panel stays below them.
 
-A thread of its own owns the terminal: training hands it lines and figures, and never waits for it.
+A separate thread paints the terminal: training hands it lines and figures, and never waits for it.
 """
 
 import os
@@ -23,16 +23,16 @@ from cli import console, panel
 from cli.steps import Lines
 
 PERIOD_S = 0.25
-"""The terminal is painted at most this often."""
+"""Between two paintings of the terminal."""
 MOST_REPEATED = 200
 """Lines printed again, as far as they fit, when the terminal gets smaller."""
 LONGEST_GOODBYE_S = 3.0
-"""After this, a terminal that takes no more output is given up."""
+"""A terminal that takes no more output holds up the end of a run for this long."""
 
 
 @contextmanager
 def reporting_to_people(num_steps: int, opening: str, *, data: Callable[[str], None] | None = None) -> Iterator[Lines]:
-    """Report a run of `num_steps` as lines, with a view below them if there is a terminal for it."""
+    """Report a run of `num_steps` in lines, with a view below them on a terminal that can show it."""
     if not wanted(console.people, os.environ, has_data=data is not None):
         yield Lines(num_steps, opening, data=data)
         return
@@ -46,7 +46,7 @@ def reporting_to_people(num_steps: int, opening: str, *, data: Callable[[str], N
 
 
 def wanted(terminal: Console, environment: Mapping[str, str], *, has_data: bool) -> bool:
-    """Tell whether a person looks at `terminal`, and no lines of data would tear the view."""
+    """Return whether a person looks at `terminal`, and no lines of data on stdout would break the view."""
     return (
         terminal.is_interactive
         and not terminal.is_dumb_terminal
@@ -58,7 +58,7 @@ def wanted(terminal: Console, environment: Mapping[str, str], *, has_data: bool)
 
 
 class View(Lines):
-    """Reports lines, and stands below them."""
+    """Reports lines, and a panel below them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class View(Lines):
         data: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(num_steps, opening, data=data, width=lambda: terminal.width)
+        super().__init__(num_steps, opening, data=data)
         self._terminal, self._clock = terminal, clock
         self._seen = panel.Seen(num_steps)
         self._lines: deque[Text] = deque()
@@ -79,7 +79,7 @@ class View(Lines):
         self._painter = threading.Thread(target=self._paint, name="live view", daemon=True)
 
     def say(self, line: Text) -> None:
-        """Print `line` above the view soon, or at once if there is no view."""
+        """Print `line` above the panel soon, or at once if there is no panel."""
         self._lines.append(line)
         if not self._painter.is_alive():
             self._print_lines()
@@ -89,30 +89,27 @@ class View(Lines):
         self._seen.waiting = what
 
     def phase(self, name: Phase) -> None:
-        """Show the phase."""
         self._seen.progress = None
         self._seen.phase, self._seen.phase_began = name, self._clock()
         if not self._painter.ident:  # not before: what opens a run may ask a person something
             self._painter.start()
 
     def progress(self, done: int, total: int) -> None:
-        """Show the progress of the phase."""
         self._seen.progress = done, total
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Show and print the step."""
         self._seen.steps.append(metrics)
         self._seen.step_ends.append(self._clock())
         self._seen.sample = reporting.sample(groups)
+        self.width = self._terminal.width
         super().step(metrics, groups)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Show and print the evaluation."""
         self._seen.evaluations.append(evaluation)
         super().evaluation(evaluation)
 
     def close(self) -> None:
-        """Remove the view; the lines stay."""
+        """Remove the panel; the lines stay."""
         self._over.set()
         if self._painter.ident:
             self._painter.join(LONGEST_GOODBYE_S)
@@ -124,42 +121,41 @@ class View(Lines):
 
     def _paint(self) -> None:
         with suppress(OSError, SystemExit):  # the terminal is gone: whoever prints the next line finds out
-            while not self._paint_until_smaller():
-                self._begin_screen_again()
+            while self._paint_until_smaller():
+                self._repeat_lines()
 
     def _paint_until_smaller(self) -> bool:
-        """Paint until the view is over (True) or the terminal gets smaller (False)."""
+        """Paint until the terminal gets smaller (True) or the view is over (False)."""
         from rich.live import Live
 
         size = self._terminal.size
-        live = Live(self, console=self._terminal, auto_refresh=False, transient=True, redirect_stdout=False)
-        with live:
+        with Live(self, console=self._terminal, auto_refresh=False, transient=True, redirect_stdout=False) as live:
             while not self._over.wait(PERIOD_S):
                 now = self._terminal.size
                 if now.width < size.width or now.height < size.height:
-                    return False
+                    return True
                 size = now
-                if not self._print_lines():  # which paints the view as well
+                if not self._print_lines():  # which paints the panel as well
                     live.refresh()
             self._print_lines()
-        return True
+        return False
 
-    def _begin_screen_again(self) -> None:
-        """Clear the screen and print the last lines again: each terminal breaks lines that are too long in its way."""
+    def _repeat_lines(self) -> None:
+        """Clear the screen and print the last lines again: terminals wrap lines that got too long in different ways."""
         size = self._terminal.size
         room = size.height - len(self.__rich__().split("\n"))
-        kept: list[Text] = []
+        kept: deque[Text] = deque()
         for line in reversed(self._printed):
             room -= max(1, -(-line.cell_len // size.width))
             if room < 1:
                 break
-            kept.insert(0, line)
+            kept.appendleft(line)
         self._terminal.clear()
         if kept:
             self._terminal.print(Text("\n").join(kept))
 
     def _print_lines(self) -> bool:
-        """Print the waiting lines all at once; tell whether there were any."""
+        """Print the waiting lines in one go, and return whether there were any."""
         waiting = []
         with suppress(IndexError):  # another thread may take the last one
             while True:

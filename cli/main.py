@@ -35,54 +35,45 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 """Name -> its function, and the first line of that function's docstring."""
 
 PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
-"""How every command reads its flags: `--learning_rate`, as others write it, is `--learning-rate`."""
+"""How every command parses its flags: `--learning_rate` is `--learning-rate`."""
+MARKUP: Any = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 
 
-class PlainHelp(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Shows --help without a type."""
+class PlainSwitches(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Shows --help and the switches of shell completion without a type."""
 
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return the --help option."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.metavar = ""
-        return option
+    def get_params(self, ctx: Any) -> Any:
+        options = super().get_params(ctx)
+        for option in options:
+            if option.name in {"help", "install_completion", "show_completion"}:
+                option.metavar = ""
+        return options
 
 
-class Command(PlainHelp, TyperCommand):
+class Command(PlainSwitches, TyperCommand):
     """One command."""
 
 
+class Group(PlainSwitches, TyperGroup):
+    """All commands."""
+
+
 class LazyCommand(TyperCommand):
-    """Stands for a command in help texts and completions, and imports it once it is called."""
+    """Stands for a command in help texts and completions, and imports it when it is called."""
 
     def __init__(self, name: str, place: str, help: str) -> None:  # noqa: A002  typer's name
         super().__init__(name, help=help)
         self._place = place
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return a context of the command itself."""
         module, _, function = self._place.partition(":")
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        app.command(self.name, cls=Command, context_settings=PARSING)(
-            getattr(importlib.import_module(module), function)
-        )
+        app = typer.Typer(add_completion=False, **MARKUP)
+        command = getattr(importlib.import_module(module), function)
+        app.command(self.name, cls=Command, context_settings=PARSING)(command)
         return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
 
 
-class Group(PlainHelp, TyperGroup):
-    """All commands."""
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the options, those of shell completion without a type, too."""
-        options = super().get_params(ctx)
-        for option in options:
-            if option.name in {"install_completion", "show_completion"}:
-                option.metavar = ""
-        return options
-
-
-app = typer.Typer(cls=Group, context_settings=PARSING, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(cls=Group, context_settings=PARSING, **MARKUP)
 
 
 @app.callback(invoke_without_command=True)
@@ -109,7 +100,7 @@ def main() -> None:
 
 
 def answer(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; a user's mistake is reported in one line and a hint."""
+    """Run one command and return its exit code; a user's mistake is reported as an error and a hint."""
     ending.GIVEN.set(tuple(arguments))
     group: Any = typer.main.get_command(app)
     group.commands |= {name: LazyCommand(name, *known) for name, known in COMMANDS.items()}
@@ -132,17 +123,16 @@ def _usage(error: TyperException) -> tuple[str, str]:
 
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "bridge"
-    help_hint = f"{command} --help"
     flag = getattr(error, "option_name", None)
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()
-        return message[0].lower() + message[1:], help_hint
+        return message[0].lower() + message[1:], f"{command} --help"
     if hint := borrowed.hint(flag):
         return f"no such flag: {flag}", hint
     if near := sorted(error.possibilities or ()):
         return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"
-    takes_more = command.endswith((" serve-vllm", " run"))
-    return f"no such flag: {flag}", f"{help_hint}{'; vLLM' + chr(39) + 's own flags go after --' if takes_more else ''}"
+    passes_on = "; vLLM's own flags go after --" if command.endswith((" serve-vllm", " run")) else ""
+    return f"no such flag: {flag}", f"{command} --help{passes_on}"
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

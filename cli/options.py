@@ -1,6 +1,6 @@
-"""Flags out of configurations: every field of a `Config` becomes one flag of a command.
+"""Flags from configurations: each field of a `Config` becomes one flag of a command.
 
-Not covered: what the fields mean (`bridge/config.py`) and how a wrong flag is reported (`cli/main.py`).
+Not covered: what the fields mean (`bridge/config`), and how a wrong flag is reported (`main.py`).
 """
 
 import inspect
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
-from bridge.config.choices import Config
+from bridge.config.choices import Config, flag
 from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {
@@ -35,7 +35,7 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "lr", "weight_decay", "beta1", "beta2", "max_grad_norm", "updates_per_batch", "passes_per_batch",
         "optimizer", "offload_optimizer", "gradient_release",
     ),
-    "Evaluation and what is kept": (
+    "Evaluation and saving": (
         "eval_samples", "eval_interval", "eval_data", "save_interval", "keep_last", "save_optimizer", "resume",
         "run_dir", "save_rollouts", "tensorboard", "wandb",
     ),
@@ -52,13 +52,14 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "max_retries", "max_concurrency",
     ),
 }  # fmt: skip
-"""Panel of the help text -> its fields, both in the order in which they are shown; None is typer's own first panel."""
+"""Panel of the help text -> its fields, in the order shown; None is typer's own first panel."""
 
 METAVARS: Mapping[type, str] = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 WIDEST_METAVAR = 16
 """Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
 
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON objects on stdout.")]
+TOML = "TOML file with choices; BRIDGE_* variables and flags override it."
 
 
 def option(flag: str, metavar: str, text: str, **more: Any) -> Any:
@@ -81,12 +82,13 @@ def from_config(
         def run(**given: Any) -> None:
             mine = {name: given.pop(name) for name in own}
             toml = given.pop("config")
-            flags = _settled(given, configs)
+            flags = _merged(given, configs)
             command(*(cls.resolve(flags, toml, beside=configs) for cls in configs), **mine)
 
         run.__doc__ = command.__doc__
         run.__name__ = command.__name__
-        parameters = [*_flags(configs, hide), _config_flag(), *own.values()]
+        config = _parameter("config", Path, metavar="FILE", help=TOML)
+        parameters = [*_flags(configs, hide), config, *own.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -94,40 +96,47 @@ def from_config(
     return decorate
 
 
-def _settled(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict[str, Any]:
-    """Drop what was not given, and refuse two flags that say different things about one field."""
+def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict[str, Any]:
+    """Drop what was not given, and refuse two flags that contradict each other about one field."""
     flags = {key: value for key, value in given.items() if value is not None}
     if flags.pop("single_copy", False):
         flags.setdefault("weight_bridge_mode", "shared_vllm")
     for key in [key for key in flags if key.startswith("no_")]:
         flags[key.removeprefix("no_")] = not flags.pop(key)
-    said: dict[tuple[type[Config], str | None], tuple[str, Any]] = {}
+    seen: dict[tuple[type[Config], str], tuple[str, Any]] = {}
     for key, value in flags.items():
         for cls in configs:
-            other, before = said.setdefault((cls, cls.field_of(key)), (key, value))
-            if cls.field_of(key) and before != value:
+            field = cls.field_of(key)
+            other, before = seen.setdefault((cls, field), (key, value)) if field else (key, value)
+            if before != value:
                 raise UsageError(
-                    f"{_name(other)} {before} and {_name(key)} {value} contradict each other: they are one choice",
-                    remedy=f"give only one of {_name(other)} and {_name(key)}",
+                    f"{flag(other)} {before} and {flag(key)} {value} contradict each other: they are one choice",
+                    remedy=f"give only one of {flag(other)} and {flag(key)}",
                 )
     return flags
 
 
 def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator[inspect.Parameter]:
-    """Yield the shown flags in the order of the panels, then every other name under which a field may be given."""
+    """Yield the shown flags in the order of the panels, then every other name of a field."""
     shown: dict[str, FieldInfo] = {}
     for cls in configs:
         for name, choice in cls.choices().items():
             if name not in hide and not any(known in shown for known in (name, *_synonyms(name, configs))):
                 shown[name] = choice.info
-    for name in sorted(shown, key=_place):
-        yield _shown_flag(name, shown[name], _synonyms(name, configs))
+    places = [(panel, name) for panel, fields in PANELS.items() for name in fields]
+    unplaced = shown.keys() - {name for _, name in places}
+    assert not unplaced, f"in no panel of the help text: {unplaced}"
+    for panel, name in places:
+        if name in shown:
+            kind = _kind(shown[name])
+            text = _help(name, shown[name], kind, _synonyms(name, configs))
+            more = {"metavar": _metavar(kind), "help": text, "show_default": False, "rich_help_panel": panel}
+            yield _parameter(name, bool if kind is bool else str, **more)
     others = {name: cls.choices()[str(cls.field_of(name))].info for cls in configs for name in cls.names()}
     for name in sorted(others.keys() - shown.keys()):
-        yield _hidden_flag(name, bool if _kind(others[name].annotation) is bool else str)
-    yield from (_hidden_flag(f"no_{name}", bool) for name in shown if _kind(shown[name].annotation) is bool)
-    if "mode" in shown:
-        yield _hidden_flag("single_copy", bool)
+        yield _parameter(name, bool if _kind(others[name]) is bool else str, hidden=True)
+    for name in [f"no_{name}" for name in shown if _kind(shown[name]) is bool] + ["single_copy"] * ("mode" in shown):
+        yield _parameter(name, bool, hidden=True)
 
 
 def _synonyms(name: str, configs: tuple[type[Config], ...]) -> list[str]:
@@ -136,40 +145,15 @@ def _synonyms(name: str, configs: tuple[type[Config], ...]) -> list[str]:
     return sorted({other for pair in pairs if name in pair for other in pair} - {name})
 
 
-def _place(name: str) -> tuple[int, int]:
-    for row, fields in enumerate(PANELS.values()):
-        if name in fields:
-            return row, fields.index(name)
-    raise AssertionError(f"{name} is in no panel of the help text")
+def _parameter(name: str, kind: type, **more: Any) -> inspect.Parameter:
+    option = typer.Option(flag(name), **more)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option])
 
 
-def _shown_flag(name: str, field: FieldInfo, also: list[str]) -> inspect.Parameter:
-    kind = _kind(field.annotation)
-    option = typer.Option(
-        _name(name),
-        metavar=_metavar(kind),
-        help=_help(name, field, also),
-        show_default=False,
-        rich_help_panel=list(PANELS)[_place(name)[0]],
-    )
-    return _parameter(name, Annotated[(bool if kind is bool else str) | None, option])
-
-
-def _hidden_flag(name: str, kind: type) -> inspect.Parameter:
-    return _parameter(name, Annotated[kind | None, typer.Option(_name(name), hidden=True)])
-
-
-def _config_flag() -> inspect.Parameter:
-    help_text = "TOML file of choices; BRIDGE_* variables and flags win over it."
-    return _parameter("config", Annotated[Path | None, typer.Option("--config", metavar="FILE", help=help_text)])
-
-
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _kind(annotation: Any) -> Any:
+def _kind(field: FieldInfo) -> Any:
     """Return the type behind `type | None`."""
+    annotation: Any = field.annotation
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # the latter for a Literal, on 3.11
         (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
     return annotation
@@ -182,22 +166,15 @@ def _metavar(kind: Any) -> str:
     return choices if len(choices) <= WIDEST_METAVAR else "CHOICE"
 
 
-def _help(name: str, field: FieldInfo, synonyms: list[str]) -> str:
+def _help(name: str, field: FieldInfo, kind: Any, synonyms: list[str]) -> str:
     text = re.sub(r"`([^`]+)`", r"[cyan]\1[/]", escape(field.description or ""))
-    if _metavar(kind := _kind(field.annotation)) == "CHOICE":
+    if _metavar(kind) == "CHOICE":
         text += f" One of {', '.join(typing.get_args(kind))}."
-    also = [_name(f"no_{name}")] if kind is bool else [_name(synonym) for synonym in synonyms]
+    also = [flag(other) for other in ([f"no_{name}"] if kind is bool else synonyms)]
     text += f" Also {', '.join(also)}." if also else ""
     if field.is_required():
         return text + escape(" [required]")
-    if field.default in (None, PydanticUndefined):  # the docstring says what an absent one stands for
+    if field.default in (None, PydanticUndefined):  # the docstring says what an absent one means
         return text
-    return text + escape(f" [default: {_written(field.default)}]")
-
-
-def _written(default: object) -> str:
-    return ("no", "yes")[default] if isinstance(default, bool) else str(default)
-
-
-def _name(field: str) -> str:
-    return "--" + field.replace("_", "-")
+    default = ("no", "yes")[field.default] if isinstance(field.default, bool) else field.default
+    return text + escape(f" [default: {default}]")

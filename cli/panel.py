@@ -1,38 +1,40 @@
-"""What the live view shows: the figures of a run as curves, its phase, and one completion to read.
+"""The panel of the live view: the figures of a run as curves, its phase, and one completion to read.
 
-No line has a border at its right: a terminal that draws a character wider than expected cannot break it.
+No line has a border at its right, which a character that the terminal draws wider than expected would break.
 """
 
+import itertools
+import math
 import re
+import statistics
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from rich.text import Text
 
 from bridge.run import reporting
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
-from cli import chart
 from cli.console import cleaned
 from cli.steps import duration, or_dash, tokens_per_s
 
 NARROWEST, LOWEST = 80, 24
-"""Columns and rows of the smallest terminal that gets a view."""
+"""Columns and rows of the smallest terminal that gets a panel."""
 CHART_HEIGHT = 7
 FIGURES_WIDTH, CURVE_WIDTH = 42, 12
 MOST_SAMPLE_LINES = 12
 ROWS_FOR_LINES = 9
-"""Rows that are left to the lines above the view."""
+"""Rows that are left for the lines above the panel."""
 MOST_CHARTED = 4000
-"""Steps in the chart; of more, every second or third is left out."""
+"""Steps in the chart; of more, only every second or third is shown."""
 READ_CHARACTERS = 4000
-"""Characters that are looked at to show a few lines of a text."""
+"""Characters of a text that are read to show a few lines of it."""
 WIDE = re.compile(r"[^\0-\u052f]")
-"""Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide, never wider."""
+"""Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide."""
 FILLER = "\ufffe"
+BLOCKS, DOT = " ▁▂▃▄▅▆▇█", "●"
 PHASES = {
     "rollouts": "sampling and scoring",
     "train": "forward and backward",
@@ -55,7 +57,7 @@ FIGURES: tuple[Figure, ...] = (
     ("training", lambda step: duration(step.train_s), lambda step: step.train_s),
     ("memory", lambda step: f"{step.peak_memory_gib:.2f} GiB", lambda step: step.peak_memory_gib),
 )
-"""Name, value of the last step in words, and the value of the curve beside it."""
+"""Name, value of the last step as text, and the value of the curve beside it."""
 
 
 @dataclass
@@ -65,25 +67,22 @@ class Seen:
     num_steps: int
     """Steps that the run will take."""
     steps: list[StepMetrics] = field(default_factory=list)
-    """Steps taken."""
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     """When the last steps ended, in seconds of a monotonic clock."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Evaluations on held-out problems."""
     phase: Phase | None = None
-    """The current phase, if known."""
     phase_began: float = 0.0
-    """When it began, by the same clock."""
+    """In seconds of the same clock."""
     progress: tuple[int, int] | None = None
     """Groups scored in this phase, and how many there will be."""
     waiting: str = ""
-    """What is awaited meanwhile, such as a restarting server."""
+    """What is awaited, such as a restarting server."""
     sample: Sample | None = None
     """A completion of the last step."""
 
 
 def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
-    """Return the view for a terminal of that size; nothing if it is too small."""
+    """Return the panel for a terminal of that size; nothing if it is too small."""
     if width < NARROWEST or height < LOWEST:
         return Text()
     lines = [_header(seen, width), *_curves(seen, width), _status(seen, now, width)]
@@ -94,22 +93,16 @@ def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
 
 
 def _header(seen: Seen, width: int) -> Text:
-    last = seen.steps[-1].step if seen.steps else 0
-    title = f"step {last}/{seen.num_steps}" if last else f"{seen.num_steps} steps to take"
-    pace, left = _pace_s(seen), seen.num_steps - last
-    times = ""
-    if pace is not None:
-        rest = f"about {duration(pace * left)} left" if pace * left else "all steps taken"
-        times = f"{duration(pace)} a step, {rest}"
-    return _rule(Text(title, TITLE), times, width)
-
-
-def _pace_s(seen: Seen) -> float | None:
-    """Return the seconds from one step to the next."""
-    ends = list(seen.step_ends)
+    if not seen.steps:
+        return _rule(Text(f"{seen.num_steps} steps to take", TITLE), "", width)
+    last, ends = seen.steps[-1], list(seen.step_ends)
+    pace_s = last.rollout_s + last.train_s + last.fence_s
     if len(ends) > 1:
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
-    return next((step.rollout_s + step.train_s + step.fence_s for step in seen.steps[-1:]), None)
+        pace_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+    left_s = pace_s * (seen.num_steps - last.step)
+    rest = f"about {duration(left_s)} left" if left_s else "all steps taken"
+    title = Text(f"step {last.step}/{seen.num_steps}", TITLE)
+    return _rule(title, f"{duration(pace_s)} a step, {rest}", width)
 
 
 def _rule(title: Text, right: str, width: int) -> Text:
@@ -125,11 +118,11 @@ def _curves(seen: Seen, width: int) -> list[Text]:
     first = seen.steps[0].step if seen.steps else 1
     held_out = {(each.step - first) // stride: each.reward_mean for each in seen.evaluations}
     room = width - FIGURES_WIDTH - 11
-    lines = chart.bars(rewards, held_out, width=room, height=CHART_HEIGHT)
-    low, high = chart.bounds([*rewards, *held_out.values()])
+    lines = bars(rewards, held_out, width=room, height=CHART_HEIGHT)
+    low, high = _bounds([*rewards, *held_out.values()])
     labels = {0: f"{high:6.3f}", CHART_HEIGHT - 1: f"{low:6.3f}"} if rewards or held_out else {}
     ends = [f"{each.reward_mean:.3f}" for each in (*seen.evaluations[:1], *seen.evaluations[1:][-1:])]
-    evaluated = Text.assemble((f"held-out {chart.DOT}  ", "yellow"), " -> ".join(ends) or "-")
+    evaluated = Text.assemble((f"held-out {DOT}  ", "yellow"), " -> ".join(ends) or "-")
     figures = [_figure(seen, REWARD), evaluated, *(_figure(seen, figure) for figure in FIGURES)]
     return [
         Text.assemble((f"{labels.get(row, ''):>6} │", LABEL), line, " " * (room - line.cell_len + 2), figure)
@@ -138,12 +131,11 @@ def _curves(seen: Seen, width: int) -> list[Text]:
 
 
 def _figure(seen: Seen, figure: Figure) -> Text:
-    """Return a name, the figure of the last step and a small curve of the last steps."""
     name, shown, value = figure
     last = shown(seen.steps[-1]) if seen.steps else "-"
     line = Text.assemble((f"{name:12}", LABEL), f"{last:{FIGURES_WIDTH - CURVE_WIDTH - 12}}")
     if value is not None:
-        line.append(chart.curve([value(step) for step in seen.steps[-2 * CURVE_WIDTH :]]), "cyan")
+        line.append(sparkline([value(step) for step in seen.steps[-CURVE_WIDTH:]]), "cyan")
     return line
 
 
@@ -160,11 +152,11 @@ def _status(seen: Seen, now: float, width: int) -> Text:
         line.append("  ").append("━" * filled, "green").append("─" * (20 - filled), LABEL)
         line.append(f" {done} of {total} groups")
     seconds = now - seen.phase_began
-    return line.append(f"  {seconds:.1f} s" if seconds < 60 else f"  {duration(seconds)}", LABEL)
+    return line.append(f"  {seconds:.1f} s" if seconds < 1 else f"  {duration(seconds)}", LABEL)
 
 
 def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
-    """Return a rule and at most `room` lines: the end of the prompt, and the completion."""
+    """Return a title and at most `room` lines: the end of the prompt, and the completion."""
     reason = ", truncated" if sample.completion.finish_reason == "length" else ""
     title = Text.assemble((f"a sample of step {step}", TITLE), f"  reward {sample.reward:.3f}")
     prompt = last_lines(reporting.prompt_text(sample.group), width - 4, max(1, room // 4))
@@ -178,7 +170,7 @@ def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
 
 def first_lines(text: str, width: int, num_lines: int) -> list[str]:
     """Return the first lines of `text` and, if there are more, its last one."""
-    kept = list(islice(wrapped(cleaned(text[:READ_CHARACTERS]), width), num_lines + 1))
+    kept = list(itertools.islice(wrapped(cleaned(text[:READ_CHARACTERS]), width), num_lines + 1))
     if len(kept) <= num_lines and len(text) <= READ_CHARACTERS:
         return kept
     return [*kept[: num_lines - 2], "…", *_ending(text, width)[-1:]]
@@ -201,3 +193,43 @@ def wrapped(text: str, width: int) -> Iterator[str]:
         limit = width if filled == line else width - 1  # a filler may be parted from its character
         for part in textwrap.wrap(filled, limit, break_on_hyphens=False, replace_whitespace=False) or [""]:
             yield part.replace(FILLER, "")
+
+
+def bars(values: Sequence[float], dots: Mapping[int, float], *, width: int, height: int) -> list[Text]:
+    """Return lines, from the top down, with a bar for each value, or for the mean of several if they are many.
+
+    `dots` maps an index of `values` to another value, drawn over the bar.
+    """
+    num_columns = min(width, len(values))
+    edges = [place * len(values) // num_columns for place in range(num_columns + 1)] if num_columns else []
+    columns = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
+    low, high = _bounds([*columns, *dots.values()])
+    full = len(BLOCKS) - 1
+    levels = [_level(value, low, high, full * height) for value in columns]
+    rows = [[(BLOCKS[min(max(level - full * row, 0), full)], "green") for level in levels] for row in range(height)]
+    for place, value in dots.items():
+        if columns and math.isfinite(value):
+            column = min(max(place, 0) * num_columns // len(values), num_columns - 1)
+            row = min(height * _level(value, low, high, full * height) // (full * height + 1), height - 1)
+            rows[row][column] = (DOT, "bold yellow")
+    return [Text.assemble(*cells) for cells in reversed(rows)]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a small curve, one character per value; differences below a fifth of the largest value look flat."""
+    low, high = _bounds(values)
+    middle, half = (low + high) / 2, max(high - low, abs(high) / 5) / 2
+    return "".join(BLOCKS[_level(value, middle - half, middle + half, len(BLOCKS) - 1)] for value in values)
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    """Return the smallest and the largest finite value."""
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), max(finite)) if finite else (0.0, 0.0)
+
+
+def _level(value: float, low: float, high: float, num_levels: int) -> int:
+    """Return the place of a value between `low` and `high`, from 1 to `num_levels`; 0 for NaN."""
+    if not math.isfinite(value):
+        return 0
+    return 1 + round((value - low) / (high - low) * (num_levels - 1)) if high > low else 1

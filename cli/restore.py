@@ -1,9 +1,6 @@
-"""`bridge restore`: load a checkpoint into a live server's weights, in place, half-written or not.
+"""`bridge restore`: load a checkpoint into a live server's weights, in place, even if they are half-written.
 
 Everything is checked before the server is paused: a refusal has changed nothing.
-
-Not covered: reading and writing the weights (`bridge/weights/model_folder.py`), the fence around it
-(`bridge/server/fence.py`), the slot of an adapter (`patches/adapter.py`).
 """
 
 import json
@@ -23,19 +20,15 @@ from cli.options import Json
 from cli.verify import ManifestPath
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from bridge.server.client import BridgeClient
-    from bridge.server.fence import FenceTimes
     from bridge.server.manifest import Manifest
-    from bridge.weights.attach import AttachedModel
 
 TIMEOUT_S = 600.0
 COMPUTED_WITH = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
 )  # fmt: skip
-"""What a model computes with its weights: models that differ only here have weights of the same names and shapes."""
+"""What a model computes with its weights: models that differ here may have weights of the same names and shapes."""
 
 Checkpoint = Annotated[
     str,
@@ -56,6 +49,8 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     from bridge.run import checkpoint as checkpoints
     from bridge.server import fence
     from bridge.server.client import BridgeClient
+    from bridge.server.fence import Update
+    from bridge.weights import adapter_folder
 
     exported = manifest.load(vllm_config_path)
     folder = _folder_of(checkpoint)
@@ -63,21 +58,24 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
         fence.when_free(lambda: client.take_lease(f"bridge restore {folder}"))
         with console.waiting(f"Checking {folder}"):
             progress = checkpoints.read(folder).progress if checkpoints.is_checkpoint(folder) else None
-            load = _prepared(client, exported, folder)
+            is_adapter = (folder / adapter_folder.CONFIG_NAME).is_file()
+            write = _adapter_writer(client, exported, folder) if is_adapter else _model_writer(exported, folder)
+        version = 0 if progress is None else progress.weight_version
+        update = Update(write, version=version, takeover=True, last_checkpoint=folder)
         with deferred_interrupt():  # what was done is printed before an interrupt acts
             with console.waiting(f"Loading {folder}"):
-                times = load(0 if progress is None else progress.weight_version)
-            step = None if progress is None else progress.step
+                times = fence.publish(client, update, writes="adapter" if is_adapter else "weights")
             seconds = times.pause_s + times.write_s + times.publish_s
-            of_step = "" if step is None else f" (step {step})"
-            console.note(f"restored {folder}{of_step} into {exported.model}: version {times.version}, {seconds:.2f} s")
+            what = f"{folder}" if progress is None else f"{folder} (step {progress.step})"
+            console.note(f"restored {what} into {exported.model}: version {times.version}, {seconds:.2f} s")
             if as_json:
+                step = None if progress is None else progress.step
                 found = {"checkpoint": str(folder), "step": step, "version": times.version, "seconds": seconds}
                 console.data(json.dumps(found))
 
 
 def _folder_of(checkpoint: str) -> Path:
-    """Return the folder that `checkpoint` names: itself, or that of a model in the hub's cache."""
+    """Return the folder `checkpoint`, or that of the model of this name in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -87,68 +85,28 @@ def _folder_of(checkpoint: str) -> Path:
             folder = Path(snapshot_download(checkpoint, local_files_only=True))
         except (OSError, HFValidationError) as error:
             raise UsageError(
-                f"there is no folder {checkpoint}, nor a model of that name in the hub's cache",
+                f"there is no folder {checkpoint}, and no model of that name in the hub's cache",
                 remedy="name a checkpoint, such as SAVE_PATH/step_N, or the folder that the server was started with",
             ) from error
     return folder.resolve()
 
 
-def _prepared(client: "BridgeClient", exported: "Manifest", folder: Path) -> "Callable[[int], FenceTimes]":
-    """Check that `folder` fits the server, and return what loads it as a version or a later one."""
-    from bridge.weights import adapter_folder, attach
+def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
+    """Check that `folder` holds weights of the served model, and return what loads them."""
+    from bridge.weights import attach, model_folder, skeleton
 
-    if not (folder / adapter_folder.CONFIG_NAME).is_file():
-        attached = attach.attach(exported)
-        _refuse_other_model(attached.model, folder, exported.model)
-        return lambda version: _load(client, attached, folder, version)
-    slots = exported.shard(0).lora_slots
-    if not slots:
-        raise AttachError(
-            f"{folder} holds an adapter, and the server takes none",
-            remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
-        )
-    adapter_folder.check(folder, slots)
-    return lambda version: _load_adapter(client, folder, version)
-
-
-def _refuse_other_model(served: "PreTrainedModel", folder: Path, name: str) -> None:
-    """Check that `folder` holds the weights of the model that is `served` as `name`."""
-    from bridge.weights import model_folder, skeleton
-
+    attached = attach.attach(exported)
+    served, name = attached.model, exported.model
     found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
     others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]
     if others:
         differences = "; ".join(f"{key} {found.get(key)}, expected {expected.get(key)}" for key in others[:3])
+        serve_it = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
         raise UsageError(
             f"{folder} is of another model than {name}, which the server serves: {differences}",
-            remedy=f"name a checkpoint of {name}, or serve that one: "
-            f"bridge serve-vllm --model {shlex.quote(str(folder))}",
+            remedy=f"name a checkpoint of {name}, or serve that one: {serve_it}",
         )
     model_folder.check(served, folder)
-
-
-def _load_adapter(client: "BridgeClient", folder: Path, version: int) -> "FenceTimes":
-    """Let the server load the adapter in `folder` into a slot, inside the fence."""
-    from bridge.server import fence
-    from bridge.server.fence import Update
-
-    def write() -> None:
-        try:
-            client.seat_adapter(folder)
-        except AttachError:  # vLLM loads an adapter whole or not at all
-            with suppress(AttachError):  # one that was half-written before stays so
-                client.resume()
-            raise
-
-    update = Update(write, version=version, takeover=True, last_checkpoint=folder)
-    return fence.publish(client, update, writes="adapter")
-
-
-def _load(client: "BridgeClient", attached: "AttachedModel", folder: Path, version: int) -> "FenceTimes":
-    """Load the weights in `folder` inside the fence."""
-    from bridge.server import fence
-    from bridge.server.fence import Update
-    from bridge.weights import model_folder
 
     def write() -> None:
         try:
@@ -157,4 +115,27 @@ def _load(client: "BridgeClient", attached: "AttachedModel", folder: Path, versi
             console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
             raise
 
-    return fence.publish(client, Update(write, version=version, takeover=True, last_checkpoint=folder))
+    return write
+
+
+def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) -> Callable[[], None]:
+    """Check that the adapter in `folder` fits the server's slots, and return what loads it into one."""
+    from bridge.weights import adapter_folder
+
+    slots = exported.shard(0).lora_slots
+    if not slots:
+        raise AttachError(
+            f"{folder} holds an adapter, and the server takes none",
+            remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
+        )
+    adapter_folder.check(folder, slots)
+
+    def write() -> None:
+        try:
+            client.seat_adapter(folder)
+        except AttachError:  # vLLM loads an adapter whole or not at all
+            with suppress(AttachError):  # weights that were half-written before stay so
+                client.resume()
+            raise
+
+    return write

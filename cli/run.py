@@ -1,7 +1,4 @@
-"""`bridge run`: start a server, wait for it, train on it, and stop it, in one command.
-
-Not covered: the server itself (`engine.py`), and the trainer's process, which is this one.
-"""
+"""`bridge run`: start a server, wait for it, train on it in this process, and stop it."""
 
 import os
 from collections.abc import Sequence
@@ -14,11 +11,12 @@ from bridge.errors import UsageError
 from bridge.run.run_directory import write_json
 from bridge.server import api_key
 from cli import console, ending
-from cli.engine import START_LIMIT_S, StartedServer, reachable
 from cli.options import Json, from_config
+from cli.resume import open_run
 from cli.serve import VllmFlags, prepare
 from cli.server_command import ServerCommand
-from cli.train import load_environment, open_run, rehearse, train_in
+from cli.server_process import START_LIMIT_S, StartedServer, reachable
+from cli.train import load_environment, rehearse, train_in
 from cli.vllm_flags import value
 
 StartLimit = Annotated[
@@ -28,7 +26,7 @@ StartLimit = Annotated[
         metavar="NUMBER",
         min=1,
         show_default=False,
-        help=rf"Seconds until a server that is not ready is given up. \[default: {START_LIMIT_S:.0f}]",
+        help=rf"Give up on a server that is not ready after this many seconds. \[default: {START_LIMIT_S:.0f}]",
         rich_help_panel="Server",
     ),
 ]
@@ -47,7 +45,7 @@ def run(
     from bridge.rollouts.sampler import fit_completions
 
     if train.publishing.start_command is not None:
-        raise UsageError("bridge run starts vLLM itself: --start-command is of no use to it", remedy="bridge train")
+        raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
     environment = load_environment(train)
     serves = for_adapters(serve, train)
     settled, directory, found = open_run(train)
@@ -61,15 +59,15 @@ def run(
         console.note(
             f"mode {train.mode}, vLLM at {settled.server.url()}, checkpoints in {settled.checkpoints.save_path}"
         )
-        served = StartedServer(command, directory.server_log, limit_s=start_limit_s)
-        with served.running() as process, ending.told(directory, settled):
+        server = StartedServer(command, directory.server_log, limit_s=start_limit_s)
+        with server.running() as process, ending.printed(directory, settled):
             train_in(directory, settled, environment, as_json=as_json, process=process, resume=found, chosen=train)
     finally:
         directory.remove_if_unused()
 
 
 def shares_weights(train: TrainConfig) -> bool:
-    """Tell whether the trainer needs the patched server; a server that is only restarted can be the stock one."""
+    """Return whether the trainer needs the patched server; one that is only restarted can be the stock vLLM."""
     return train.mode != "none" or train.publishing.reload == "in-place"
 
 
@@ -77,31 +75,30 @@ def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:
     """Return `serve` with room for the adapter that is trained, if one is.
 
     Raises:
-        UsageError: the room that was asked for is too small.
+        UsageError: the user asked for too little room.
     """
+    rank = train.lora.r
     if train.mode != "lora_only":
         return serve
-    if serve.max_lora_rank is not None:
-        if serve.max_lora_rank < train.lora.r:
-            raise UsageError(
-                f"--max-lora-rank {serve.max_lora_rank} is less than --lora-r {train.lora.r}",
-                remedy="leave --max-lora-rank out: it is derived",
-            )
-        return serve
-    console.note(f"--max-lora-rank {train.lora.r}: the rank of --lora-r", style="dim")
-    return serve.model_copy(update={"max_lora_rank": train.lora.r})
+    if serve.max_lora_rank is None:
+        console.note(f"--max-lora-rank {rank}: the rank of --lora-r", style="dim")
+        return serve.model_copy(update={"max_lora_rank": rank})
+    if serve.max_lora_rank < rank:
+        raise UsageError(
+            f"--max-lora-rank {serve.max_lora_rank} is less than --lora-r {rank}",
+            remedy="leave --max-lora-rank out: it is derived",
+        )
+    return serve
 
 
 def send_key(flags: Sequence[str]) -> None:
-    """Let this process send the key that vLLM is started with, if it is among vLLM's own `flags`."""
+    """Let this process send the API key among vLLM's own `flags`, if there is one."""
     if key := value(flags, "--api-key"):
         os.environ[api_key.VARIABLE] = key
-    api_key.headers()  # which refuses one that cannot be sent
+    api_key.headers()  # refuses a key that cannot be sent
 
 
 def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:
     """Return `train` pointed at the server that `command` starts."""
-    place = {"vllm_port": command.port, "vllm_host": reachable(command.host)}
-    if command.awaited_manifest is not None:
-        place |= {"vllm_config_path": command.awaited_manifest}
-    return train.changed(**place)
+    train = train.changed(vllm_port=command.port, vllm_host=reachable(command.host))
+    return train.changed(vllm_config_path=command.manifest) if command.shares_weights else train

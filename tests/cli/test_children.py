@@ -207,7 +207,7 @@ def test_the_orphans_of_a_killed_child_do_not_outlive_us(tmp_path: Path) -> None
 def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
     child = start("print(1, flush=True)", tmp_path)
     guards = [process for process in psutil.process_iter() if getsid(process.pid) == child.process.pid]
-    assert children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None) is False
+    assert not children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None)
     assert psutil.wait_procs([guard for guard in guards if guard.pid != child.process.pid], timeout=20)[1] == []
     children.stop(child, grace_s=0.5)
 

@@ -32,7 +32,7 @@ def save(run: RunDirectory, step: int) -> None:
 
 def told(run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> list[str]:
     config = TrainConfig.of(model_name="m", training_steps=9)
-    with contextlib.suppress(KeyboardInterrupt, RuntimeError), ending.told(run, config):
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError), ending.printed(run, config):
         if error:
             raise error
     return capsys.readouterr().err.splitlines()

@@ -188,7 +188,7 @@ def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
     run.killed(by)
     assert [path.name.startswith(f".step_{KILLED_IN_STEP}.") for path in scratch(run.saved)] == [True] * num_scratch
     told = run.train("--resume", expect=0)
-    assert told[0] == f"going on after step 4, from {run.saved.relative_to(run.folder) / LAST}"
+    assert told[0] == f"resuming after step 4 from {run.saved.relative_to(run.folder) / LAST}"
     assert run.lost() == lost
     assert run.problems() == problems
     run.check_whole()
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_was_cut_short_since_is_told_and_the_older_one_is_gone
     run.killed(WHILE_IT_SAMPLES)
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
     told = run.train("--resume", expect=0)
-    assert [line.partition(":")[0] for line in told[:2]] == ["passed over", "going on after step 2, from saved/step_2"]
+    assert [line.partition(":")[0] for line in told[:2]] == ["passed over", "resuming after step 2 from saved/step_2"]
     assert f"saved/{LAST} is not whole: model.safetensors was cut short" in told[0]
     assert not [line for line in told[1:] if line.startswith("passed over")]
     assert run.lost() == [3, 4, 5]

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from bridge.run.metrics import StepMetrics
 from bridge.types import Message
-from cli import chart, console, live, panel, steps
+from cli import console, live, panel, steps
 from tests.cli.test_run_directory import evaluation, group, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_the_view_shows_the_figures_of_the_run_what_it_is_at_and_a_sample() -> N
         "a sample of step 4  reward 0.000", "2 tokens", "2+3=", "the answer is 5",
     ):  # fmt: skip
         assert part in text, part
-    assert chart.DOT in text
+    assert panel.DOT in text
 
 
 def test_a_step_in_which_nothing_was_trained_on_leaves_a_gap_and_no_error() -> None:
@@ -144,18 +144,18 @@ def test_of_a_long_text_the_beginning_and_the_end_are_shown_and_of_a_long_prompt
 
 
 def test_bars_rise_with_the_values_and_dots_stand_where_they_belong() -> None:
-    rows = [line.plain for line in chart.bars([0.0, 0.5, 1.0], {2: 0.0}, width=9, height=2)]
+    rows = [line.plain for line in panel.bars([0.0, 0.5, 1.0], {2: 0.0}, width=9, height=2)]
     assert rows == [" ▁█", "▁█●"]
-    many = [line.plain for line in chart.bars([float(value) for value in range(1000)], {}, width=10, height=1)]
+    many = [line.plain for line in panel.bars([float(value) for value in range(1000)], {}, width=10, height=1)]
     assert many == ["▁▂▃▃▄▅▆▆▇█"]
-    assert [line.plain for line in chart.bars([], {-1: 0.5}, width=10, height=2)] == ["", ""]
-    assert [line.plain for line in chart.bars([math.nan, 1.0], {}, width=10, height=1)] == [" ▁"]
+    assert [line.plain for line in panel.bars([], {-1: 0.5}, width=10, height=2)] == ["", ""]
+    assert [line.plain for line in panel.bars([math.nan, 1.0], {}, width=10, height=1)] == [" ▁"]
 
 
 def test_a_curve_is_level_where_little_changes_and_has_a_gap_where_there_is_no_number() -> None:
-    assert chart.curve([1.0, 1.01, 0.99, 1.0]) == "⠒⠔"
-    assert chart.curve([0.0, 1.0, math.nan, 1.0]) == "⡈⠈"
-    assert chart.curve([]) == ""
+    assert panel.sparkline([1.0, 1.01, 0.99, 1.0]) == "▅▅▄▅"
+    assert panel.sparkline([0.0, 1.0, math.nan, 1.0]) == "▁█ █"
+    assert panel.sparkline([]) == ""
 
 
 def test_a_line_of_a_step_is_cut_at_a_figure_and_only_where_it_is_too_long() -> None:

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from bridge.config import FeedConfig, ServeConfig, TrainConfig, borrowed
-from bridge.config.choices import Config
+from bridge.config.choices import Config, flag
 from bridge.errors import UsageError
 from cli import options
 from cli.options import from_config
@@ -216,8 +216,8 @@ def test_every_name_of_others_is_of_a_choice_and_none_is_ours_already(cls: type[
 
 
 def test_a_hint_names_flags_that_there_are() -> None:
-    flags = {options._name(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
-    named = {flag for hint in borrowed.HINTS.values() for flag in re.findall(r"--[a-z0-9-]+", hint)}
+    flags = {flag(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
+    named = {found for hint in borrowed.HINTS.values() for found in re.findall(r"--[a-z0-9-]+", hint)}
     assert named <= flags
 
 

@@ -14,7 +14,7 @@ from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.run_directory import RunDirectory
-from cli import train
+from cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.test_claim import held
 
@@ -53,7 +53,7 @@ class Place:
 
     def open(self, **choices: Any) -> Opened:
         config = TrainConfig.model_validate({"model_name": "m", "save_path": self.saved, **choices})
-        config, run, found = train.open_run(config)
+        config, run, found = open_run(config)
         out, err = self.capsys.readouterr()
         assert out == ""
         assert config.checkpoints.save_path is not None
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_in_its_own_directory(place: Pl
     assert opened.found is not None
     assert (opened.found.folder, opened.found.progress.step) == (newest, 4)
     assert opened.run.path == place.mine
-    assert opened.told == [f"going on after step 4, from {newest}"]
+    assert opened.told == [f"resuming after step 4 from {newest}"]
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([1, 2, 3, 4], [5])
     opened.run.remove_if_unused()
     assert place.mine.exists()
@@ -109,7 +109,7 @@ def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(place: Place) -> 
     assert [line.partition(":")[0] for line in opened.told[:2]] == ["passed over"] * 2
     for line, name in zip(opened.told, ("step_4", "step_3"), strict=False):
         assert f"{place.saved}/{name} is not whole: model.safetensors was cut short" in line
-    assert opened.told[2:] == [f"going on after step 2, from {older}"]
+    assert opened.told[2:] == [f"resuming after step 2 from {older}"]
 
 
 @pytest.mark.parametrize("damaged", [True, False])
@@ -119,7 +119,7 @@ def test_without_a_whole_checkpoint_it_begins_and_says_so(place: Place, damaged:
     opened = place.open(resume=True, run_dir=place.folder / "new")
     assert opened.found is None
     assert opened.run.path == place.folder / "new"
-    assert opened.told[-1] == f"no checkpoint to go on from in {place.saved}: beginning at step 1"
+    assert opened.told[-1] == f"no checkpoint to resume from in {place.saved}: starting at step 1"
     assert len(opened.told) == 1 + damaged
     assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
 
@@ -173,7 +173,7 @@ def test_a_folder_in_the_way_that_is_not_ours_is_refused_before_anything_starts(
     (place.saved / "step_7" / "thesis.txt").write_text("precious")
     if resume:
         place.save(4)
-    remedy = place.refused(r"saved/step_7 is no checkpoint of ours", resume=resume, training_steps=10)
+    remedy = place.refused(r"saved/step_7 is not a checkpoint of Bridge", resume=resume, training_steps=10)
     assert "--resume" not in remedy
     (place.saved / "step_7" / "thesis.txt").unlink()
     assert place.open(resume=resume, training_steps=10).told is not None
@@ -195,7 +195,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_direct
         cut(place.save(3))
     opened = place.open(resume=True, run_dir=place.mine)
     assert (opened.found, opened.run.path) == (None, place.mine)
-    assert opened.told[-1] == f"no checkpoint to go on from in {place.saved}: beginning at step 1"
+    assert opened.told[-1] == f"no checkpoint to resume from in {place.saved}: starting at step 1"
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([], [1, 2, 3, 4, 5])
     opened.run.append(metrics(1))
     remedy = place.refused("mine holds another run", resume=True, run_dir=place.mine, save_path=Path("fresh"))
@@ -205,7 +205,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_direct
 def test_a_run_that_went_on_elsewhere_and_was_killed_there_goes_on_there(place: Place) -> None:
     place.save(4)
     other = place.open(resume=True, run_dir=Path("other"))
-    assert other.told[0] == f"other begins at step 5: what came before is in {place.mine}"
+    assert other.told[0] == f"other begins at step 5; the steps before it are in {place.mine}"
     other.run.write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
     other.run.append(metrics(5))
     again = place.open(resume=True, run_dir=Path("other"))
@@ -299,7 +299,7 @@ def test_resume_goes_on_with_the_newest_run_of_the_same_model_and_task(runs: Run
     assert opened.found.progress.step == 2
     assert opened.run.path.samefile(newest.path)
     assert opened.save_path.samefile(newest.checkpoints)
-    assert opened.told == [f"going on after step 2, from {newest.checkpoints / 'step_2'}"]
+    assert opened.told == [f"resuming after step 2 from {newest.checkpoints / 'step_2'}"]
     assert (steps(newest.metrics), steps(newest.lost_metrics)) == ([1, 2], [3])
 
 
@@ -331,7 +331,7 @@ def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None
     assert runs.resumed(run_dir=mine.path).found.progress.step == 2  # type: ignore[union-attr]
     fresh = runs.resumed(run_dir=Path("elsewhere/new"))
     assert fresh.found is None
-    assert fresh.told == ["no checkpoint to go on from in elsewhere/new/checkpoints: beginning at step 1"]
+    assert fresh.told == ["no checkpoint to resume from in elsewhere/new/checkpoints: starting at step 1"]
     fresh.run.remove_if_unused()
     assert not Path("elsewhere").exists()
 
@@ -339,7 +339,7 @@ def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None
 def test_without_any_run_resume_begins_one(runs: Runs) -> None:
     runs.made("another", saved=3, model_name="n")
     opened = runs.resumed()
-    assert (opened.found, opened.told) == (None, ["no checkpoint to go on from in runs: beginning at step 1"])
+    assert (opened.found, opened.told) == (None, ["no checkpoint to resume from in runs: starting at step 1"])
 
 
 def test_checkpoints_in_a_named_directory_are_never_written_over(runs: Runs) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from cli.engine import StartedServer
 from cli.serve import free_port
-from cli.start_command import StartCommand, started
+from cli.server_process import StartedServer
+from cli.start_command import StartCommand
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 
@@ -32,26 +32,26 @@ def fake(*flags: str) -> TrainConfig:
 
 def refused(command: str, port: int | None = None) -> UsageError:
     with pytest.raises(UsageError) as error:
-        StartCommand.of(config(command, port), {"PATH": os.defpath})
+        StartCommand.parse(config(command, port), {"PATH": os.defpath})
     return error.value
 
 
 def test_the_models_folder_takes_its_place_whatever_is_in_its_name() -> None:
-    command = StartCommand.of(config("sh --model={model} '{\"a\": 1}' {model}"), {"PATH": os.defpath})
+    command = StartCommand.parse(config("sh --model={model} '{\"a\": 1}' {model}"), {"PATH": os.defpath})
     assert Path(command.argv[0]).is_absolute()
     assert command.argv_for(None)[1:] == ("--model=first", '{"a": 1}', "first")
     assert command.argv_for(Path("/a folder/$x"))[1:] == ("--model=/a folder/$x", '{"a": 1}', "/a folder/$x")
 
 
 def test_variables_in_front_of_the_program_are_its_environment() -> None:
-    command = StartCommand.of(config("CUDA_VISIBLE_DEVICES=1 A= sh {model}"), {"PATH": os.defpath, "A": "b"})
+    command = StartCommand.parse(config("CUDA_VISIBLE_DEVICES=1 A= sh {model}"), {"PATH": os.defpath, "A": "b"})
     assert command.environment == {"PATH": os.defpath, "CUDA_VISIBLE_DEVICES": "1", "A": ""}
     assert command.argv[1:] == ("{model}",)
 
 
 def test_a_program_beside_this_python_is_found() -> None:
     name = Path(sys.executable).name
-    assert StartCommand.of(config(f"{name} {{model}}"), {"PATH": "/nowhere"}).argv[0].endswith(f"/{name}")
+    assert StartCommand.parse(config(f"{name} {{model}}"), {"PATH": "/nowhere"}).argv[0].endswith(f"/{name}")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_program_beside_this_python_is_found() -> None:
         ("", "has no {model} in it"),
         ("A={model}", "has no {model} in it"),
         ("sh '{model}", "No closing quotation"),
-        ("no-such-program {model}", "there is no program no-such-program"),
+        ("no-such-program {model}", "no program no-such-program"),
         ("sh {model} --port 8123", "listens on port 8123, but the trainer would use port"),
         ("sh {model} --port=8123", "listens on port 8123, but the trainer would use port"),
     ],
@@ -87,16 +87,9 @@ def answer(port: int) -> str:
 
 @pytest.mark.parametrize("flags", [(), ("--no-health",)], ids=["health", "models alone"])
 def test_any_server_is_started_and_restarted(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    command = StartCommand.of(fake(*flags))
-    with started(command, tmp_path / "serve.log") as engine:
-        assert isinstance(engine, StartedServer)
+    command = StartCommand.parse(fake(*flags))
+    with StartedServer(command, tmp_path / "serve.log").running() as server:
         assert answer(command.port) == "first as None"
-        engine.restart(tmp_path / "step_1")
+        server.restart(tmp_path / "step_1")
         assert answer(command.port) == f"{tmp_path / 'step_1'} as None"
-    assert engine.pid is None
-
-
-def test_without_a_command_nothing_is_started(tmp_path: Path) -> None:
-    with started(None, tmp_path / "serve.log") as engine:
-        assert engine is None
-    assert list(tmp_path.iterdir()) == []
+    assert server.pid is None

@@ -20,9 +20,9 @@ from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from cli import demo_model
-from cli.engine import StartedServer
 from cli.serve import free_port
 from cli.server_command import ServerCommand
+from cli.server_process import StartedServer
 from environments import registry
 from tests.scenarios import EAGER, START_LIMIT_S
 

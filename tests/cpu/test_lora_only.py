@@ -40,7 +40,7 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
     base = lora_llama.sample()
     scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), steps=2)
     told = scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), "--resume", steps=4).stderr
-    assert f"going on after step 2, from {tmp_path / 'saved' / 'adapter_step_2'}" in told
+    assert f"resuming after step 2 from {tmp_path / 'saved' / 'adapter_step_2'}" in told
     assert "the base is the server's own, 0 bytes of it here" in told
     steps = scenarios.metrics(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """`bridge run` outlives its server on the real vLLM, loses no step by it, and leaves no process behind at any end.
 
-Not covered: servers that `bridge run` did not start (`test_accidents.py`), small servers (`tests/cli/test_engine.py`).
+Not covered: servers that `bridge run` did not start (`test_accidents.py`), and small ones
+(`tests/cli/test_server_process.py`).
 """
 
 import json

@@ -17,7 +17,7 @@ from bridge.server import api_key
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
-from cli.watchdog import Address
+from cli.server_process import health
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
 from tests.unit.lora_runs import RANK, World, world_in
@@ -129,10 +129,10 @@ def test_a_server_that_is_watched_by_another_route_than_health_is_sent_it(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = urlsplit(server.url)
-    watched = Address(str(address.hostname), int(address.port or 0), "/v1/models")
-    assert watched.health(limit_s=20) == "unwell"
+    watched = str(address.hostname), int(address.port or 0), "/v1/models"
+    assert health(*watched, limit_s=20) == "unwell"
     monkeypatch.setenv(api_key.VARIABLE, KEY)
-    assert watched.health(limit_s=20) == "well"
+    assert health(*watched, limit_s=20) == "well"
 
 
 def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import UsageError
 from cli import demo_model
-from cli.demo_model import Phase, Recipe
 from environments.arithmetic import Arithmetic
 
-SHORT = Recipe(
-    clean=Phase(num_steps=3, right_share=1.0, lr=3e-3), mixed=Phase(num_steps=2, right_share=0.5, lr=1e-3), batch_size=8
-)
+SHORT = {
+    "clean": {"num_steps": 3, "right_share": 1.0, "lr": 3e-3},
+    "mixed": {"num_steps": 2, "right_share": 0.5, "lr": 1e-3},
+    "batch_size": 8,
+    "seed": 0,
+}
 
 
 def ignore(step: int, num_steps: int) -> None:
@@ -68,8 +70,7 @@ def test_a_made_model_is_used_again(made: Path) -> None:
 
 
 def test_another_recipe_makes_another_model(made: Path) -> None:
-    other = Recipe(clean=SHORT.clean, mixed=SHORT.mixed, batch_size=8, seed=1)
-    assert demo_model.make(made.parent, progress=ignore, recipe=other) != made
+    assert demo_model.make(made.parent, progress=ignore, recipe={**SHORT, "seed": 1}) != made
 
 
 def test_the_same_recipe_makes_the_same_model_and_leaves_torch_as_it_was(made: Path, tmp_path: Path) -> None:
