@@ -54,8 +54,8 @@ def run(
 ) -> Run:
     """Run `argv` until it has printed `num_lines` lines, ends or times out; then stop its whole process group."""
     result, begun = Run(baseline_bytes=used_bytes() if used_bytes else 0), time.monotonic()
-    child = _start(argv, environment, log)
-    reader = threading.Thread(target=_read, args=(child.process, result), daemon=True)
+    child = start(argv, environment, log)
+    reader = threading.Thread(target=read, args=(child.process, result), daemon=True)
     reader.start()
     try:
         while child.is_alive() and len(result.lines) < num_lines and time.monotonic() - begun < limit_s:
@@ -81,12 +81,13 @@ def reason(log: Path) -> str:
     return next((found[-1][:300] for found in (out_of_memory, faults, lines) if found), "it said nothing")
 
 
-def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+def start(argv: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None) -> Child:
     """Start `argv` in a session that ends with this process; stderr goes to the log."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(children.LEASH), str(os.getpid()), *argv],
             env=dict(environment),
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -95,7 +96,8 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Ch
     return Child(process, ProcessIdentity.of(process.pid), log)
 
 
-def _read(process: "subprocess.Popen[bytes]", result: Run) -> None:
+def read(process: "subprocess.Popen[bytes]", result: Run) -> None:
+    """Append each line of the process to `result` with its time, until stdout closes."""
     assert process.stdout is not None
     for line in process.stdout:
         now, told = time.perf_counter(), json.loads(line)

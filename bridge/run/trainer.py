@@ -3,7 +3,7 @@
 If this run started the server and the server dies, it is restarted with the newest weights, and what it interrupted is
 done again.
 
-Not covered: rollouts (`stream.py`), learning from them (`learner.py`), how weights reach vLLM (`bridge/modes`).
+Not covered: rollouts (`bridge/rollouts`), learning from them (`bridge/learn`), how weights reach vLLM (`bridge/modes`).
 """
 
 import shlex

@@ -19,7 +19,7 @@ CODE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 """Text in backquotes; it may contain one line break."""
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)[^)]*\)")
-SOURCE = re.compile(r"^Source: .*", re.MULTILINE | re.DOTALL)
+SOURCE = re.compile(r"^ *Source: .*", re.MULTILINE | re.DOTALL)
 FILE = re.compile(
     r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|toml)(?:::\w+)?"
     r"|(?:bridge|cli|environments|patches|benchmarks|docs|tests)(?:/[\w-]+)+/?"

@@ -1,7 +1,7 @@
 """`lora_only` with the real vLLM on the CPU, behind a key: trained by both hand-overs in turn, resumed, torn, restored.
 
 Not covered: the slots themselves (`test_lora_slots.py`), stock servers (`test_stock.py`), refusals, which need no vLLM
-(`tests/unit/test_lora_only.py`).
+(`tests/unit/test_lora_disk.py`).
 """
 
 import json

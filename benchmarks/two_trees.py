@@ -1,0 +1,156 @@
+"""The step of two checkouts of Bridge on one device, in turns: does a change cost speed?
+
+    python -m benchmarks.two_trees ../before . --size 1.5b
+
+Both run `bridge run` on the same model and the same work as `grpo.py`, at the same time: while one takes a few steps,
+all processes of the other are stopped (SIGSTOP), so that a change of the host's load affects both alike. The first step
+of each turn is left out. The ratios are old over new: above 1, the new tree is faster.
+
+Not covered: memory, and other trainers (`grpo.py`); whether both compute the same numbers (`same_steps.py`).
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from benchmarks import _results, _sides, _stamped, _work
+from benchmarks._results import say
+from benchmarks._sides import Side, Work
+from benchmarks._stamped import Run
+from cli import children
+
+ENDLESS = 100_000
+"""Steps of a run that is ended from outside."""
+PARTS = ("step_s", "generation_s", "training_s", "optimizer_s", "sync_s")
+VARIANT = "adamw-8bit --micro-batch-tokens 4352 --gradient-checkpointing"
+
+
+@dataclass(kw_only=True)
+class Tree:
+    """The run of one checkout."""
+
+    name: str
+    """`old` or `new`."""
+    run: Run = field(default_factory=Run)
+    """Its lines so far."""
+    child: children.Child
+    """Its `bridge run`."""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """The measured steps, in seconds by part."""
+
+    def take(self, side: Side, count: int, limit_s: float) -> None:
+        """Continue until there are `count` more steps, stop, and keep all but the first of them."""
+        first = len(self.run.lines)
+        self._send(signal.SIGCONT)
+        deadline = time.monotonic() + limit_s
+        while len(self.run.lines) < first + count:
+            if not self.child.is_alive() or time.monotonic() > deadline:
+                why = "is out of time" if self.child.is_alive() else _stamped.reason(self.child.log)
+                raise RuntimeError(f"the {self.name} tree: {why}")
+            time.sleep(0.002)
+        self._send(signal.SIGSTOP)
+        for number in range(first + 1, first + count):
+            took_s = self.run.stamps[number] - self.run.stamps[number - 1]
+            self.steps.append({"step_s": took_s, **side.parts(self.run.lines[number])})
+
+    def _send(self, number: signal.Signals) -> None:
+        process = psutil.Process(self.child.process.pid)
+        for each in [process, *process.children(recursive=True)]:
+            each.send_signal(number)
+
+
+def main() -> None:
+    """Measure, write the results and print them."""
+    options = _options()
+    side, work = Side("bridge", options.variant), Work(**{name: getattr(options, name) for name in ("share", "tokens")})
+    with TemporaryDirectory(prefix="bridge-bench-") as scratch:
+        model = Path(scratch, "model")
+        say(f"{options.size}: writing the model")
+        subprocess.run([sys.executable, "-m", "benchmarks._models", options.size, str(model)], check=True)
+        trees: list[Tree] = []
+        try:
+            for name, place in (("old", options.old), ("new", options.new)):
+                say(f"{name}: starting {place}")
+                trees.append(
+                    _start(name, place.absolute(), side.argv(work, model, Path(scratch, name), ENDLESS), scratch)
+                )
+                trees[-1].take(side, options.warm_up, options.start_limit_s)
+                trees[-1].steps.clear()
+            deadline, turns = time.monotonic() + options.limit_s, 0
+            while turns < options.turns and time.monotonic() < deadline:
+                for tree in reversed(trees) if turns % 2 else trees:
+                    tree.take(side, options.steps + 1, options.start_limit_s)
+                turns += 1
+        finally:
+            for tree in trees:
+                children.kill(tree.child)
+                children.stop(tree.child)
+    results = _compared(trees, options.steps)
+    path = _results.write("two_trees", {"size": options.size, "variant": options.variant, **results}, options.out)
+    rows = [["", "old", "new", "old/new"]]
+    rows += [[part, *(f"{results[part][name]:.4f}" for name in ("old", "new", "ratio"))] for part in PARTS]
+    say(f"{_results.table(rows)}\n{results['turns']} turns of {options.steps} steps each, in {path}")
+
+
+def _options() -> argparse.Namespace:
+    parser = _results.parser(__doc__)
+    parser.add_argument("old", type=Path, help="checkout to compare with")
+    parser.add_argument("new", type=Path, help="checkout to measure")
+    parser.add_argument("--size", default="1.5b")
+    parser.add_argument("--variant", default=VARIANT, help="optimizer and flags of `bridge run`")
+    parser.add_argument("--share", type=float, default=Work.share, help="share of the GPU for each vLLM")
+    parser.add_argument("--tokens", type=int, default=Work.tokens, help="tokens of a completion")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps after each start")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="time after which no turn starts")
+    parser.add_argument("--start-limit-s", type=float, default=300.0)
+    return parser.parse_args()
+
+
+def _start(name: str, tree: Path, argv: Sequence[str], scratch: str) -> Tree:
+    """Start `bridge run` from the checkout `tree`, with the task of that checkout."""
+    Path(scratch, name).mkdir()
+    task = str(tree / "benchmarks" / "_work.py")
+    argv = [word.replace(_work.__file__, task) for word in argv]
+    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**_sides.environment(), "PYTHONPATH": os.pathsep.join(paths)}
+    log = Path(scratch, name, "log")
+    with log.open("w") as file:
+        file.write(f"{shlex.join(argv)}\n")
+    started = Tree(name=name, child=_stamped.start(argv, environment, log, tree))
+    threading.Thread(target=_stamped.read, args=(started.child.process, started.run), daemon=True).start()
+    return started
+
+
+def _compared(trees: Sequence[Tree], steps: int) -> dict[str, Any]:
+    """Return per part both medians and the median of the ratio by turn, and every measured step."""
+    old, new = (tree.steps for tree in trees)
+    turns = min(len(old), len(new)) // steps
+    parts: dict[str, Mapping[str, float]] = {}
+    for part in PARTS:
+        ratios = [
+            statistics.mean(step[part] for step in old[first : first + steps])
+            / statistics.mean(step[part] for step in new[first : first + steps])
+            for first in range(0, turns * steps, steps)
+        ]
+        medians = {tree.name: statistics.median(step[part] for step in tree.steps) for tree in trees}
+        parts[part] = {**medians, "ratio": statistics.median(ratios)}
+    return {**parts, "turns": turns, "steps": {tree.name: tree.steps for tree in trees}}
+
+
+if __name__ == "__main__":
+    main()
