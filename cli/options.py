@@ -174,7 +174,7 @@ def _help(name: str, field: FieldInfo, kind: Any, synonyms: list[str]) -> str:
     text += f" Also {', '.join(also)}." if also else ""
     if field.is_required():
         return text + escape(" [required]")
-    if field.default in (None, PydanticUndefined):  # the docstring says what an absent one means
+    if field.default in (None, PydanticUndefined) or "(default: " in text:  # the docstring explains it
         return text
     default = ("no", "yes")[field.default] if isinstance(field.default, bool) else field.default
     return text + escape(f" [default: {default}]")
