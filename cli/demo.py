@@ -35,7 +35,8 @@ GPU_SHARE = 0.2
 Device = Literal["auto", "cpu", "cuda"]
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.")]
 Steps = Annotated[
-    int, typer.Option("--steps", metavar="INTEGER", min=1, help="Training steps; with only a few, the demo cannot pass.")
+    int,
+    typer.Option("--steps", metavar="INTEGER", min=1, help="Training steps; with only a few, the demo cannot pass."),
 ]
 Where = Annotated[
     Device,
