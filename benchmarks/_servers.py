@@ -87,7 +87,7 @@ def served(command: ServerCommand, log: Path) -> Iterator[str]:
     start = time.perf_counter()
     child = children.start(command.argv, command.environment, log)
     try:
-        if not children.wait_until(child, is_ready, limit_s=START_LIMIT_S, tell=lambda _: None):
+        if not children.wait_until(child, is_ready, limit_s=START_LIMIT_S, progress=lambda _: None):
             raise SystemExit(log.read_text()[-6000:])
         say(f"{log.stem} server up after {time.perf_counter() - start:.0f} s")
         yield url

@@ -65,16 +65,16 @@ def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Chi
     return Child(process, ProcessIdentity.of(process.pid), log)
 
 
-def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, tell: Callable[[float], None]) -> T | None:
+def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, progress: Callable[[float], None]) -> T | None:
     """Wait until `ready` returns something true, and return it; None if `child` ends first or `limit_s` seconds pass.
 
-    `tell` is called with the elapsed seconds.
+    `progress` is called with the elapsed seconds.
     """
     began = time.monotonic()
     while child.is_alive() and (elapsed := time.monotonic() - began) < limit_s:
         if found := ready():
             return found
-        tell(elapsed)
+        progress(elapsed)
         time.sleep(POLL_S)
     return None
 

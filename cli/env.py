@@ -44,7 +44,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
             console.data(json.dumps(dataclasses.asdict(progress)))
 
     recipe = functools.partial(registry.scorer, config.task)
-    last = feeder.feed(config, environment, recipe, tell=console.note, report=lambda now: show(now, progress_line(now)))
+    last = feeder.feed(config, environment, recipe, note=console.note, report=lambda now: show(now, progress_line(now)))
     show(last, summary_line(last))
 
 

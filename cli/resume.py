@@ -100,9 +100,9 @@ def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
         its_saved = RunDirectory(path).save_path
         is_own = own is not None and own.resolve() == path.resolve()
         if is_own or (its_saved is not None and its_saved.resolve() == saved.resolve()):
-            return RunDirectory.reopen(path, step, tell=console.note)
+            return RunDirectory.reopen(path, step, echo=console.note)
     task = config.task.environment if config.rollouts.source == "environment" else config.rollouts.source
-    run = RunDirectory.create(config.run_dir, environment=task, tell=console.note)
+    run = RunDirectory.create(config.run_dir, environment=task, echo=console.note)
     if found is not None:
         console.note(f"{run.path} begins at step {step + 1}; the steps before it are in {own}")
     return run

@@ -156,7 +156,7 @@ class StartedServer:
                 server,
                 lambda: self._answering(server),
                 limit_s=self._limit_s,
-                tell=lambda elapsed: detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}"),
+                progress=lambda elapsed: detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}"),
             )
         if route is not None:
             console.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")

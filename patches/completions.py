@@ -136,7 +136,7 @@ async def _explained(request: Request) -> Exception:
         return HTTPException(500, f"log-probabilities are not finite, but {found.found()}: a kernel is broken")
     return AttachError(
         f"log-probabilities are not finite because of the weights: {found.found()}",
-        remedy=request.app.state.bridge_fence.status().mending(),
+        remedy=request.app.state.bridge_fence.status().remedy(),
     )
 
 

@@ -246,7 +246,7 @@ class ServerFence:
         self.status().refuse_torn()
         raise AttachError(
             "the weights were half-written when this process took them over, and have not been rewritten",
-            remedy=self.status().mending(),
+            remedy=self.status().remedy(),
         )
 
     def _after_pause(self, asked: PauseRequest) -> Phase:
@@ -298,7 +298,7 @@ class ServerFence:
         if any(reasons):
             raise AttachError(
                 f"vLLM cannot allocate its KV cache again, so it does not generate: {'; '.join(filter(None, reasons))}",
-                remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().mending()}",
+                remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().remedy()}",
             )
         self._is_asleep = False
 

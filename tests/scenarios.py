@@ -161,7 +161,7 @@ def served(
     log = folder / "serve.log"
     child = children.start(command.argv, command.environment, log)
     try:
-        ready = children.wait_until(child, command.manifest.exists, limit_s=START_LIMIT_S, tell=lambda _: None)
+        ready = children.wait_until(child, command.manifest.exists, limit_s=START_LIMIT_S, progress=lambda _: None)
         assert ready, log.read_text()[-4000:]
         yield LiveServer(manifest.load(command.manifest), command.manifest, child)
     finally:

@@ -90,7 +90,7 @@ def feed(
     environment: Environment,
     recipe: Callable[[], Scores],
     *,
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
     report: Callable[[FeedProgress], None],
 ) -> FeedProgress:
     """Feed until the trainer has all batches that it wants, and return the last progress; `report` gets those before.
@@ -101,14 +101,14 @@ def feed(
     """
     urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
     lengths = [length for url in urls if (length := max_model_len(url))]
-    config = fit_completions(config, min(lengths, default=None), tell)
+    config = fit_completions(config, min(lengths, default=None), note)
     tokenizer = skeleton.tokenizer(config.model_name)
     scorer = Scorer(recipe, processes=config.task.reward_processes, timeout_s=config.task.reward_timeout_s)
     sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
-        joined = join(api, config, tell)
+        joined = join(api, config, note)
         try:
-            feeder = _Feeder(config, api, joined, sampler, scorer, endpoints(urls), tell)
+            feeder = _Feeder(config, api, joined, sampler, scorer, endpoints(urls), note)
             return sampler.run(feeder.run(environment, tokenizer, report))
         finally:
             with suppress(AtroposError):  # an API that is gone knows no environment
@@ -130,20 +130,20 @@ class Membership:
     """
 
 
-def join(api: AtroposApi, config: FeedConfig, tell: Callable[[str], None]) -> Membership:
-    """Join the API once a trainer requests its first batch; `tell` gets what is waited for.
+def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Membership:
+    """Join the API once a trainer requests its first batch; `note` gets what is waited for.
 
     Raises:
         UsageError: our groups do not make up the trainer's batches.
         AtroposError: the API does not answer.
     """
-    told: set[str] = set()
+    noted: set[str] = set()
     group_size = config.sampling.group_size
 
     def wait_for(what: str) -> None:
-        if what not in told:
-            told.add(what)
-            tell(f"{api.url}: waiting for {what}")
+        if what not in noted:
+            noted.add(what)
+            note(f"{api.url}: waiting for {what}")
         time.sleep(JOIN_POLL_S)
 
     while (trainer := api.info()).batch_size < 1:
@@ -185,11 +185,11 @@ class _Feeder:
         sampler: Sampler,
         scorer: Scorer,
         servers: Sequence[Endpoint],
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         self._config, self._sampling, self._api, self._joined = config, config.sampling, api, joined
         self._sampler, self._scorer, self._servers = sampler, scorer, servers
-        self._tell, self._told = tell, set[str]()
+        self._note, self._noted = note, set[str]()
         self._seed = seed_of(config.seed, joined.env_id * SEEDS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
@@ -267,9 +267,9 @@ class _Feeder:
         prompts = [prompt for _, prompt in pairs]
         await self._sampler.each(self._servers, prompts, sent, num_samples=self._sampling.group_size, seed=seed)
         for line in self._sampler.lacks:
-            if line not in self._told:
-                self._told.add(line)
-                self._tell(line)
+            if line not in self._noted:
+                self._noted.add(line)
+                self._note(line)
 
     async def _send(self, problem: Problem, prompt: tuple[int, ...], completions: Sequence[Completion]) -> None:
         """Score the completions of one problem, and send them once, or leave them out."""
@@ -325,7 +325,7 @@ class _Feeder:
             )
         self._num_scored += len(results)
         self._failures.add(results)
-        self._failures.tell(self._tell, self._told)
+        self._failures.note(self._note, self._noted)
 
     def _line(self, status: EnvironmentStatus) -> FeedProgress:
         """Return the next line, and begin the one after it."""

@@ -30,7 +30,7 @@ FIRST_REPORT_S = 30.0
 class AtroposStream:
     """The batches of one API."""
 
-    def __init__(self, config: TrainConfig, tell: Callable[[str], None], *, run_name: str) -> None:
+    def __init__(self, config: TrainConfig, note: Callable[[str], None], *, run_name: str) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
 
         Raises:
@@ -39,8 +39,8 @@ class AtroposStream:
         """
         self.num_retries = 0
         """Those of the last step, which include requests for a batch that the API lost."""
-        self._config, self._tell, self._run_name = config, tell, run_name
-        self._told: set[str] = set()
+        self._config, self._note, self._run_name = config, note, run_name
+        self._noted: set[str] = set()
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
         self._bounds: Bounds | None = None
@@ -54,9 +54,9 @@ class AtroposStream:
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(config.model_name, torch.bfloat16).config
         if config.evaluation.samples:
-            tell("--eval-samples is ignored: Atropos' environments evaluate by themselves")
+            note("--eval-samples is ignored: Atropos' environments evaluate by themselves")
         if config.loss.mask_truncated:
-            tell("--mask-truncated is ignored: Atropos' environments do not report which completions were truncated")
+            note("--mask-truncated is ignored: Atropos' environments do not report which completions were truncated")
         self._api = AtroposApi(rollouts.atropos_url, max_retries=max_retries)
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  no token's version is known anyway
@@ -87,9 +87,9 @@ class AtroposStream:
         self._api.close()
         if self._left_out:
             kinds = ", ".join(f"{kind}: {count}" for kind, count in self._left_out.most_common())
-            self._tell(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
+            self._note(f"{self._left_out.total()} groups of Atropos environments were left out ({kinds})")
         if self._num_lost:
-            self._tell(f"{self._num_lost} batches were lost in the Atropos API")
+            self._note(f"{self._num_lost} batches were lost in the Atropos API")
 
     def _pauses(self) -> Iterator[None]:
         """Yield before each request for a batch, after a pause that grows; watch the server, and report what is wrong.
@@ -115,7 +115,7 @@ class AtroposStream:
                         f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {found}", remedy=hint
                     )
                 report_s *= 2
-                self._tell(f"no batch from the Atropos API for {now - begun:.0f} s: {found}")
+                self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {found}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
@@ -127,7 +127,7 @@ class AtroposStream:
             return answer.batch
         if answer is not None or self._api.info().batch_size == NOBODY:  # restarted, or reset, which breaks /batch
             self._bounds = None
-            self._tell(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
+            self._note(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
             return None
         self._num_lost += 1
         self._tell_once(
@@ -161,7 +161,7 @@ class AtroposStream:
             self._api.register(trainer)
         _refuse_others(self._api, self._api.info(), {"batch_size": batch_size, "max_token_len": max_token_len})
         how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
-        self._tell(
+        self._note(
             f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
             f" {longest:,} tokens ({whose} limit); their staleness is unknown, because Atropos does not report it"
         )
@@ -179,7 +179,7 @@ class AtroposStream:
             self._left_out[flaw.kind] += 1
             if self._left_out[flaw.kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                self._tell(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
+                self._note(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
         unscored, num_sequences = [one for group in bad for one in group.unscored], sum(len(s.tokens) for s in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:
             raise RewardError(
@@ -193,9 +193,9 @@ class AtroposStream:
         return [*(to_train_on(scored, self._decode) for scored in good), *bad]
 
     def _tell_once(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            self._tell(line)
+        if line not in self._noted:
+            self._noted.add(line)
+            self._note(line)
 
 
 def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int, str]:

@@ -169,7 +169,7 @@ def _fence(client: httpx.Client, manifest: Manifest) -> Check:
 
 def _state(status: Status, expected: str) -> Check:
     if status.state == "torn":
-        return failed(FENCE, status.torn(), expected, status.mending())
+        return failed(FENCE, status.torn(), expected, status.remedy())
     if status.state == "paused":
         holder = f"pid {status.holder.pid}" if status.holder else "an unknown process"
         does = "reads" if status.writes == "nothing" else f"writes version {status.version + 1}"
@@ -189,7 +189,7 @@ def _numbers(client: httpx.Client, manifest: Manifest) -> Check:
         status = Status.model_validate_json(client.get("/bridge/status").content)
     except (httpx.TransportError, ValidationError) as error:
         return skipped(NUMBERS, f"no answer: {type(error).__name__}", expected, f"{START} {manifest.model}")
-    return judged(NUMBERS, not found.not_finite, found.found(), expected, status.mending())
+    return judged(NUMBERS, not found.not_finite, found.found(), expected, status.remedy())
 
 
 def _silence(error: httpx.TransportError) -> str:

@@ -134,8 +134,8 @@ def packages_are_ours(found: Mapping[str, Path | None], root: Path = ROOT) -> Ch
     expected = f"{', '.join(found)} in {root}"
     foreign = [f"{name} in {folder or 'no folder'}" for name, folder in found.items() if folder != root / name]
     remedy = "install Bridge in a virtual environment of its own: python3 -m venv .venv"
-    told = f"{', '.join(foreign)}: another package of that name" if foreign else expected
-    return judged("Bridge's packages", not foreign, told, expected, remedy)
+    seen = f"{', '.join(foreign)}: another package of that name" if foreign else expected
+    return judged("Bridge's packages", not foreign, seen, expected, remedy)
 
 
 def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:

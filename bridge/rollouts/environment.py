@@ -31,14 +31,14 @@ class EnvironmentStream:
         self,
         config: TrainConfig,
         environment: Environment,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
         *,
         recipe: Callable[[], Scores] | None = None,
         progress: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         """Prepare everything that needs no server.
 
-        `recipe` makes what scores, in worker processes; without it, `environment` scores in this process. `tell` gets
+        `recipe` makes what scores, in worker processes; without it, `environment` scores in this process. `note` gets
         each warning once, and `progress` the number of groups scored so far and in all.
 
         Raises:
@@ -46,7 +46,7 @@ class EnvironmentStream:
             UsageError: the model has no tokenizer.
         """
         self.num_retries = 0
-        self._config, self._tell, self._told, self._progress = config, tell, set[str](), progress
+        self._config, self._note, self._noted, self._progress = config, note, set[str](), progress
         self._tokenizer = skeleton.tokenizer(config.model_name)
         self._held_out = problems.held_out(environment) if config.evaluation.samples else []
         self._order = enumerate(problems.endless(environment, config.seed))
@@ -114,11 +114,11 @@ class EnvironmentStream:
         groups = self._sampler.run(
             self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
         )
-        failures.tell(self._tell, self._told)
+        failures.note(self._note, self._noted)
         for line in self._sampler.lacks:
-            if line not in self._told:
-                self._told.add(line)
-                self._tell(line)
+            if line not in self._noted:
+                self._noted.add(line)
+                self._note(line)
         return groups
 
 

@@ -24,9 +24,9 @@ def check(
     task: TaskConfig,
     environment: Environment,
     recipe: Callable[[], Scores],
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> None:
-    """Try the first problems and the first held-out ones; `tell` gets what is no reason to refuse.
+    """Try the first problems and the first held-out ones; `note` gets what is no reason to refuse.
 
     Raises:
         RewardError: a prompt cannot be encoded, or every score failed in the same way.
@@ -44,7 +44,7 @@ def check(
         return
     what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"
     if len({failure.kind for failure in failures}) > 1 or task.max_unscored_share == 1:
-        tell(what)
+        note(what)
         return
     raise RewardError(
         what,

@@ -42,7 +42,7 @@ class RunDirectory:
     path: Path
     made: tuple[Path, ...] = ()
     """The folders that were made for it, innermost first."""
-    tell: Callable[[str], None] | None = None
+    echo: Callable[[str], None] | None = None
     """Shows a person an event when it happens."""
     is_writer: bool = True
     """False on every rank but the first: it shows events, and writes nothing."""
@@ -84,7 +84,7 @@ class RunDirectory:
         given: Path | None,
         *,
         environment: str,
-        tell: Callable[[str], None] | None = None,
+        echo: Callable[[str], None] | None = None,
         kind: mark.Kind = "run",
     ) -> "RunDirectory":
         """Make the folder `given`, or a new one under `runs/` named by the time and `environment`.
@@ -93,7 +93,7 @@ class RunDirectory:
             UsageError: `given` holds another run or foreign files, is in use, is a file, or cannot be made.
         """
         path = given or _unused(environment)
-        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), tell)
+        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), echo)
         if run.metrics.exists():
             resume = f", or resume that run: --resume --save-path {shlex.quote(str(run.save_path))}"
             raise UsageError(
@@ -106,13 +106,13 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(cls, path: Path, step: int, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+    def reopen(cls, path: Path, step: int, *, echo: Callable[[str], None] | None = None) -> "RunDirectory":
         """Return the directory of a run that resumes after `step`; lines of later steps are moved aside.
 
         Raises:
             UsageError: another process uses it, or the disk refuses.
         """
-        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), tell)
+        run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), echo)
         mark.put(path, "run")
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
@@ -122,7 +122,7 @@ class RunDirectory:
         return run
 
     @classmethod
-    def join(cls, path: Path, *, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+    def join(cls, path: Path, *, echo: Callable[[str], None] | None = None) -> "RunDirectory":
         """Open the directory of a run whose rank 0 has claimed it and writes it.
 
         Raises:
@@ -133,7 +133,7 @@ class RunDirectory:
                 f"no run is using the run directory {path}, so this process cannot be one of its ranks",
                 remedy="start rank 0 of the run first",
             )
-        return cls(path, tell=tell, is_writer=False)
+        return cls(path, echo=echo, is_writer=False)
 
     @property
     def lost_metrics(self) -> Path:
@@ -187,8 +187,8 @@ class RunDirectory:
     def note(self, line: str) -> None:
         """Append an event, and show it to the person who started the run."""
         self.record(line)
-        if self.tell is not None:
-            self.tell(private.shown_line(line))
+        if self.echo is not None:
+            self.echo(private.shown_line(line))
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step, at once; a number that is not finite becomes null."""

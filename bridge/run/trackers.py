@@ -97,13 +97,13 @@ class Trackers(Reporter):
     """All trackers of one run."""
 
     def __init__(
-        self, open_all: Callable[[], Mapping[str, Tracker]], tell: Callable[[str], None], *, shows_texts: bool
+        self, open_all: Callable[[], Mapping[str, Tracker]], note: Callable[[str], None], *, shows_texts: bool
     ) -> None:
-        """Use the trackers that `open_all` returns, by name; `tell` reports one that fails.
+        """Use the trackers that `open_all` returns, by name; `note` reports one that fails.
 
         `open_all` is called when the run has begun: a refused run leaves no trace.
         """
-        self._open_all, self._tell, self._shows_texts = open_all, tell, shows_texts
+        self._open_all, self._note, self._shows_texts = open_all, note, shows_texts
         self._trackers: dict[str, Tracker] | None = None
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class Trackers(Reporter):
                 do(tracker)
             except Exception as error:  # noqa: BLE001 - foreign code, on which nothing depends
                 del trackers[name]
-                self._tell(f"{name} failed and gets nothing more of this run: {_in_a_line(error)}")
+                self._note(f"{name} failed and gets nothing more of this run: {_in_a_line(error)}")
 
 
 def check(config: TrainConfig) -> None:

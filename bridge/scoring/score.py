@@ -136,12 +136,12 @@ class FailedScores:
             " --max-unscored-share allows more completions without a reward",
         )
 
-    def tell(self, tell: Callable[[str], None], told: set[str]) -> None:
-        """Report each kind that is not in `told`, and add it."""
+    def note(self, note: Callable[[str], None], noted: set[str]) -> None:
+        """Report each kind that is not in `noted`, and add it."""
         for kind, count in self._counts.items():
-            if kind not in told:
-                told.add(kind)
-                tell(
+            if kind not in noted:
+                noted.add(kind)
+                note(
                     f"{self._batch}: {_completions(count)} left out for lack of a reward: {self._examples[kind]}"
                     " (reported once; all are counted)"
                 )

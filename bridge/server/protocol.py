@@ -93,7 +93,7 @@ class Status(Record):
 
     def refuse_torn(self) -> None:
         if self.state == "torn":
-            raise AttachError(self.torn(), remedy=self.mending())
+            raise AttachError(self.torn(), remedy=self.remedy())
 
     def torn(self) -> str:
         """Return what is torn, and why."""
@@ -104,7 +104,7 @@ class Status(Record):
             " server generates nothing until a checkpoint is restored"
         )
 
-    def mending(self) -> str:
+    def remedy(self) -> str:
         """Return the command that repairs what is torn, with the last checkpoint if it still exists."""
         last = self.last_checkpoint
         if last and Path(last).is_dir():

@@ -207,7 +207,7 @@ def test_the_orphans_of_a_killed_child_do_not_outlive_us(tmp_path: Path) -> None
 def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
     child = start("print(1, flush=True)", tmp_path)
     guards = [process for process in psutil.process_iter() if getsid(process.pid) == child.process.pid]
-    assert not children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None)
+    assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
     assert psutil.wait_procs([guard for guard in guards if guard.pid != child.process.pid], timeout=20)[1] == []
     children.stop(child, grace_s=0.5)
 
@@ -223,14 +223,14 @@ def test_the_programs_own_children_are_its_own_alone(tmp_path: Path) -> None:
 def test_what_a_second_child_prints_comes_after_the_first(tmp_path: Path) -> None:
     for word in ("one", "two"):
         child = start(f"print({word!r})", tmp_path)
-        assert not children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None)
+        assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
         children.stop(child, grace_s=0.5)
     assert (tmp_path / "log").read_text() == "one\ntwo\n"
 
 
 def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:
     child = start("import sys; sys.exit(7)", tmp_path)
-    assert not children.wait_until(child, lambda: False, limit_s=20, tell=lambda _: None)
+    assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
     assert child.exit_code() == 7
     children.stop(child, grace_s=0.5)
 
@@ -238,9 +238,9 @@ def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:
 def test_waiting_ends_at_its_limit_and_at_readiness(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     told: list[float] = []
-    assert not children.wait_until(child, lambda: False, limit_s=0.5, tell=told.append)
+    assert not children.wait_until(child, lambda: False, limit_s=0.5, progress=told.append)
     assert told == sorted(told)
-    assert children.wait_until(child, lambda: True, limit_s=0.5, tell=told.append)
+    assert children.wait_until(child, lambda: True, limit_s=0.5, progress=told.append)
     children.stop(child, grace_s=0.5)
 
 

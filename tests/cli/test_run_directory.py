@@ -258,9 +258,9 @@ def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
 def test_a_step_that_was_saved_but_has_no_line_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     run = with_steps(tmp_path, 1, 2)
-    RunDirectory.reopen(tmp_path, 2, tell=told.append)
+    RunDirectory.reopen(tmp_path, 2, echo=told.append)
     assert told == []
-    RunDirectory.reopen(tmp_path, 3, tell=told.append)
+    RunDirectory.reopen(tmp_path, 3, echo=told.append)
     assert told == [f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"]
     assert told[0] in run.events.read_text()
     assert steps(run.metrics) == [1, 2]
@@ -333,7 +333,7 @@ def test_another_rank_opens_the_directory_of_rank_0_and_writes_nothing(tmp_path:
     first = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     first.append(metrics(1))
     before = sorted(path.name for path in first.path.iterdir())
-    other = RunDirectory.join(first.path, tell=told.append)
+    other = RunDirectory.join(first.path, echo=told.append)
     other.note("a request was retried")
     other.record("a request was retried")
     assert told == ["a request was retried"]
@@ -369,7 +369,7 @@ def test_an_event_is_noted_with_its_time_and_told_when_it_happens(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told: list[str] = []
-    run = RunDirectory.create(tmp_path, environment="arithmetic", tell=told.append)
+    run = RunDirectory.create(tmp_path, environment="arithmetic", echo=told.append)
     run.note("the server died")
     assert told == ["the server died"]
     RunDirectory(tmp_path).note("nobody listens")

@@ -356,7 +356,7 @@ def test_stopping_does_not_wait_for_an_answer_that_never_comes(tmp_path: Path, l
 def test_the_tree_of_a_child_is_killed_whole_and_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     child = children.start(command.argv, command.environment, log)
-    assert children.wait_until(child, command.manifest.exists, limit_s=LIMIT_S, tell=lambda _: None)
+    assert children.wait_until(child, command.manifest.exists, limit_s=LIMIT_S, progress=lambda _: None)
     until(lambda: bool(family(log)))
     tree = family(log)
     children.kill(child)

@@ -60,7 +60,7 @@ def api(folder: Path) -> Iterator[str]:
     argv = [sys.executable, "-c", program, "--host", "127.0.0.1", "--port", str(port)]
     child = children.start(argv, os.environ, folder / "api.log")
     try:
-        ready = children.wait_until(child, lambda: _answers(url), limit_s=START_LIMIT_S, tell=lambda _: None)
+        ready = children.wait_until(child, lambda: _answers(url), limit_s=START_LIMIT_S, progress=lambda _: None)
         assert ready, child.log.read_text()[-4000:]
         yield url
         assert child.is_alive(), child.log.read_text()[-4000:]

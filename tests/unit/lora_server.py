@@ -58,7 +58,7 @@ class LoraServer:
                 return as_json({"name": body["name"], "slot": SLOT})
             case "POST pause" if self.state == "torn" and not body["takeover"]:
                 status = self.status()
-                return refusal(status.torn(), status.mending())
+                return refusal(status.torn(), status.remedy())
             case "POST publish":
                 self.version, self.state = max(self.version + 1, body["version"] or 0), "serving"
         return as_json(self.status().model_dump(mode="json"))

@@ -85,7 +85,7 @@ def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
     argv = [sys.executable, "-m", "tests.unit.patched_server", str(model), str(path), str(port)]
     child = children.start(argv, os.environ, folder / "serve.log")
     try:
-        ready = children.wait_until(child, path.exists, limit_s=START_LIMIT_S, tell=lambda _: None)
+        ready = children.wait_until(child, path.exists, limit_s=START_LIMIT_S, progress=lambda _: None)
         assert ready, child.log.read_text()[-4000:]
         yield LiveServer(manifests.load(path), path, child)
     finally:

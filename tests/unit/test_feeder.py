@@ -128,7 +128,7 @@ class Fed:
             wanted |= {"group_size": GROUP, "reward_processes": 0, "temperature": 1.5}
             config = FeedConfig.of(**(wanted | choices))
             self.last = feeder.feed(
-                config, environment(), environment, tell=self.told.append, report=self.reports.append
+                config, environment(), environment, note=self.told.append, report=self.reports.append
             )
 
 

@@ -438,7 +438,7 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
         await fence.pause(asking(holder_of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
         end(child)
         assert "the adapter may be half-written" in fence.status().torn()
-        assert fence.status().mending().startswith("bridge restore ADAPTER (/gone is gone")
+        assert fence.status().remedy().startswith("bridge restore ADAPTER (/gone is gone")
         with pytest.raises(AttachError, match="the adapter may be half-written"):
             await fence.pause(asking(ME, "keep", takeover=True))
         await fence.pause(asking(ME, "keep", writes="adapter", takeover=True))

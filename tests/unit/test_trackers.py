@@ -283,7 +283,7 @@ def test_what_nobody_asked_for_and_cannot_begin_is_told_of(
     told: list[str] = []
     installed("tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trackers.of(config(), RunDirectory(tmp_path, tell=told.append)).step(metrics(1), groups())
+    trackers.of(config(), RunDirectory(tmp_path, echo=told.append)).step(metrics(1), groups())
     assert len(told) == 1
     assert told[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
 

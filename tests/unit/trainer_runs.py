@@ -165,7 +165,7 @@ class Run:
         def tell(line: str) -> None:
             (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
 
-        run = RunDirectory.create(self.folder / "run", environment="letters", tell=tell)
+        run = RunDirectory.create(self.folder / "run", environment="letters", echo=tell)
         return trainer.train(
             self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine
         )
