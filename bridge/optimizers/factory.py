@@ -9,7 +9,7 @@ from bridge.config import TrainConfig
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS
+from bridge.optimizers.split_master import KINDS
 
 LEAST_DECAY = 2.0**-25
 """Half the distance from 1 to the next smaller float32: for rates up to this, 1 - lr * weight_decay is 1."""

@@ -23,7 +23,7 @@ from bridge.errors import UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.release import each_gradient
 from bridge.optimizers.rounding import key
-from bridge.optimizers.update import KINDS, Coefficients, Kind, Update, compiled, update
+from bridge.optimizers.split_master import KINDS, Coefficients, Kind, Update, compiled, update
 
 SMALL_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
 """Parameters up to this size are gathered: a GPU finishes one, copies included, before another kernel is launched."""

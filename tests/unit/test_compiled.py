@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bridge.optimizers import split_adamw
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS, join
+from bridge.optimizers.split_master import KINDS, join
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++"))
 DEVICES = [CPU, *(["cuda"] if torch.cuda.is_available() else [])]

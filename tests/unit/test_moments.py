@@ -18,7 +18,7 @@ from bridge.optimizers.moments import (
 )
 from bridge.optimizers.rounding import key, random_bits
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS
+from bridge.optimizers.split_master import KINDS
 
 CODED = [EIGHT_BIT, FOUR_BIT]
 

@@ -15,7 +15,7 @@ from bridge.optimizers.factory import make, scaled_group
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS, Coefficients, join, split
+from bridge.optimizers.split_master import KINDS, Coefficients, join, split
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -10,8 +10,8 @@ from torch import nn
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 from bridge.optimizers.state_bytes import MOMENT_BYTES, BytesPerParameter
-from bridge.optimizers.update import KINDS
 
 SHAPES = [(1000, 300), (64, 128), (16, 520), (300,)]
 NUM_PARAMETERS = 300_000 + 64 * 128 + 16 * 520 + 300

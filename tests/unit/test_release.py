@@ -10,7 +10,7 @@ from bridge.errors import UsageError
 from bridge.optimizers.factory import scaled_group
 from bridge.optimizers.release import added_in_float32
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS
+from bridge.optimizers.split_master import KINDS
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

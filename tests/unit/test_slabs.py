@@ -7,7 +7,7 @@ from torch import Tensor
 from bridge.optimizers import split_adamw
 from bridge.optimizers.factory import scaled_group
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS
+from bridge.optimizers.split_master import KINDS
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37)]
 

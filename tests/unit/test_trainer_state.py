@@ -13,7 +13,7 @@ from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.update import KINDS
+from bridge.optimizers.split_master import KINDS
 from bridge.run import trainer_state
 from bridge.run.trainer_state import FOLDER, STATE_NAME
 
