@@ -1,8 +1,6 @@
-"""A server of a few lines that stands in for vLLM: it writes a manifest, says how it is, and has an engine to lose.
+"""A small stand-in for vLLM: it writes a manifest, reports its health, and has an engine process to lose.
 
-It is run by its path and imports nothing that takes time to load.
-
-Not covered: models.
+It is run by path and imports nothing slow.
 """
 
 import argparse
@@ -17,7 +15,6 @@ from pathlib import Path
 
 
 def arguments() -> argparse.Namespace:
-    """Return what it was started with."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--served-model-name")
@@ -33,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 
 def write_manifest(template: Path, manifest: Path) -> None:
-    """Write the manifest as the server that this process is."""
+    """Write the manifest with this process as the server."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     document = json.loads(template.read_text())
     document["server"] = {**document["server"], "pid": os.getpid(), "start_ticks": ticks}
@@ -42,7 +39,7 @@ def write_manifest(template: Path, manifest: Path) -> None:
 
 
 def serve(given: argparse.Namespace) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,7 +50,7 @@ def serve(given: argparse.Namespace) -> None:
             self.wfile.write(f"{given.model} as {given.served_model_name}".encode())
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", given.port), Answers)
     engine = subprocess.Popen(["/bin/sleep", "600"])
