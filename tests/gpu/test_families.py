@@ -1,5 +1,4 @@
-"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: the same proof as on
-CPU.
+"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: the CPU's proof.
 
 Not covered: the other families, and the table (`tests/cpu/test_families.py`).
 """
