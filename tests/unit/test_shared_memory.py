@@ -1,4 +1,4 @@
-"""Shared memory: one file, two real processes, and no way to cut it short."""
+"""Shared memory: one file, two real processes, and no way to truncate it."""
 
 import errno
 import mmap
