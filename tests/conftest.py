@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="download every supported vLLM and check the pinned symbols in its source",
     )
     parser.addoption(
-        "--record-families", action="store_true", help="keep what the proof of each family finds, for docs/families.md"
+        "--record-families", action="store_true", help="record the results of the family proofs for docs/families.md"
     )
 
 

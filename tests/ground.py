@@ -107,7 +107,7 @@ class Ground:
                 return self._proof(self._settled())
         except (BridgeError, httpx.HTTPError) as error:
             if self._answers():
-                raise NotWholeError(f"the server is alive, and fails: {error}") from error
+                raise NotWholeError(f"the server is alive but fails: {error}") from error
         self.start_again()
         return Proof("gone", f"gone; started again with {self._check_whole(self._status())}")
 
@@ -134,7 +134,7 @@ class Ground:
         deadline = time.monotonic() + LIMIT_S
         while trainer.poll() is None or self._is_busy():
             if time.monotonic() > deadline:
-                raise NotWholeError(f"the trainer, or what runs beside it, has not ended after {LIMIT_S:g} s")
+                raise NotWholeError(f"the trainer or a command beside it still runs after {LIMIT_S:g} s")
             for request in disturbed.REQUESTS:
                 if (folder / request).exists():
                     self._do(request, folder)
@@ -183,7 +183,7 @@ class Ground:
 
     def _check_whole(self, status: Status) -> str:
         if status.state != "serving":
-            raise NotWholeError(f"the server is {status.state}, and no trainer runs")
+            raise NotWholeError(f"the server is {status.state} although no trainer runs")
         with self._client() as client:
             found = client.digests()
         expected = self.versions.get((status.server.pid, status.version))
@@ -206,7 +206,7 @@ class Ground:
         """Check that a torn server generates nothing."""
         with suppress(httpx.TimeoutException):
             self._generate(STILL_S)
-            raise NotWholeError("the weights are torn, and the server generates")
+            raise NotWholeError("the weights are torn, but the server generates")
 
     def _restored(self, status: Status) -> str:
         whole = Path(status.last_checkpoint or self.model)

@@ -68,14 +68,14 @@ def soak(ground: Ground, seed: int, is_over: Callable[[int], bool], tell: Tell) 
             text = f"{VIOLATION}: {error}"
             ground.start_again()
         tell(f"{time.monotonic() - began:7.1f} s  {number:4d}  {what}: {text}")
-    raise AssertionError("there is no end of faults")
+    raise AssertionError("faults never end")
 
 
 def main() -> int:
     """Soak a vLLM of its own."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Random faults on a real server.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="which faults (default: 0)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     chosen = parser.parse_args()
     end = time.monotonic() + 60 * chosen.minutes
     with tempfile.TemporaryDirectory(prefix="bridge-soak-") as name, ground_of_vllm(Path(name)) as ground:

@@ -1,7 +1,4 @@
-"""Every file, test, make target, command and flag named in docstrings and docs exists.
-
-Not covered: references to other projects, and web addresses.
-"""
+"""Every file, test, make target, command and flag named in docstrings and docs exists."""
 
 import ast
 import re

@@ -26,7 +26,7 @@ def _python_files() -> Iterator[Path]:
 
 def _tracked_files() -> list[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("git, or its folder, is not here")
+        pytest.skip("no git, or no repository")
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]

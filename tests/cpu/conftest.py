@@ -2,8 +2,6 @@
 
 Tests are grouped by kind; within a kind, those marked `kills_the_server` run last. In `make test` one vLLM runs at a
 time. Slow tests run in parallel.
-
-Not covered: tests of the server's start and of other model families, which start their own.
 """
 
 from collections.abc import Callable, Iterator

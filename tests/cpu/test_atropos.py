@@ -1,7 +1,6 @@
 """Atropos as released on PyPI, end to end: its API, one of its environments, our server and our trainer.
 
-Not covered: failures (`tests/unit/test_atropos_stream.py`), and our environments as Atropos environments (`bridge
-env`).
+Not covered: failures (`tests/unit/test_atropos_stream.py`), and environments of `bridge env` (`tests/cli/test_env.py`).
 """
 
 import os

@@ -1,6 +1,6 @@
 """Memory stays flat over a long run, in the trainer and in all of the server's processes.
 
-Not covered: GPU memory (`tests/gpu`), files, and a step's peak.
+Not covered: GPU memory (`tests/gpu/test_flat_memory.py`).
 """
 
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Every policy loss learns: the demo's task on one live vLLM on the CPU, always from the same initial weights.
 
-Not covered: the losses' values (`tests/unit/test_policy_loss.py`), how they compare, and the demo itself
-(`test_demo.py`).
+Not covered: the values of the losses (`tests/unit/test_policy_loss.py`), and the demo itself (`test_demo.py`).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """A tiny model of every proven family with its peculiarities, from uneven heads to tied embeddings.
 
-Not covered: writing them to disk, and the Llama and the Qwen2 that other tests use too (`tiny.py`).
+Not covered: the Llama and the Qwen2 that other tests use too (`tiny.py`).
 """
 
 from collections.abc import Callable, Mapping

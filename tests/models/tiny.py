@@ -1,7 +1,4 @@
-"""Tiny models on disk, with a tokenizer, built from a configuration.
-
-Not covered: the demo's model, which can do sums (`cli/demo_model.py`).
-"""
+"""Tiny models on disk, with a tokenizer, built from a configuration."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""A random server: it fuses, stacks, pads and ties, and its loader may alter weights in ways that a trainer cannot.
-
-Not covered: shared memory (`toy_server.py`).
-"""
+"""A random server: it fuses, stacks, pads and ties, and its loader may alter weights in ways that a trainer cannot."""
 
 import random
 from collections.abc import Callable, Iterable

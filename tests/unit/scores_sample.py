@@ -219,7 +219,7 @@ class Several:
     """Scores by `scores`, with parts."""
 
     def score(self, problem: Any, completion: str) -> float:
-        raise AssertionError("nobody calls it")
+        raise AssertionError("never called")
 
     def scores(self, problem: Any, completion: str) -> Any:
         return {"odd": (1.0,), "nan": (1.0, {"a": float("nan")}), "text": ("1", {})}.get(

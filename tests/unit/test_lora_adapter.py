@@ -142,7 +142,7 @@ def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
 
 def test_saving_and_loading_ask_nobody_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: Any, **__: Any) -> bool:
-        raise AssertionError("the hub was asked")
+        raise AssertionError("the hub was contacted")
 
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
     adapter = put_in(base())

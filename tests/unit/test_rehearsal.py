@@ -52,7 +52,7 @@ class Task:
 
 
 def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, **choices: Any) -> list[str]:
-    """Return the log."""
+    """Return the logged lines."""
     chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
     told: list[str] = []
     rehearsal.check(str(model), chosen, task, recipe or (lambda: task), told.append)

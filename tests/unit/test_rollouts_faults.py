@@ -427,7 +427,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         tick.wait(0.01)
-    pytest.fail("it never came to be")
+    pytest.fail("the condition never became true")
 
 
 def interrupt(number: int) -> None:
