@@ -1,7 +1,4 @@
-"""What all tests share: a marker per folder, GPU tests only where there is a GPU, and the option of `make contract`.
-
-Not covered: fakes, which live beside the tests that use them.
-"""
+"""Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the option of `make contract`."""
 
 import shutil
 import signal
@@ -16,8 +13,8 @@ TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
 REAL_VLLM_TIMEOUT_S = 900
 
-# What is started in the background of a script, or under nohup, ignores some of these signals, and so does all that it
-# starts: what they do is tested here.
+# Commands started in the background of a script or under nohup ignore some of these signals, and so do their
+# children. The tests check how these signals are handled.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(ignored, signal.SIG_DFL)
@@ -25,7 +22,7 @@ for ignored in (signal.SIGHUP, signal.SIGQUIT):
 
 @pytest.fixture(autouse=True)
 def _no_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the servers of Bridge that run on this machine while the tests do."""
+    """Hide other Bridge servers on this machine from the tests."""
     monkeypatch.setattr(discovery, "running", dict)
 
 
@@ -36,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="download every supported vLLM and check the pinned symbols in its source",
     )
     parser.addoption(
-        "--record-families", action="store_true", help="keep what the proof of each family finds, for docs/families.md"
+        "--record-families", action="store_true", help="record the results of the family proofs for docs/families.md"
     )
 
 
@@ -44,7 +41,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path in _left_out() else None
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""

@@ -1,7 +1,7 @@
 """The `bridge` command with one fault in one phase of one training step, and a record of what it publishes.
 
-The record gets one line per publication, before it is requested: the version that it will be, and the digest of every
-tensor. What the server serves as that version later has to be exactly this.
+Each publication appends one line to the record before it is requested: the new version and the digest of every tensor.
+Whatever the server later serves as that version must match.
 
 Not covered: what follows from a fault (`ground.py`).
 """
@@ -35,15 +35,15 @@ from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 
 ENGINE = "VLLM::EngineCor"
-"""The name of the engine's process, as far as the kernel keeps it."""
+"""The name of the engine's process, as truncated by the kernel."""
 STOPPED_S = 2
-"""Seconds for which a process is stopped, or a trainer waits inside the fence for what comes to wait for it."""
+"""Seconds for which a process is stopped, or for which a trainer waits inside the fence."""
 ROOM_BYTES = 100_000
-"""What a full disk still takes: less than a checkpoint of the smallest model."""
+"""Room left on a full disk: less than a checkpoint of the smallest model."""
 PUBLISHED = "published"
-"""File of a disturbed trainer: the record of its publications."""
+"""The record of a disturbed trainer's publications."""
 RESTART, TRAIN, VERIFY = REQUESTS = "restart_the_server", "train_beside", "verify_beside"
-"""Files by which a trainer asks for something to happen meanwhile, and which are removed once it is done."""
+"""Files by which a trainer requests an action of the ground, which removes them when the action is done."""
 PHASES = "rollouts", "pause pending", "writing", "publishing", "saving"
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 ERRORS: dict[str, type[Exception]] = {"an exception": ZeroDivisionError, "MemoryError": MemoryError}
@@ -56,9 +56,9 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(["a second trainer", "verify"], ("rollouts", "writing", "saving")),
     **dict.fromkeys(["a full disk", "a restarted server", "foreign requests"], PHASES),
 }
-"""What may happen, and in which phases."""
+"""Fault -> the phases in which it may strike."""
 ENDS_THE_SERVER = "SIGKILL of the server", "SIGKILL of the engine", "a restarted server"
-"""Faults after which another server has to be started."""
+"""Faults after which another server must be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +72,16 @@ class Disturbance:
     step: int
     """The training step, from 1."""
     delay_s: float = 0.01
-    """Seconds after a request to the server is sent until the fault strikes."""
+    """Seconds from sending a request to the server until the fault strikes."""
     num_pieces: int = 5
-    """Parameters that are written when a fault strikes in the middle of a write."""
+    """Parameters written before a fault strikes in the middle of a write."""
 
 
 UNDISTURBED = Disturbance(fault="", phase="", step=0)
 
 
 class Trainer:
-    """How far the run is, whom it talks to, and the fault that it waits for."""
+    """The progress of the run, its server, and its pending fault."""
 
     def __init__(self, disturbance: Disturbance) -> None:
         self.disturbance = disturbance
@@ -90,18 +90,18 @@ class Trainer:
         self.has_struck = False
 
     def strike(self) -> None:
-        """Let the fault happen, once."""
+        """Trigger the fault, once."""
         if not self.has_struck:
             self.has_struck = True
             strikes(self)[self.disturbance.fault]()
 
     def is_at_its_fence(self) -> bool:
-        """Tell whether the fence that it is in, or was in last, is that of the step to disturb."""
+        """Return whether its current or latest fence is that of the step to disturb."""
         return self.num_pauses == self.disturbance.step
 
 
 def strikes(trainer: Trainer) -> dict[str, Callable[[], None]]:
-    """Return what each fault does; `a lost answer` is done where the answer comes."""
+    """Return the action of each fault, except for `a lost answer`, which `while_pending` handles."""
 
     def signalling(number: int) -> Callable[[], None]:
         return lambda: os.kill(os.getpid(), number)
@@ -128,25 +128,24 @@ def strikes(trainer: Trainer) -> dict[str, Callable[[], None]]:
 
 
 def server_of(trainer: Trainer) -> psutil.Process:
-    """Return the API server's process."""
     return psutil.Process(trainer.server_pid)
 
 
 def engine_of(trainer: Trainer) -> psutil.Process:
-    """Return the process of the engine; a server that has none is its own."""
+    """Return the engine's process; a server without one is its own engine."""
     server = server_of(trainer)
     engines = [child for child in server.children(recursive=True) if child.name().startswith(ENGINE)]
     return engines[0] if engines else server
 
 
 def stop(process: psutil.Process) -> None:
-    """Stop a process for a while, however soon this one ends."""
+    """Stop a process for a while; it continues even if this process has ended."""
     process.suspend()
     subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {process.pid}"], start_new_session=True)
 
 
 def ask(request: str, *, limit_s: float | None = None) -> None:
-    """Have the ground do something while this trainer is where it is, and wait until it is done, or so long."""
+    """Request an action of the ground, and wait until it is done or the limit is over."""
     Path(request).touch()
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while Path(request).exists() and (deadline is None or time.monotonic() < deadline):
@@ -154,7 +153,7 @@ def ask(request: str, *, limit_s: float | None = None) -> None:
 
 
 def foreign(trainer: Trainer) -> None:
-    """Send what a stranger would who knows the routes and not the token."""
+    """Send requests as a stranger would who knows the routes but not the token."""
     assert trainer.client is not None
     for route in ("lease", "pause", "publish", "resume", "tensors/write", "adapter"):
         request = urllib.request.Request(f"{trainer.client.url}/bridge/{route}", data=b"{}", method="POST")
@@ -164,7 +163,7 @@ def foreign(trainer: Trainer) -> None:
 
 
 def while_it_samples(trainer: Trainer) -> None:
-    """Strike when the first completions of the step have come, and others have not."""
+    """Strike when the first completions of the step have arrived, and others have not."""
     each = Sampler.each
 
     async def disturbed(self: Sampler, endpoints: Any, prompts: Any, then: Callable[..., Any], **choices: Any) -> Any:
@@ -181,7 +180,7 @@ def while_it_samples(trainer: Trainer) -> None:
 
 
 def while_pending(trainer: Trainer, name: str) -> None:
-    """Strike while the server works on `pause` or `publish`; an error comes once it is done."""
+    """Strike while the server handles `pause` or `publish`; exceptions are raised after its answer."""
     call, fault = getattr(BridgeClient, name), trainer.disturbance.fault
 
     def disturbed(self: BridgeClient, *given: Any, **choices: Any) -> Status:
@@ -202,7 +201,6 @@ def while_pending(trainer: Trainer, name: str) -> None:
 
 
 def _lose(http: httpx.Client) -> None:
-    """Lose the next answer."""
     request, lost = http.request, list[httpx.Response]()
 
     def losing(*given: Any, **choices: Any) -> httpx.Response:
@@ -216,8 +214,8 @@ def _lose(http: httpx.Client) -> None:
 
 
 def while_it_writes(trainer: Trainer) -> None:
-    """Strike when some of the parameters of the step are written."""
-    split_adamw.SMALL_ELEMENTS["cpu"] = 0  # or all parameters of a small model are written at once
+    """Strike when some of the step's parameters are written."""
+    split_adamw.SMALL_ELEMENTS["cpu"] = 0  # otherwise all parameters of a small model are written at once
     write = SplitMasterAdamW._step_piece
 
     def disturbed(self: SplitMasterAdamW, piece: Piece, *given: Any) -> None:
@@ -230,7 +228,7 @@ def while_it_writes(trainer: Trainer) -> None:
 
 
 def while_it_saves(trainer: Trainer) -> None:
-    """Strike when half of the optimizer's state is in its file; what the trainer outlives, it goes on to save."""
+    """Strike when half of the optimizer's state is in its file; a trainer that survives finishes saving."""
 
     def disturbed(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if f".step_{trainer.disturbance.step}." in str(path) and not trainer.has_struck:
@@ -252,7 +250,7 @@ HOOKS: Mapping[str, Callable[[Trainer], None]] = {
 
 
 def watch(trainer: Trainer) -> None:
-    """Note whom it talks to, and count its fences."""
+    """Record its server, and count its fences."""
     connect, pause = BridgeClient.__init__, BridgeClient.pause
 
     def connected(self: BridgeClient, *given: Any, **choices: Any) -> None:
@@ -283,16 +281,16 @@ def record(path: str) -> None:
 
 
 def arm(disturbance: Disturbance) -> Trainer:
-    """Put a fault into its place in this process."""
+    """Install a fault in this process."""
     trainer = Trainer(disturbance)
     if disturbance != UNDISTURBED:
         HOOKS[disturbance.phase](trainer)
-    watch(trainer)  # around the hook: a step is counted before it is disturbed
+    watch(trainer)  # outside the hook: a step is counted before it is disturbed
     return trainer
 
 
 def program(disturbance: Disturbance, *, records: bool = False) -> str:
-    """Return a program that runs the command with one fault, and may record what it publishes."""
+    """Return a program that runs the command with one fault, and optionally records what it publishes."""
     record_it = f"disturbed.record({PUBLISHED!r}); " if records else ""
     return (
         "from cli.main import main; from tests import disturbed; from tests.disturbed import Disturbance; "

@@ -1,6 +1,6 @@
-"""The proof of one family: a tiny model is served, compared, trained in place, compared with its checkpoint, verified.
+"""The proof of one family: a tiny model is served, trained in place, compared with its checkpoint, and verified.
 
-Not covered: which families there are (`models/families.py`), and what becomes of the results (`family_results.py`).
+Not covered: the families (`models/families.py`), and their results (`family_results.py`).
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from tests.scenarios import LiveServer
 
 GAIN = 0.7
 MOVED_AT_LEAST = 4
-"""How many times as far from the weights before as from its checkpoint a server has to be after the steps."""
+"""How many times farther the server must be from the old weights than from its checkpoint after training."""
 
 
 def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (), lr: float = scenarios.LR) -> Result:
-    """Prove the family of `config` on a server of its own, with vLLM's own defaults, and return what was found.
+    """Prove the family of `config` on a server of its own, with vLLM's own defaults, and return the result.
 
-    Random weights are scaled so that what a layer makes of its input is about as large, whatever its width.
+    Random weights are scaled so that every layer's output is about as large as its input, at any width.
     """
     model = tiny.write(config, folder / "model", std=GAIN / sqrt(config.hidden_size))
     with scenarios.served(model, folder / "server", *engine, compiled=True) as server:
@@ -39,7 +39,7 @@ def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (),
 
 def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Result:
     """Train three steps, and compare the server with plain transformers before and after."""
-    assert attach(server.manifest).weight_bytes() == 0  # refused unless every parameter of both sides has a partner
+    assert attach(server.manifest).weight_bytes() == 0  # refused unless all parameters have counterparts
     device = scenarios.device_of(server)
     plain = _load(model, device)
     before = _mean(plain, server.sample())
@@ -61,7 +61,7 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
 
 
 def together(shard: Shard) -> tuple[str, ...]:
-    """Return which parameters lie in one of vLLM's, by their last names, and that vocabularies are padded."""
+    """Return the last names of parameters that share one of vLLM's, and whether the vocabulary is padded."""
     parts: dict[str, list[str]] = {}
     for name, view in sorted(shard.param_mappings.items(), key=lambda item: item[1].offset):
         parts.setdefault(view.parameter, []).append(name.removesuffix(".weight").removesuffix(".bias"))
@@ -70,9 +70,10 @@ def together(shard: Shard) -> tuple[str, ...]:
 
 
 def _load(folder: Path, device: str) -> PreTrainedModel:
-    """Load it with plain transformers, whose longrope is vLLM's where both of its kinds of factors are the long ones.
+    """Load it with plain transformers, using the long factors of longrope at every length, as vLLM does.
 
-    vLLM takes them for sequences of any length as soon as one may be long, and transformers for long ones.
+    vLLM applies the long factors to all sequences as soon as the maximum length allows long ones; transformers only
+    applies them to long sequences.
     """
     config = AutoConfig.from_pretrained(folder)
     if "long_factor" in (rope := config.rope_parameters or {}):

@@ -96,28 +96,28 @@ REFUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one proof found."""
+    """The result of one proof."""
 
     transformers_class: str
     """Class of the trainer's model."""
     vllm_class: str
-    """Class of the server's."""
+    """Class of the server's model."""
     together: tuple[str, ...]
-    """Parameters of the model that lie in one of the server's, by their last names."""
+    """Last names of the parameters that share one of the server's."""
     before: float
-    """Mean difference of log-probabilities before the steps, in nats."""
+    """Mean log-prob difference before training, in nats."""
     after: float
-    """The same after them, against the saved checkpoint."""
+    """Mean log-prob difference after training, against the saved checkpoint."""
     moved: float
-    """What the steps changed, against the weights before."""
+    """Mean log-prob difference after training, against the old weights."""
     versions: str
-    """Of vLLM, torch and transformers."""
+    """Versions of vLLM, torch and transformers."""
     num_parameters: int
-    """Of the model."""
+    """Parameters of the model."""
 
 
 def record(family: str, result: Result, *, device: str) -> None:
-    """Put the result of `family` on `device` into its file, in the order of the families, and into the page."""
+    """Write the result of `family` on `device` to its file, in the order of the families, and to the page."""
     found = {**load(device), family: dataclasses.asdict(result)}
     ordered = {name: found[name] for name in FAMILIES if name in found}
     RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
@@ -125,7 +125,7 @@ def record(family: str, result: Result, *, device: str) -> None:
 
 
 def load(device: str) -> dict[str, dict[str, object]]:
-    """Return all results by family; none where there is no file."""
+    """Return all results by family; empty if there is no file."""
     path = RESULTS[device]
     found: dict[str, dict[str, object]] = json.loads(path.read_text()) if path.is_file() else {}
     return found

@@ -1,4 +1,4 @@
-"""`bridge` commands in processes that are forked from one that has imported all they need.
+"""`bridge` commands in processes forked from one that has already imported everything.
 
 A cold `bridge train` spends six seconds of CPU time on imports; a forked one starts at once. Otherwise it behaves like
 the real command: it has its own pid, working directory, environment, output, signal handlers and exit code.
@@ -31,11 +31,11 @@ BRIDGE = "from cli.main import main; main()"
 """What the installed `bridge` script runs."""
 POLL_S = 0.02
 UNCAUGHT = 1
-"""Python's exit code for an exception that nobody caught."""
+"""Python's exit code for an uncaught exception."""
 
 
 class Command:
-    """A `bridge` command that runs, or has ended; its interface is that of `subprocess.Popen`."""
+    """A `bridge` command, running or ended, with the interface of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -69,12 +68,12 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        """What it has printed for programs so far."""
+        """Its standard output so far."""
         return self._streams[0].read_text()
 
     @property
     def stderr(self) -> str:
-        """What it has printed for people so far."""
+        """Its standard error so far."""
         return self._streams[1].read_text()
 
     def poll(self) -> int | None:
@@ -82,7 +81,6 @@ class Command:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("bridge", timeout or 0.0, self.stdout, self.stderr)
@@ -94,11 +92,10 @@ class Command:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
         self._process.kill()
 
     def lines(self, limit_s: float) -> Iterator[str]:
-        """Yield the lines that it prints for people as they come, until its end."""
+        """Yield the lines of its stderr as they come, until it ends."""
         deadline, taken = time.monotonic() + limit_s, 0
         while True:
             has_ended = self.poll() is not None

@@ -1,9 +1,9 @@
-"""A server on which trainers are disturbed, and the proof after each fault that what it serves was published whole.
+"""A server whose trainers are disturbed, and the proof after each fault that it only serves what was published.
 
-A server passes if its weights are, tensor by tensor, those that were recorded as its version before they were
-published; or if it generates nothing, and `bridge restore` brings back a whole checkpoint.
+A server passes if its weights equal, tensor by tensor, those recorded before its version was published, or if it
+generates nothing and `bridge restore` restores a whole checkpoint.
 
-Not covered: which faults there are (`disturbed.py`).
+Not covered: the faults themselves (`disturbed.py`).
 """
 
 import json
@@ -31,13 +31,13 @@ from tests.forked import Command
 from tests.scenarios import LiveServer
 
 LIMIT_S = 240.0
-"""Longest life of a trainer: one that hangs is killed, and its fault has failed."""
+"""A trainer that hangs is killed after this time, and its fault counts as failed."""
 STEPS = 3
 BESIDE = "beside"
 STILL_S = 2.0
-"""Far longer than the server takes for the request that is sent meanwhile."""
+"""Far longer than the server takes for the request sent in the meantime."""
 SETTLED_S = 30.0
-"""Longest wait for a server that resumes after a trainer whose publication it had taken."""
+"""How long to wait for a server that resumes by itself after its trainer was lost in a publication."""
 UNEVEN = """
 class Uneven:
     def __iter__(self):
@@ -46,11 +46,11 @@ class Uneven:
     def score(self, problem, completion):
         return sum(map(ord, completion)) % 10 / 10
 """
-"""Its groups always have a gradient: without one there is nothing to write."""
+"""Groups always have a gradient: without one there is nothing to write."""
 
 
 class NotWholeError(AssertionError):
-    """The server serves what was never published, or cannot be restored."""
+    """The server serves weights that were never published, or cannot be restored."""
 
 
 Serve = Callable[..., AbstractContextManager[LiveServer]]
@@ -59,7 +59,7 @@ Serve = Callable[..., AbstractContextManager[LiveServer]]
 
 @dataclass
 class Ground:
-    """One address, the servers that lived there, and what each version of each of them is."""
+    """One address, its servers over time, and the weights of each of their versions."""
 
     folder: Path
     model: Path
@@ -70,7 +70,7 @@ class Ground:
     num_rounds: int = 0
     num_servers: int = 0
     _beside: list[Command] = field(default_factory=list)
-    """What runs beside a trainer."""
+    """Commands that run beside a trainer."""
 
     def __enter__(self) -> "Ground":
         """Start the first server."""
@@ -79,7 +79,7 @@ class Ground:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the last one."""
+        """Stop the last one."""
         self._stack.close()
 
     def disturb(self, disturbance: Disturbance, *flags: str) -> "Round":
@@ -97,22 +97,22 @@ class Ground:
         return Round(folder, trainer, beside[0] if beside else None)
 
     def prove(self) -> "Proof":
-        """Return what became of the server, which serves a whole version now.
+        """Return how the fault left the server, which serves a whole version from here on.
 
         Raises:
-            NotWholeError: it does not.
+            NotWholeError: It does not.
         """
         try:
             if self._answers():
                 return self._proof(self._settled())
         except (BridgeError, httpx.HTTPError) as error:
             if self._answers():
-                raise NotWholeError(f"the server is alive, and fails: {error}") from error
+                raise NotWholeError(f"the server is alive but fails: {error}") from error
         self.start_again()
         return Proof("gone", f"gone; started again with {self._check_whole(self._status())}")
 
     def start_again(self) -> None:
-        """Replace the server by a new one at the same address."""
+        """Replace the server with a new one at the same address."""
         self._stack.close()
         self._start()
 
@@ -134,7 +134,7 @@ class Ground:
         deadline = time.monotonic() + LIMIT_S
         while trainer.poll() is None or self._is_busy():
             if time.monotonic() > deadline:
-                raise NotWholeError(f"the trainer, or what runs beside it, has not ended after {LIMIT_S:g} s")
+                raise NotWholeError(f"the trainer or a command beside it still runs after {LIMIT_S:g} s")
             for request in disturbed.REQUESTS:
                 if (folder / request).exists():
                     self._do(request, folder)
@@ -146,7 +146,7 @@ class Ground:
         return any(process.poll() is None for process in self._beside)
 
     def _do(self, request: str, folder: Path) -> None:
-        """Do what a trainer asks for; its request is removed once that is done."""
+        """Run the action that a trainer requested; remove the request when it is done."""
         if request == disturbed.RESTART:
             children.kill(self.server.child)
             self.start_again()
@@ -169,7 +169,7 @@ class Ground:
         return Proof("torn", f"torn; {self._restored(status)}")
 
     def _start(self) -> None:
-        self.num_servers += 1  # each has a folder of its own, where no manifest of another one lies
+        self.num_servers += 1  # each server has its own folder, without another's manifest
         folder = self.folder / f"server_{self.num_servers}"
         self.server = self._stack.enter_context(self.serve(self.model, folder, port=self.port))
         self._check_equals(self.model)
@@ -183,7 +183,7 @@ class Ground:
 
     def _check_whole(self, status: Status) -> str:
         if status.state != "serving":
-            raise NotWholeError(f"the server is {status.state}, and no trainer runs")
+            raise NotWholeError(f"the server is {status.state} although no trainer runs")
         with self._client() as client:
             found = client.digests()
         expected = self.versions.get((status.server.pid, status.version))
@@ -206,7 +206,7 @@ class Ground:
         """Check that a torn server generates nothing."""
         with suppress(httpx.TimeoutException):
             self._generate(STILL_S)
-            raise NotWholeError("the weights are torn, and the server generates")
+            raise NotWholeError("the weights are torn, but the server generates")
 
     def _restored(self, status: Status) -> str:
         whole = Path(status.last_checkpoint or self.model)
@@ -219,7 +219,7 @@ class Ground:
         return f"{whole.name} restored as {self._check_whole(self._status())}"
 
     def _settled(self) -> Status:
-        """Return the status once the server has resumed by itself, if it is about to."""
+        """Return the status, after waiting for a paused server that may be about to resume by itself."""
         deadline = time.monotonic() + SETTLED_S
         while (status := self._status()).state == "paused" and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -250,9 +250,9 @@ class Proof:
     """What was found on a server that passes."""
 
     outcome: Literal["whole", "torn", "gone"]
-    """How the fault left it; `whole`: it serves."""
+    """How the fault left the server; `whole`: it serves."""
     text: str
-    """The same, and what was done about it."""
+    """The outcome in words, and how the server was brought back."""
 
 
 @dataclass(frozen=True)
@@ -262,14 +262,14 @@ class Round:
     folder: Path
     trainer: Command
     beside: Command | None
-    """The command that ran beside it, if any did."""
+    """The command that ran beside it, if any."""
 
     @property
     def exit_code(self) -> int | None:
-        """Return the trainer's exit code, negative for a signal."""
+        """The trainer's exit code, negative for a signal."""
         return self.trainer.returncode
 
     def check_checkpoints(self) -> list[int]:
-        """Return the steps of its checkpoints, each of which has to be whole."""
+        """Check that each of its checkpoints is whole, and return their steps."""
         found = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
         return [checkpoint.read(path).progress.step for _, path in found]

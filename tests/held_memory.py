@@ -1,7 +1,4 @@
-"""What the processes of a run hold, step by step, and by how much it grows.
-
-Not covered: running it (`tests/cpu/test_flat_memory.py`, `tests/gpu/test_flat_memory.py`).
-"""
+"""Memory held by the processes of a run, step by step, and its growth."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,34 +10,34 @@ import psutil
 from bridge.run.metrics import StepMetrics
 
 LIMIT_MIB = 16.0
-"""Growth that is none: what allocators keep differs from one moment to the next."""
+"""Growth below this is noise: what allocators keep varies from moment to moment."""
 MIB = 2**20
 
 
 @dataclass
 class Memory:
-    """What processes hold, step by step."""
+    """Memory held by processes, step by step."""
 
     server: psutil.Process
     more: Mapping[str, Callable[[], int]] = field(default_factory=dict)
-    """What else is to be sampled -> what returns its bytes."""
+    """Name of another figure -> function that returns its bytes."""
     trainer: psutil.Process = field(default_factory=lambda: psutil.Process(os.getpid()))
     steps: list[int] = field(default_factory=list)
     mib: dict[str, list[float]] = field(default_factory=dict)
-    """Side and kind -> one figure for each of `steps`."""
+    """Side and kind -> one figure per entry of `steps`."""
     num_updates: int = 0
     """Updates of all steps so far."""
 
     def hear(self, metrics: StepMetrics, *, every: int) -> None:
-        """Take a step's metrics, and sample after every so many."""
+        """Add a step's metrics, and sample every `every` steps."""
         self.num_updates += metrics.updates
         if metrics.step % every == 0:
             self.sample(metrics.step)
 
     def sample(self, step: int) -> None:
-        """Note what every process holds now.
+        """Sample what every process holds now.
 
-        Resident memory, and of it what is a process's own: pages of the weights, that both sides map, are left out.
+        Both resident memory and the unique part of it, which leaves out pages of the weights that both sides map.
         """
         self.steps.append(step)
         served = [self.server, *self.server.children(recursive=True)]
@@ -52,9 +49,9 @@ class Memory:
             self.mib.setdefault(name, []).append(read_bytes() / MIB)
 
     def growth(self, since: int) -> dict[str, float]:
-        """Return by how much the straight line through the samples of steps `since` and later rises, in MiB.
+        """Return the rise of the regression line through the samples from step `since` on, in MiB.
 
-        A line and not a difference of two samples: each is off by what an allocator happens to keep at that moment.
+        A line rather than the difference of two samples, which vary with what an allocator happens to keep.
         """
         first = next(index for index, step in enumerate(self.steps) if step >= since)
         steps = self.steps[first:]

@@ -1,4 +1,4 @@
-"""End-to-end scenarios that run alike on the CPU and on a GPU: a real server, the real command line, real files.
+"""End-to-end scenarios for the CPU and for a GPU: a real server, the real command line, real files.
 
 Not covered: what needs no server (`tests/unit`, `tests/cli`).
 """
@@ -39,61 +39,64 @@ from tests import forked
 START_LIMIT_S = 300
 MAX_MODEL_LEN = 2048
 PARITY_LIMIT = 0.03
-"""Nats: two bf16 engines differ by about half of it on models of this size before any training."""
+"""Nats. Before any training, two bf16 engines differ by about half of it on models of this size."""
 FAMILY_PARITY_LIMIT = 0.05
-"""Nats, the mean: rounding sends a token to other experts now and then, and its log-probability is another."""
+"""Nats, mean. Higher because rounding sometimes routes a token to other experts, which changes its log-probability."""
 ADAPTER_PARITY_LIMIT = 0.06
-"""Nats, the largest: PEFT rounds each product of A and of B to bf16, and vLLM their sum alone."""
+"""Nats, largest. PEFT rounds the products of A and of B to bf16, vLLM only their sum."""
 EAGER = ("--enforce-eager",)
-"""vLLM's flag for a start that is sooner by a third on the CPU. Tests of faults, fences, routes and modes use it: what
-they look at happens outside of the model's graph. A family's proof runs without it, as a user's server does."""
+"""vLLM starts faster by a third with it on the CPU.
+
+Tests of faults, fences, routes and modes use it, as they look at nothing inside the model's graph. A family's proof
+runs without it, like a user's server.
+"""
 LR = 3e-3
 """Learning rate at which three steps move a tiny model far."""
 LORA_RANK = 8
-"""The smallest of vLLM's slots that holds more than one direction."""
+"""The smallest rank of vLLM's slots above 1."""
 PROMPT = (5, 6, 7)
 OWN_DEFAULTS = {
     "do_sample": True, "eos_token_id": 2, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8,
     "repetition_penalty": 1.2, "presence_penalty": 1.5, "frequency_penalty": 1.0,
 }  # fmt: skip
-"""Every sampling parameter that vLLM takes from a model's generation_config.json."""
+"""Every sampling parameter that vLLM reads from a model's generation_config.json."""
 ENVIRONMENT = Path(__file__).parent / "models" / "vowels.py"
 
 
 @dataclass(frozen=True)
 class LiveServer:
-    """A patched vLLM that runs."""
+    """A running patched vLLM."""
 
     manifest: Manifest
     path: Path
-    """Where the manifest lies."""
+    """Path of the manifest."""
     child: children.Child
 
     def sample(self, name: str | None = None) -> list[Group]:
-        """Sample completions of the same random prompts as always, by the model or by the adapter of that name."""
+        """Sample completions of a fixed set of random prompts, from the model or from the named adapter."""
         return sampled(self.manifest.url, name)
 
     def status(self) -> Status:
-        """Return the version and where the fence stands."""
+        """Return the version and the state of the fence."""
         with BridgeClient(self.manifest, timeout_s=60) as client:
             return client.status()
 
 
 def sampled(url: str, name: str | None = None) -> list[Group]:
-    """Sample from the server at `url` as training does, by the model or by the adapter `name`."""
+    """Sample from the server at `url` as training does, from the model or from the adapter `name`."""
     endpoint = Endpoint(url=url, model=name)
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=120)) as sampler:
         return sample(sampler, endpoint, 301)
 
 
 def with_defaults_of_its_own(model: Path) -> Path:
-    """Give the model in a folder sampling parameters of its own, as many published models have; return the folder."""
+    """Give the model in a folder its own sampling defaults, as many published models have; return the folder."""
     (model / "generation_config.json").write_text(json.dumps(OWN_DEFAULTS))
     return model
 
 
 def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> None:
-    """Check that no way of sampling takes the model's own defaults, which a request that leaves them out does take."""
+    """Check that our sampling requests ignore the model's defaults, and that a request without parameters uses them."""
     model, plain = server.manifest.model, Path(server.manifest.model)
     common = {"n": 8, "seed": 3}
     asked: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,7 +117,7 @@ def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> No
 
 
 def _group(url: str, answer: httpx.Response) -> Group:
-    """Read the answer of any route."""
+    """Parse the answer of any route."""
     told = answer.json()
     if "choices" in told:
         choices = openai_api.in_order(openai_api.Completions.model_validate(told), len(told["choices"]))
@@ -173,8 +176,8 @@ def bridge(
 ) -> subprocess.CompletedProcess[str]:
     """Run the `bridge` command in `folder` and check its exit code.
 
-    It is forked from a process that has imported all it needs, unless it is to be `cold`, as a user's is, or there is a
-    GPU.
+    It is forked from a process that has imported everything, unless there is a GPU or it must start `cold`, as a user's
+    does.
     """
     run_it = _cold if cold or torch.cuda.is_available() else forked.ended
     done = run_it(arguments, folder, limit_s=limit_s)
@@ -205,7 +208,7 @@ def trains_in_place(
 
 
 def trains_an_adapter(server: LiveServer, folder: Path, handover: str) -> None:
-    """Train three steps of an adapter; the server must then equal the base with what was saved, in plain PEFT."""
+    """Train three steps of an adapter; the server must then equal the base with the saved adapter in plain PEFT."""
     base = server.sample()
     trained(server, folder, "--mode", "lora_only", "--lora-handover", handover, "--lora-r", str(LORA_RANK))
     serves_the_adapter(server, folder / "saved" / "adapter_step_3", base)
@@ -227,7 +230,7 @@ def trained(
 
 
 def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIMIT) -> None:
-    """Check that each step moved weights, became the next version, and learnt from its own samples."""
+    """Check that each step moved weights, became the next version, and was trained on its own samples."""
     found = metrics(run)
     assert [step["step"] for step in found] == [*range(1, steps + 1)]
     assert all(step["changed_weight_share"] > 0.01 for step in found), found
@@ -236,7 +239,7 @@ def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIM
 
 
 def device_of(server: LiveServer) -> str:
-    """Return where the server's weights lie."""
+    """Return the device of the server's weights."""
     return "cpu" if server.manifest.shard(0).gpu_uuid is None else "cuda"
 
 
@@ -248,7 +251,7 @@ def adapter_name(url: str) -> str:
 
 
 def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> None:
-    """Check that the server serves the adapter in `folder`, and its model as it made the samples `base`."""
+    """Check that the server serves the adapter in `folder`, and still its base model, as sampled in `base`."""
     after = sampled(server.manifest.url, adapter_name(server.manifest.url))
     equals_the_adapters_samples(Path(server.manifest.model), folder, after, device=device_of(server))
     assert alike(server.sample(), base)
@@ -256,7 +259,7 @@ def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> N
 
 
 def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *, device: str) -> None:
-    """Check that `model` with the adapter in `folder`, in plain PEFT, made the samples `after`; it alone did not."""
+    """Check that plain PEFT with the adapter in `folder` explains the samples `after`, and `model` alone does not."""
     plain = loaded(model).to(device)
     moved = logprob_diffs(plain, after)
     with_adapter = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
@@ -268,10 +271,10 @@ def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *
 
 
 def alike(before: list[Group], after: list[Group]) -> bool:
-    """Tell whether the same weights made both, with the same prompts and seeds.
+    """Return whether the same weights produced both, given the same prompts and seeds.
 
-    Exact equality is not to be had: which requests are computed together depends on when each arrives, the shape of a
-    product decides how it is rounded, and a token that was all but tied with another may give way to it.
+    They cannot be compared for equality: arrival times decide which requests are batched together, shapes decide how
+    products are rounded, and a nearly tied token may flip.
     """
     pairs = [
         pair
@@ -284,14 +287,14 @@ def alike(before: list[Group], after: list[Group]) -> bool:
 
 
 def _differences(one: Completion, other: Completion) -> list[float]:
-    """Return |difference of the log-probabilities| of the tokens before the first that differs."""
+    """Return the absolute log-prob differences of the tokens before the first that differs."""
     tokens = zip(one.token_ids, other.token_ids, strict=False)
     num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))
     return [abs(a - b) for a, b in zip(one.logprobs[:num_common], other.logprobs[:num_common], strict=True)]
 
 
 def equals_the_samples_after(checkpoint: Path, before: list[Group], after: list[Group], *, device: str) -> None:
-    """Check that `checkpoint` in plain transformers made the samples `after` training, and not those `before`."""
+    """Check that `checkpoint` in plain transformers explains the samples `after` training, and not those `before`."""
     model = loaded(checkpoint).to(device)
     parity, moved = (logprob_diffs(model, samples).max().item() for samples in (after, before))
     assert parity < PARITY_LIMIT, (parity, moved)
@@ -299,18 +302,18 @@ def equals_the_samples_after(checkpoint: Path, before: list[Group], after: list[
 
 
 def different(server: LiveServer, checkpoint: Path) -> list[str]:
-    """Return the parameters of which the server serves other bytes than the checkpoint has."""
+    """Return the parameters that differ between the server and the checkpoint."""
     served, whole = attach(server.manifest).model, loaded(checkpoint)
     return [name for name, held in whole.named_parameters() if not torch.equal(held, served.get_parameter(name))]
 
 
 def loaded(checkpoint: Path) -> PreTrainedModel:
-    """Load a checkpoint as anybody would."""
+    """Load a checkpoint in plain transformers."""
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the steps of a run, one after the other."""
+    """Return the metrics of a run, one entry per step."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -326,5 +329,5 @@ def verifies(server: LiveServer, folder: Path, *, cold: bool = False) -> None:
 
 
 def digests(attached: AttachedModel) -> dict[str, str]:
-    """Return the digest of each of the server's weights as they are now."""
+    """Return the current digest of each of the server's weights."""
     return {name: digest(tensor) for name, tensor in attached.server_tensors.items()}

@@ -2,10 +2,10 @@
 
     python -m tests.soak --minutes 10 --seed 0        (make soak MINUTES=10 SEED=0)
 
-One line per fault, a summary, and exit code 1 if a proof failed. The seed decides which faults come in which order; how
-many of them depends on the time.
+Prints one line per fault and a summary; exits with 1 if a proof failed. The seed fixes the order of the faults; the
+time limits their number.
 
-Not covered: what is proved (`ground.py`), and what each fault does to the trainer (`tests/cli/test_fault_matrix.py`).
+Not covered: the proof (`ground.py`), and each fault's effect on the trainer (`tests/cli/test_fault_matrix.py`).
 """
 
 import argparse
@@ -25,17 +25,17 @@ from tests.ground import STEPS, Ground, NotWholeError
 from tests.models import tiny
 
 LONGEST_DELAY_S = 0.03
-"""A pause, or a publication, takes about as long."""
+"""A pause or a publication takes about as long."""
 MOST_PIECES = 12
 VIOLATION = "VIOLATION"
 OTHERS_WEIGHT = 4
-"""How much likelier a fault is that leaves the server alive: another one takes as long to start as ten rounds."""
+"""Weight of faults that leave the server alive: starting another server takes as long as ten rounds."""
 IN_FLIGHT = ("keep", "wait", "abort")
 Tell = Callable[[str], None]
 
 
 def disturbances(seed: int) -> Iterator[tuple[Disturbance, str]]:
-    """Yield faults for ever, each with what happens to requests in flight; always the same ones for the same seed."""
+    """Yield endless faults, each with a choice for in-flight requests; the same ones for the same seed."""
     chance = random.Random(seed)
     weights = [1 if fault in ENDS_THE_SERVER else OTHERS_WEIGHT for fault in FAULTS]
     while True:
@@ -51,7 +51,7 @@ def disturbances(seed: int) -> Iterator[tuple[Disturbance, str]]:
 
 
 def soak(ground: Ground, seed: int, is_over: Callable[[int], bool], tell: Tell) -> Counter[str]:
-    """Disturb and prove until `is_over`, asked with the number of rounds so far; return how often each outcome came."""
+    """Disturb and prove until `is_over(num_rounds)`; return the count of each outcome."""
     began, outcomes = time.monotonic(), Counter[str]()
     for number, (disturbance, in_flight) in enumerate(disturbances(seed), start=1):
         if is_over(number - 1):
@@ -68,14 +68,14 @@ def soak(ground: Ground, seed: int, is_over: Callable[[int], bool], tell: Tell) 
             text = f"{VIOLATION}: {error}"
             ground.start_again()
         tell(f"{time.monotonic() - began:7.1f} s  {number:4d}  {what}: {text}")
-    raise AssertionError("there is no end of faults")
+    raise AssertionError("faults never end")
 
 
 def main() -> int:
     """Soak a vLLM of its own."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Random faults on a real server.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="which faults (default: 0)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     chosen = parser.parse_args()
     end = time.monotonic() + 60 * chosen.minutes
     with tempfile.TemporaryDirectory(prefix="bridge-soak-") as name, ground_of_vllm(Path(name)) as ground:
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def ground_of_vllm(folder: Path) -> Ground:
-    """Return a ground whose servers are vLLM's, with a tiny model."""
+    """Return a ground on vLLM with a tiny model."""
     return Ground(folder, tiny.write(tiny.llama(), folder / "model"), scenarios.served)
 
 

@@ -1,9 +1,9 @@
 """Search for torn tokens: two states of the weights alternate while many requests generate, and every token is judged.
 
-A token's log-probability, given all tokens before it, is computed by plain transformers under either state. It has to
-be that of one state: requests that the fence froze compute their keys and values again, so no token may mix the two.
-The server and transformers run in float32 (CPU) or float16 (GPU), whose rounding is small against the difference
-between the states. A token whose log-probabilities under both are within the tolerance is counted as undecided.
+Plain transformers computes each token's log-probability, given all tokens before it, under both states. The token must
+match one of them: frozen requests recompute their keys and values after the fence, so no token may mix the two. The
+server and transformers run in float32 (CPU) or float16 (GPU), whose rounding is small against the difference between
+the states. A token that matches both within the tolerance is counted as undecided.
 
 Not covered: bf16, whose rounding alone is 0.03 nats; adapters.
 """
@@ -34,37 +34,37 @@ from tests.scenarios import LiveServer
 
 TIMEOUT_S = 300
 NUM_PROMPTS = 4
-"""Few, so that a prefix cache that outlived its weights would be hit."""
+"""Few, so that a stale prefix cache would be hit."""
 JUDGED_AT_ONCE = 64
 """Completions in one forward pass of transformers."""
 PER_PARAMETER_S = 0.01
-"""Seconds for each parameter of a write that no fence guards: a step of the server's, at least."""
+"""Seconds per parameter of an unguarded write: at least one step of the server."""
 UNDECIDED_LIMIT = 0.05
-"""Share of the tokens at which the two states may be too close to tell apart."""
+"""Largest share of tokens at which the two states may be too close to tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is generated, how often the weights change meanwhile, and how exactly it is judged."""
+    """The load, how often the weights change, and how tokens are judged."""
 
     num_tokens: int
     """Tokens to generate, at least."""
     num_fences: int
-    """Changes of the weights meanwhile, at least."""
+    """Changes of the weights, at least."""
     num_requests: int
     """Requests in flight at any time."""
     num_samples: int
-    """Completions of each request."""
+    """Completions per request."""
     max_tokens: int
     """Longest completion."""
     prompt_tokens: int
-    """Longer than a block of the KV cache, or no prefix would be cached."""
+    """Longer than a block of the KV cache; otherwise no prefix is cached."""
     fence_every_s: float
     """Seconds between two fences."""
     dtype: Literal["float16", "float32"]
     """Of the served weights and of the reference."""
     tolerance: float
-    """Nats by which the server and transformers may differ at a token."""
+    """Largest difference per token between the server and transformers, in nats."""
 
 
 @dataclass(frozen=True)
@@ -74,37 +74,37 @@ class Answer:
     tokens: tuple[int, ...]
     """The prompt and the completion."""
     logprobs: torch.Tensor
-    """Of the completion's tokens, as the server returned them."""
+    """Of the completion's tokens, as returned by the server."""
     versions: range
-    """The versions that may have made it, by the answer's header."""
+    """The versions that may have produced it, from the answer's header."""
 
 
 @dataclass
 class Verdict:
-    """What was found, in tokens unless said otherwise."""
+    """The counts of a search, in tokens unless stated otherwise."""
 
     of_state: list[int] = field(default_factory=lambda: [0, 0])
-    """Of one state only."""
+    """Tokens that match one state only."""
     undecided: int = 0
-    """Of either state."""
+    """Tokens that match both states."""
     neither: int = 0
-    """Torn."""
+    """Torn tokens, which match neither state."""
     disordered: int = 0
     """Completions that no order of the versions in their header explains."""
     spanning: int = 0
-    """Completions that the header says more than one version made."""
+    """Completions that span several versions, by their header."""
     largest_diff: float = 0.0
-    """Nats between the server and the nearer state, over all tokens that are not torn."""
+    """Largest difference in nats between the server and the nearer state, over all tokens that are not torn."""
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens were judged."""
+        """Number of tokens judged."""
         return sum(self.of_state) + self.undecided + self.neither
 
 
 @dataclass
 class Alternation:
-    """A server, the two states, and which state each version is."""
+    """A server, the two states, and the state of each version."""
 
     server: LiveServer
     client: BridgeClient
@@ -116,19 +116,19 @@ class Alternation:
 
     @torch.no_grad()
     def write(self, state: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Write a state over the one that is served, parameter by parameter."""
+        """Write a state over the served one, parameter by parameter."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.states[state].get_parameter(name))
             after_each()
 
     def publish(self, in_flight: InFlight) -> None:
-        """Let the other state follow, through the fence."""
+        """Publish the other state through the fence."""
         state = 1 - self.published[max(self.published)]
         times = fence.publish(self.client, Update(lambda: self.write(state)), in_flight=in_flight)
         self.published[times.version] = state
 
     def under_load(self, load: Load, meanwhile: Callable[[], None]) -> list[Answer]:
-        """Generate, and call `meanwhile` over and over, until there are enough of both."""
+        """Generate, and call `meanwhile` repeatedly, until there are enough tokens and calls."""
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, tiny.VOCABULARY, (NUM_PROMPTS, load.prompt_tokens), generator=generator).tolist()
         requests, enough = _Requests(self.server, load), threading.Event()
@@ -150,7 +150,7 @@ class Alternation:
             return [answer for each in sent for answer in each.result()]
 
     def judge(self, answers: Sequence[Answer], tolerance: float) -> Verdict:
-        """Say of which state each token is."""
+        """Match each token to a state."""
         verdict, left = Verdict(), iter(sorted(answers, key=lambda answer: len(answer.tokens)))
         while batch := list(islice(left, JUDGED_AT_ONCE)):
             expected = [_logprobs(state, batch) for state in self.states]
@@ -175,7 +175,7 @@ class Alternation:
 def alternating(
     config: PretrainedConfig, folder: Path, load: Load, *flags: str, std: float = 0.08
 ) -> Iterator[Alternation]:
-    """Serve one state of a tiny model, and keep another beside it."""
+    """Serve one state of a tiny model, and keep both at hand in transformers."""
     folders = [tiny.write(config, folder / f"state_{seed}", seed=seed, std=std) for seed in (0, 1)]
     flags = ("--enable-prefix-caching", *flags)
     with (
@@ -189,7 +189,7 @@ def alternating(
 
 
 def finds_no_torn_token(alternation: Alternation, load: Load, in_flight: InFlight = "keep") -> Verdict:
-    """Alternate the states under load; every token has to be of one of them, and of one that its versions allow."""
+    """Alternate the states under load; every token must match a state that its versions allow."""
     before = max(alternation.published)
     answers = alternation.under_load(load, lambda: alternation.publish(in_flight))
     verdict = alternation.judge(answers, load.tolerance)
@@ -204,7 +204,7 @@ def finds_no_torn_token(alternation: Alternation, load: Load, in_flight: InFligh
 
 
 def agrees_without_fences(alternation: Alternation, load: Load) -> None:
-    """Check that the tolerance has room: with the weights left alone, server and transformers differ by half of it."""
+    """Check that the tolerance has room: with constant weights, server and transformers stay within half of it."""
     verdict = alternation.judge(alternation.under_load(load, lambda: None), load.tolerance)
     print("no fence", verdict)  # noqa: T201
     assert (verdict.neither, verdict.disordered) == (0, 0), verdict
@@ -214,7 +214,7 @@ def agrees_without_fences(alternation: Alternation, load: Load) -> None:
 def finds_torn_tokens_without_the_fence(alternation: Alternation, load: Load) -> None:
     """Check that the search can fail: write parameter by parameter while the server generates, and count torn tokens.
 
-    One state is then written whole, behind the fence, and no torn token is left.
+    Afterwards one state is written behind the fence, and no torn token is left.
     """
     states = [1, 0]
 
@@ -231,7 +231,7 @@ def finds_torn_tokens_without_the_fence(alternation: Alternation, load: Load) ->
 
 
 def explained(fits: Sequence[Sequence[bool]], states: Sequence[int]) -> bool:
-    """Tell whether each token fits a state, with the states in the order in which they were published."""
+    """Return whether each token fits a state, with the states in their order of publication."""
     following = iter(states)
     state = next(following)
     for token in fits:
@@ -244,13 +244,13 @@ def explained(fits: Sequence[Sequence[bool]], states: Sequence[int]) -> bool:
 
 
 class _Requests:
-    """The requests of every thread, over connections of their own."""
+    """The requests of all threads; each thread has its own connection."""
 
     def __init__(self, server: LiveServer, load: Load) -> None:
         self._url, self._model, self._load = server.manifest.url, server.manifest.model, load
 
     def send(self, prompt: list[int], thread: int, enough: threading.Event) -> list[Answer]:
-        """Send one request after the other until this thread has its share of the tokens, and there is `enough`."""
+        """Send one request after another until this thread has its share of the tokens and `enough` is set."""
         load, found, num_tokens = self._load, list[Answer](), 0
         with httpx.Client(base_url=self._url, timeout=TIMEOUT_S, trust_env=False) as http:
             for number in itertools.count():
@@ -274,7 +274,7 @@ class _Requests:
 
 @torch.no_grad()
 def _logprobs(model: PreTrainedModel, answers: Sequence[Answer]) -> list[torch.Tensor]:
-    """Return the log-probabilities of each completion; what pads a row comes after it, and is never attended to."""
+    """Return the log-probabilities of each completion; padding is on the right, so causal attention never sees it."""
     longest = max(len(answer.tokens) for answer in answers)
     rows = torch.tensor([[*answer.tokens, *[0] * (longest - len(answer.tokens))] for answer in answers])
     ids = rows.to(model.device)

@@ -1,8 +1,8 @@
-"""Count the files of Bridge that one training step passes through: all of them, and the longest chain of calls.
+"""Count the Bridge files that one training step touches: in total, and in its longest chain of calls.
 
     python -m tests.architecture.step_files
 
-A real trainer takes three steps on a patched server without vLLM; the second one is followed, in the trainer's process.
+A real trainer takes three steps on a patched server without vLLM. The second step is profiled in the trainer's process.
 """
 
 import sys
@@ -34,15 +34,15 @@ class Uneven:
 
 @dataclass
 class Passage:
-    """What one step passes through."""
+    """Files that one step touches."""
 
     files: set[str] = field(default_factory=set)
-    """Every file."""
+    """All files."""
     chain: list[str] = field(default_factory=list)
-    """The most files that were on the stack at once, outermost first."""
+    """The longest chain of files on the call stack, outermost first."""
 
     def follow(self, frame: FrameType, event: str, _argument: Any) -> None:
-        """Note one call; a profile function of `sys`."""
+        """Record one call; a profile function for `sys.setprofile`."""
         name = frame.f_code.co_filename
         if event != "call" or not name.startswith(PACKAGE) or name.endswith("__init__.py"):
             return
@@ -60,7 +60,7 @@ def _bridge_files(frame: FrameType | None) -> Iterator[str]:
 
 
 def measure(folder: Path) -> Passage:
-    """Train in `folder`, and return what one step passed through."""
+    """Train in `folder` and return the files that one step touched."""
     model = tiny.write(tiny.llama(), folder / "model")
     (folder / "uneven.py").write_text(TASK)
     passage = Passage()
@@ -90,7 +90,6 @@ def measure(folder: Path) -> Passage:
 
 
 def main() -> None:
-    """Print both counts."""
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder))
     print(f"files: {len(found.files)}")  # noqa: T201

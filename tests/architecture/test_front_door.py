@@ -1,4 +1,4 @@
-"""What `bridge --help` loads, and that the packages with common names are ours."""
+"""`bridge --help` imports little, and packages with common names are ours."""
 
 import importlib
 import inspect
@@ -19,11 +19,11 @@ OURS = {
     "bridge", "bridge.core", "bridge.core.interrupt", "bridge.core.private", "bridge.errors",
     "cli", "cli.console", "cli.ending", "cli.main", "cli.signals",
 }  # fmt: skip
-"""What `bridge --help` may import of ours; a command is imported when it runs."""
+"""Our packages that `bridge --help` may import; a command is imported when it runs."""
 LIBRARIES = {"typer", "rich"}
-"""What it may import of our dependencies."""
+"""Dependencies that `bridge --help` may import."""
 HEAVY = {"torch", "vllm", "transformers", "matplotlib", "numpy", "httpx", "accelerate"}
-"""What no command may import for its help."""
+"""Modules that the help of no command may import."""
 
 HELP = """
 import json, sys
@@ -38,7 +38,7 @@ print(json.dumps({"code": code, "modules": sorted(sys.modules)}))
 
 
 def _python(program: str, *arguments: str) -> str:
-    """Run `program` away from the checkout, so that only what is installed is found."""
+    """Run `program` outside the checkout, so that only installed packages are found."""
     with tempfile.TemporaryDirectory() as elsewhere:
         command = [sys.executable, "-P", "-c", program, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, check=False)
@@ -51,7 +51,7 @@ def _loaded(*command: str) -> set[str]:
     *shown, report = _python(HELP, *command).splitlines()
     found = json.loads(report)
     assert found["code"] == 0
-    assert any("--help" in line for line in shown), "help was not shown"
+    assert any("--help" in line for line in shown), "no help was printed"
     return set(found["modules"])
 
 

@@ -1,4 +1,4 @@
-"""No two files import each other, whichever package they are in."""
+"""No two files import each other, in any package."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""`docs/reliability.md`: no cell is empty, each is shown by a test or says why there is none, and every test exists."""
+"""`docs/reliability.md`: every cell names a test that exists, or gives the reason why there is none."""
 
 import ast
 import re
@@ -9,17 +9,17 @@ PAGE = (ROOT / "docs" / "reliability.md").read_text()
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 MARK = re.compile(r"\[(\d+)\]")
 REASON = "—"
-"""How a cell begins that no test shows; the reason follows."""
+"""Prefix of a cell that no test covers; the reason follows."""
 
 
 def table() -> list[list[str]]:
-    """Return the cells of the page's table, the row of phases first."""
+    """Return the cells of the page's table; the first row holds the phases."""
     rows = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith("|---")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def notes() -> dict[str, str]:
-    """Return the notes below the table by their numbers."""
+    """Return the notes below the table by number."""
     return dict(re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", PAGE, re.MULTILINE))
 
 

@@ -1,7 +1,4 @@
-"""Every file, test, make target, command and flag that docstrings and docs name exists.
-
-Not covered: pointers into other projects, and web addresses.
-"""
+"""Every file, test, make target, command and flag named in docstrings and docs exists."""
 
 import ast
 import re
@@ -39,12 +36,11 @@ def docstrings(file: Path) -> Iterator[str]:
 
 
 def pages() -> list[Path]:
-    """Return the pages of the documentation."""
     return [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    """Yield every quoted piece of code with its file."""
+    """Yield every piece of quoted code with its file."""
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             for text in docstrings(file):

@@ -1,4 +1,4 @@
-"""A training step passes through few files: as many as it needs."""
+"""A training step touches few files."""
 
 from pathlib import Path
 

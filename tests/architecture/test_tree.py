@@ -1,4 +1,4 @@
-"""What no linter checks about the tree: the C boundary lies in one file, and no file names a place outside."""
+"""What no linter checks: only one file talks to C, and no file contains a path outside the checkout."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "cli", "environments", "patches", "tests")
 SHARED_BY_ALL = {"/", "/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/var/tmp"}
-"""Folders that a file may name although a checkout may lie in them."""
+"""Folders that a file may name even if a checkout lies in them."""
 OPENS_CUDA_IPC = "_new_shared_cuda"
 OPENS_HTTP = {
     f"httpx.{name}" for name in ("Client", "AsyncClient", "get", "post", "put", "delete", "request", "stream")
@@ -26,14 +26,14 @@ def _python_files() -> Iterator[Path]:
 
 def _tracked_files() -> list[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("git, or its folder, is not here")
+        pytest.skip("no git, or no repository")
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
 def _foreign_paths(text: str, root: Path) -> list[str]:
-    """Return the absolute paths in `text` that lie beside or in the checkout `root`."""
+    """Return the absolute paths in `text` that lie in the checkout `root` or beside it."""
     place = root if str(root.parent) in SHARED_BY_ALL else root.parent
     return re.findall(rf"(?<![\w./-]){re.escape(str(place))}/[\w.-]+", text)
 
@@ -56,7 +56,7 @@ def test_one_module_opens_connections_to_a_vllm_server() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in OPENS_HTTP
     }
-    elsewhere = {"bridge/atropos/api.py", "patches/exporter.py"}  # an Atropos API, and the server's look at itself
+    elsewhere = {"bridge/atropos/api.py", "patches/exporter.py"}  # an Atropos API, and the server's requests to itself
     assert openers == {"bridge/server/client.py"} | elsewhere
 
 

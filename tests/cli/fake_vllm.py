@@ -1,8 +1,6 @@
-"""A server of a few lines that stands in for vLLM: it writes a manifest, says how it is, and has an engine to lose.
+"""A small stand-in for vLLM: it writes a manifest, reports its health, and has an engine process to lose.
 
-It is run by its path and imports nothing that takes time to load.
-
-Not covered: models.
+It is run by path and imports nothing slow.
 """
 
 import argparse
@@ -17,23 +15,22 @@ from pathlib import Path
 
 
 def arguments() -> argparse.Namespace:
-    """Return what it was started with."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--served-model-name")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--template", type=Path, help="the manifest, but for the server's identity")
-    parser.add_argument("--manifest", type=Path, help="where it goes")
-    parser.add_argument("--status", type=int, default=200, help="what it answers")
-    parser.add_argument("--answer-after-s", type=float, default=0.0, help="how busy it is")
-    parser.add_argument("--no-health", action="store_true", help="it knows /v1/models alone")
-    parser.add_argument("--slow-start-s", type=float, default=0.0, help="how long another model than `first` takes")
-    parser.add_argument("--fail-with", help="what it raises in place of starting with another model than `first`")
+    parser.add_argument("--template", type=Path, help="the manifest without the server's identity")
+    parser.add_argument("--manifest", type=Path, help="where to write it")
+    parser.add_argument("--status", type=int, default=200, help="status code of each answer")
+    parser.add_argument("--answer-after-s", type=float, default=0.0, help="delay of each answer")
+    parser.add_argument("--no-health", action="store_true", help="only serve /v1/models")
+    parser.add_argument("--slow-start-s", type=float, default=0.0, help="start time of any model but `first`")
+    parser.add_argument("--fail-with", help="error to raise for any model but `first`")
     return parser.parse_args()
 
 
 def write_manifest(template: Path, manifest: Path) -> None:
-    """Write the manifest as the server that this process is."""
+    """Write the manifest with this process as the server."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     document = json.loads(template.read_text())
     document["server"] = {**document["server"], "pid": os.getpid(), "start_ticks": ticks}
@@ -42,7 +39,7 @@ def write_manifest(template: Path, manifest: Path) -> None:
 
 
 def serve(given: argparse.Namespace) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,7 +50,7 @@ def serve(given: argparse.Namespace) -> None:
             self.wfile.write(f"{given.model} as {given.served_model_name}".encode())
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", given.port), Answers)
     engine = subprocess.Popen(["/bin/sleep", "600"])

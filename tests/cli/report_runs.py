@@ -1,4 +1,4 @@
-"""Made-up run directories: a rising reward, a small log-prob mismatch, evaluations, events and completions."""
+"""Synthetic run directories: a rising reward, a small log-prob mismatch, evaluations, events and completions."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ PROBLEMS = (
 
 
 def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **changes: Any) -> StepMetrics:
-    """Return the metrics of a step of a healthy run, with `changes`."""
+    """Return the metrics of one healthy step, with `changes`."""
     draw = random.Random(f"{seed}-{step}")
     done = 1 - math.exp(-4 * step / num_steps)
     reward = min(0.99, max(0.0, 0.28 + gain * done + draw.gauss(0, 0.05)))
@@ -65,7 +65,7 @@ def completion(draw: random.Random, formula: str, quality: float) -> dict[str, A
 
 
 def groups(num_steps: int, *, per_step: int = 4, num_problems: int = 0, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the lines of `rollouts.jsonl`; with `num_problems`, the same problems recur."""
+    """Yield the lines of `rollouts.jsonl`; with `num_problems`, problems repeat."""
     draw = random.Random(seed)
     for step in range(1, num_steps + 1):
         for _ in range(per_step):
@@ -87,7 +87,7 @@ def groups(num_steps: int, *, per_step: int = 4, num_problems: int = 0, seed: in
 def make(
     path: Path, *, num_steps: int = 60, planned: int | None = None, seed: int = 0, gain: float = 0.5, **choices: Any
 ) -> RunDirectory:
-    """Make the directory of a run that took `num_steps`; with `planned`, it stopped before that many."""
+    """Create the directory of a run of `num_steps`; with `planned`, it stopped before that many."""
     run = RunDirectory.create(path, environment="gsm8k")
     given = {"model_name": "Qwen/Qwen2.5-7B-Instruct", "environment": "gsm8k", "lr": 2e-6, "max_new_tokens": 384,
              "eval_samples": 4, "eval_interval": 20,
@@ -122,7 +122,7 @@ def write_events(run: RunDirectory, num_steps: int) -> None:
 
 
 def evaluate(run: RunDirectory, num_steps: int, gain: float) -> None:
-    """Write `evaluations.jsonl`: before training, every quarter, and afterwards."""
+    """Write `evaluations.jsonl`: before training, every quarter, and at the end."""
     for step in (0, num_steps // 4, num_steps // 2, 3 * num_steps // 4, num_steps):
         reward = 0.26 + gain * (1 - math.exp(-4 * step / num_steps)) * 0.92
         row = {"step": step, "weight_version": step, "reward_mean": reward, "reward_std": 0.4,
@@ -133,13 +133,11 @@ def evaluate(run: RunDirectory, num_steps: int, gain: float) -> None:
 
 
 def write_rollouts(run: RunDirectory, lines: Iterator[dict[str, Any]]) -> None:
-    """Write `rollouts.jsonl`."""
     with run.rollouts.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def summary(steps: list[StepMetrics], run: RunDirectory) -> Summary:
-    """Return the summary of the steps."""
     return Summary(
         steps=len(steps), weight_version=len(steps), checkpoint=run.path / "checkpoints", reward_before=0.26,
         reward_after=0.74, rewards=tuple(step.reward_mean for step in steps),
@@ -149,6 +147,6 @@ def summary(steps: list[StepMetrics], run: RunDirectory) -> Summary:
 
 
 def older(step: StepMetrics, *missing: str) -> str:
-    """Return the line of a step as written by a version of Bridge without the fields `missing`."""
+    """Return a step's line as written by an older Bridge without the fields `missing`."""
     values = {name: value for name, value in dataclasses.asdict(step).items() if name not in missing}
     return json.dumps(values)

@@ -38,7 +38,7 @@ print(child.process.pid, flush=True)
 print(child.log.read_text(), end="", flush=True)
 time.sleep(60)
 """
-"""Starts a child, prints its pid and what it prints, and waits."""
+"""Starts a child, prints its pid and output, and waits."""
 
 
 def start(code: str, tmp_path: Path) -> children.Child:
@@ -46,7 +46,7 @@ def start(code: str, tmp_path: Path) -> children.Child:
 
 
 def grandchild(child: children.Child) -> int:
-    """Wait until the child has printed its own child's pid, and return it."""
+    """Wait until the child has printed the pid of its own child, and return it."""
     return int(grandchild_line(child))
 
 
@@ -189,7 +189,7 @@ def test_what_heeds_no_signal_does_not_outlive_us_either(tmp_path: Path) -> None
     others = {int(us.stdout.readline()), *(child.pid for child in psutil.Process(pid).children())}
     us.kill()
     us.wait()
-    assert not is_gone(pid), "it heeds no SIGTERM"
+    assert not is_gone(pid), "it should ignore SIGTERM"
     gone_within(leash.GRACE_S + 10, {pid, *others})
 
 
@@ -215,8 +215,8 @@ def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
 def test_the_programs_own_children_are_its_own_alone(tmp_path: Path) -> None:
     child = start("import os, time; print(os.listdir('/proc/self/fd'), flush=True); time.sleep(60)", tmp_path)
     grandchild_line(child)
-    assert psutil.Process(child.process.pid).children() == [], "the guard is nobody's child"
-    assert len(ast.literal_eval(child.log.read_text())) == 4, "three streams, and the folder that was listed"
+    assert psutil.Process(child.process.pid).children() == [], "the guard must not be its child"
+    assert len(ast.literal_eval(child.log.read_text())) == 4, "three streams, and the directory being listed"
     children.stop(child, grace_s=0.5)
 
 

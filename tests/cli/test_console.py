@@ -1,4 +1,4 @@
-"""Nothing that a server or an environment wrote acts on a terminal."""
+"""Output from a server or an environment cannot control the terminal."""
 
 import io
 from typing import Any
@@ -15,7 +15,7 @@ SHOWN = "a server's\\x1b[2J\\x1b]0;title\\x07 words\\x9b31m \\u202e\\x08"
 
 
 class View:
-    """What stands at the bottom of the terminal."""
+    """What is shown at the bottom of the terminal."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

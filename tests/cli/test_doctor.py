@@ -1,4 +1,4 @@
-"""`bridge doctor` as a person or a program sees it: lines, JSON, exit codes."""
+"""`bridge doctor` output as text and JSON, and its exit codes."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ SECTIONS = [
 
 @pytest.fixture(autouse=True)
 def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the probe know of a CPU, and the search path be an empty folder."""
+    """Report a CPU to the probe, and search for manifests in an empty folder only."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
     for name in ("LOGDIR", "BRIDGE_PORT", "BRIDGE_VLLM_PORT", "BRIDGE_VLLM_CONFIG_PATH", "BRIDGE_DEVICE"):

@@ -1,4 +1,4 @@
-"""The last lines of a run: where its checkpoint is, and commands that can be pasted."""
+"""The last lines of a run: its checkpoint, and commands that can be pasted."""
 
 import contextlib
 import shlex

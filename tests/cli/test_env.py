@@ -1,4 +1,4 @@
-"""`bridge env`: what it says while it feeds an Atropos API, and how it ends."""
+"""`bridge env`: what it prints while it feeds an Atropos API, and how it ends."""
 
 import itertools
 import json
@@ -103,7 +103,7 @@ def test_ctrl_c_says_goodbye_to_the_api(model: Path, capsys: pytest.CaptureFixtu
 
     class Pressed(FakeApi):
         def scored_data_list(self, body: list[dict[str, Any]]) -> Any:
-            if next(posts) == 0:  # once: a second time would cut the goodbye short
+            if next(posts) == 0:  # once: a second interrupt would cut the goodbye short
                 os.kill(os.getpid(), signal.SIGINT)
             return super().scored_data_list(body)
 

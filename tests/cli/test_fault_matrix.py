@@ -1,10 +1,10 @@
-"""Every fault in every phase of a step, by the real command line on a real fence: nothing half-written is ever served.
+"""Every fault in every phase of a step, with the real command line and a real fence: nothing half-written is served.
 
-The second of three steps is disturbed, and every step is saved. Afterwards the server's weights have to be, tensor by
-tensor, a version that was published; a server that is torn has to generate nothing until a checkpoint is restored; and
-every checkpoint has to be whole.
+The second of three steps is disturbed, and every step is saved. Afterwards the server's weights must equal a published
+version, tensor by tensor. A torn server must generate nothing until a checkpoint is restored. Every checkpoint must be
+whole.
 
-Not covered: the real vLLM and its engine (`tests/soak.py`, `tests/cpu`), which no fault of this file needs.
+Not covered: the real vLLM and its engine (`tests/soak.py`, `tests/cpu`).
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ BEFORE: Steps = ([1],)
 AFTER: Steps = ([1, 2],)
 ALL: Steps = ([1, 2, 3],)
 EITHER: Steps = (*BEFORE, *AFTER)
-"""The steps of the checkpoints: the disturbed step is lost, saved, or followed by the last; or it depends on when."""
+"""Steps of the checkpoints: the disturbed one is lost, saved or followed by the last; or it depends on timing."""
 Ending = tuple[int, str, Steps]
-"""The trainer's exit code, how the server is found (whole, torn or gone), and what may be saved."""
+"""The trainer's exit code, the server's state (whole, torn or gone), and the checkpoints that may exist."""
 INTERRUPTS: tuple[Ending, ...] = ((INTERRUPTED, "whole", BEFORE), *[(INTERRUPTED, "whole", AFTER)] * 4)
 ERRORS: tuple[Ending, ...] = (
     (BUG, "whole", BEFORE), (BUG, "whole", BEFORE), (BUG, "torn", BEFORE), (BUG, "whole", AFTER), (BUG, "whole", AFTER),
@@ -60,14 +60,16 @@ ENDINGS: dict[str, tuple[Ending, ...]] = {
     ),
     "foreign requests": (UNHARMED,) * 5,
 }  # fmt: skip
-"""Fault -> what it comes to in each of its phases."""
+"""Fault -> its ending in each phase."""
 BESIDE = {"a second trainer": {REFUSED}, "verify": {DONE, FAILED_CHECK}}
-"""Exit codes of commands that run beside the trainer. `bridge verify` fails by the made-up log-probabilities, which it
-leaves out where the trainer publishes meanwhile."""
+"""Exit codes of commands that run beside the trainer.
+
+`bridge verify` fails because the log-probabilities are made up; it skips that check if the trainer publishes meanwhile.
+"""
 
 
 SLOW = (*ENDS_THE_SERVER, "SIGTERM", "SIGHUP", "MemoryError")
-"""A server has to be started again, or another fault of the table takes the same way through the trainer."""
+"""Faults that need a new server, or that take the same path through the trainer as another fault of the table."""
 
 
 def cases() -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """A trainer killed with -9 between two checkpoints resumes as if it had never been killed, on a fence without vLLM.
 
 Not covered: the real vLLM (`tests/cpu/test_killed.py`), trainers killed inside the fence (`tests/cpu/test_restore.py`),
-the same weights as without the kill, which takes a deterministic sampler (`tests/unit/test_trainer_resume.py`), and
-checkpoints killed at random moments (`tests/unit/test_checkpoint.py`).
+bit-equal weights, which take a deterministic sampler (`tests/unit/test_trainer_resume.py`), and checkpoints killed at
+random moments (`tests/unit/test_checkpoint.py`).
 """
 
 import json
@@ -30,7 +30,7 @@ LAST = f"step_{KILLED_IN_STEP - SAVE_INTERVAL}"
 """The last whole checkpoint when the trainer is killed."""
 BATCH_SIZE = 8
 NUM_PROBLEMS = 7
-"""Fewer than a run draws, and no multiple of a step's: the second pass over them begins inside a step."""
+"""Fewer than a run draws, and not a multiple of a step's: the second epoch begins inside a step."""
 ENVIRONMENT = f"""
 class Numbered:
     def __iter__(self):
@@ -73,7 +73,7 @@ checkpoint.save = save_and_fill
 
 @dataclass
 class Run:
-    """One run, by as many trainers as it takes."""
+    """One run, by one or more trainers."""
 
     server: LiveServer
     folder: Path
@@ -83,7 +83,7 @@ class Run:
         return self.folder / "saved"
 
     def train(self, *flags: str, expect: int, by: Disturbance | str = UNDISTURBED) -> list[str]:
-        """Run one trainer to its end, and return what it told people, a line each."""
+        """Run one trainer to its end, and return the lines that it printed to stderr."""
         (self.folder / "numbered.py").write_text(ENVIRONMENT)
         arguments: list[str | Path] = [
             *("train", "--model-name", self.server.manifest.model, "--vllm-config-path", self.server.path),
@@ -98,11 +98,11 @@ class Run:
         return done.stderr.splitlines()
 
     def killed(self, by: Disturbance | str) -> None:
-        """Begin, and be killed in step 6; everything is as the last checkpoint and the server's fence want it."""
+        """Start a run and kill it in step 6; the last checkpoint is whole and the server still serves."""
         self.train("--run-dir", "run", expect=-signal.SIGKILL, by=by)
         assert [path.name for path in visible(self.saved)] == ["step_2", LAST]
         assert self.server.status().state == "serving"
-        self.server.sample()  # raises where it does not answer
+        self.server.sample()  # raises if it does not answer
 
     def lost(self) -> list[int]:
         """Return the steps whose metrics were moved aside."""
@@ -110,7 +110,7 @@ class Run:
         return [json.loads(line)["step"] for line in lines]
 
     def problems(self) -> dict[int, list[str]]:
-        """Return what each step of the weights that are there now was trained on."""
+        """Return what each step behind the current weights was trained on."""
         trained: dict[int, list[str]] = {}
         for line in (self.folder / "run" / "rollouts.jsonl").read_text().splitlines():
             group = json.loads(line)
@@ -118,7 +118,7 @@ class Run:
         return trained
 
     def check_whole(self) -> None:
-        """Check that nothing is missing, doubled or left behind, and that the server serves the last checkpoint."""
+        """Check that nothing is missing, duplicated or left behind, and that the server serves the last checkpoint."""
         rows = scenarios.metrics(self.folder / "run")
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
         steps = range(SAVE_INTERVAL, STEPS + 1, SAVE_INTERVAL)
@@ -139,7 +139,7 @@ def scratch(folder: Path) -> list[Path]:
 
 
 def running_in(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose working directory is `folder`: a trainer, and whatever it started."""
+    """Return the processes whose working directory is `folder`: a trainer and its children."""
     found = psutil.process_iter(["cwd"])
     return [process for process in found if process.info["cwd"] == str(folder)]
 
@@ -153,7 +153,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def problems(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """What each step of a run that nothing disturbs is trained on."""
+    """What each step of an undisturbed run is trained on."""
     return undisturbed(Run(server, tmp_path_factory.mktemp("undisturbed")))
 
 

@@ -35,7 +35,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def terminal(width: int = 100, height: int = 40, **changed: Any) -> Console:
-    """Return a terminal that keeps what it is given."""
+    """Return a terminal that keeps its output."""
     known: dict[str, Any] = {"file": io.StringIO(), "force_terminal": True, "width": width, "height": height}
     return Console(**(known | {"_environ": {"TERM": "xterm-256color"}, "soft_wrap": True} | changed))
 
@@ -51,12 +51,12 @@ def step(number: int, **changed: Any) -> StepMetrics:
 
 
 def cells(text: str) -> int:
-    """Return the most cells that a terminal may take for `text`."""
+    """Return the most cells that a terminal may use for `text`."""
     return len(text) + len(panel.WIDE.findall(text))
 
 
 def fed(text: str = "the answer is 5", *, prompt: str | list[Message] = "2+3=", num_steps: int = 4) -> live.View:
-    """Return a view of a run in flight that no thread paints."""
+    """Return the view of a run in flight, without the thread that paints it."""
     clock = iter(range(1000))
     view = live.View(terminal(), 9, clock=lambda: float(next(clock)))
     view._seen.phase = "rollouts"
@@ -169,8 +169,6 @@ def test_a_line_of_a_step_is_cut_at_a_figure_and_only_where_it_is_too_long() -> 
 
 
 class Tty(io.StringIO):
-    """Somebody's terminal."""
-
     def isatty(self) -> bool:
         return True
 
@@ -229,7 +227,7 @@ def test_a_run_that_reports_nothing_says_nothing(capfd: pytest.CaptureFixture[st
 
 @contextmanager
 def painted(on: Console, monkeypatch: pytest.MonkeyPatch) -> Iterator[live.View]:
-    """Let a view stand on the terminal `on`, as a run does."""
+    """Show a view on the terminal `on`, as a run does."""
     monkeypatch.setattr(console, "people", on)
     monkeypatch.setattr(live, "wanted", lambda *_, has_data: True)
     monkeypatch.setattr(live, "LONGEST_GOODBYE_S", 60.0)

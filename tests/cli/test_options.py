@@ -22,7 +22,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse(*arguments: str, configs: tuple[type[Config], ...] = (TrainConfig,)) -> list[Config]:
-    """Run a command that has the flags of `configs`, and return what it was given."""
+    """Run a command with the flags of `configs`, and return the parsed values."""
     seen: list[Config] = []
     app = typer.Typer()
     app.command()(from_config(*configs)(_recorder(len(configs), seen)))

@@ -1,4 +1,4 @@
-"""`bridge plan`: what fits, what is recommended, and what a run used."""
+"""`bridge plan`: what fits, what it recommends, and what a run used."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what a person is told, on one line."""
+    """Return the printed text on one line."""
     answer(["plan", *arguments])
     return " ".join(capsys.readouterr().err.split())
 
@@ -34,7 +34,7 @@ def model(size: str, tmp_path: Path) -> str:
 
 
 def unreachable(_url: str, **_: object) -> str:
-    """Stand for the hub where there is no network."""
+    """Make the hub unreachable."""
     raise ConnectionError("no such host\nand more")
 
 
@@ -275,7 +275,7 @@ def test_a_model_that_is_not_here_is_one_line(
 
 
 def run_of(tmp_path: Path, *steps: dict[str, Any], **choices: Any) -> str:
-    """Write what a run of these choices and steps leaves behind."""
+    """Write the files that a run with these choices and steps leaves."""
     folder = tmp_path / "run"
     folder.mkdir()
     config = TrainConfig.model_validate({"model_name": "m", **choices})

@@ -1,6 +1,6 @@
-"""Every bad input ends in one clear line, a hint, the right exit code, and a folder that looks as it did before.
+"""Every bad input ends in one clear line, a hint, the right exit code, and an unchanged folder.
 
-Not covered: what goes wrong once training has begun, on the real vLLM (`tests/cpu/test_accidents.py`).
+Not covered: failures during training, on the real vLLM (`tests/cpu/test_accidents.py`).
 """
 
 import json
@@ -52,7 +52,7 @@ class Bridge:
     capsys: pytest.CaptureFixture[str]
 
     def refused(self, code: int, *arguments: str | Path) -> str:
-        """Run a command that is refused, and return its error; nothing may have changed in the folder."""
+        """Run a command that is refused, and return its error; the folder must not change."""
         before = self.content()
         found = answer([str(argument) for argument in arguments])
         out, err = self.capsys.readouterr()
@@ -75,7 +75,7 @@ def bridge(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("LOGDIR", raising=False)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
-    monkeypatch.setattr(os, "execve", _started)  # it would replace this very process by vLLM
+    monkeypatch.setattr(os, "execve", _started)  # it would replace this process with vLLM
     monkeypatch.setattr(children, "start", _started)
     return Bridge(tmp_path, capsys)
 
@@ -106,7 +106,7 @@ def test_an_evaluation_without_held_out_problems_is_refused_before_a_server_star
 
 
 Edit = Callable[[dict[str, Any]], object]
-"""Changes the manifest's document in place, or returns the text to write in its stead."""
+"""Edits the manifest's document in place, or returns the text to write instead."""
 EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "of a dead server": (
         lambda m: m.update(server=dead_server().model_dump()), ("is stale", f"pid {os.getpid()}, is gone"),
@@ -182,7 +182,7 @@ def test_another_model_than_the_one_served_is_refused_with_both_names(bridge: Br
 
 
 def quantised(folder: Path) -> Path:
-    """Write a model whose weights are packed."""
+    """Write a model with packed weights."""
     config = tiny.llama()
     config.quantization_config = {"quant_method": "awq", "bits": 4}
     config.save_pretrained(folder)

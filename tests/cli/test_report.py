@@ -1,4 +1,4 @@
-"""`bridge report`: the page of whole, partial and broken runs, of several runs, and what it refuses to do."""
+"""`bridge report`: the page of whole, partial and broken runs, of several runs, and what it refuses."""
 
 import dataclasses
 import html.parser
@@ -38,7 +38,7 @@ CHARTS = (
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser makes of a page: its elements and its text."""
+    """A page as a browser parses it: elements and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def written(*runs: Path, out: Path) -> Page:
 
 
 def drawn(*runs: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the curves of every chart: title of the chart -> name of the curve -> its values."""
+    """Return the curves of every chart: chart title -> curve name -> values."""
     artist = charts.Artist({run.name: record.read(run) for run in runs})
     found = [drawing for group in charts.CHARTS.values() for chart in group for drawing in artist.drawings(chart)]
     return {drawing.title: {line.name: line.values.tolist() for line in drawing.lines} for drawing in found}
@@ -152,7 +152,7 @@ def test_what_others_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
 
 def test_a_killed_run_is_shown_with_a_list_of_what_is_missing(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)
-    run = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))  # in which nobody is at work
+    run = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))  # in which no process is running
     run.evaluations.unlink()
     with run.metrics.open("a") as file:
         file.write('{"step": 21, "rewa')
@@ -175,7 +175,7 @@ def test_a_finished_summary_of_fewer_steps_than_were_taken_is_not_this_runs_end(
     run = report_runs.make(tmp_path / "run", num_steps=6)
     with run.metrics.open("a") as file:
         file.write(run.metrics.read_text().splitlines()[-1].replace('"step": 6', '"step": 7') + "\n")
-    shutil.copytree(run.path, tmp_path / "copy")  # which nobody is at work in
+    shutil.copytree(run.path, tmp_path / "copy")  # no process is running in it
     page = written(tmp_path / "copy", out=tmp_path / "page.html")
     assert "stopped after step 7 of 6" in page.text
 
@@ -327,7 +327,7 @@ def test_a_file_that_is_not_a_report_is_never_overwritten(tmp_path: Path, capsys
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     run.metrics.unlink()
-    run.metrics.symlink_to("/proc/self/mem")  # whose first page nobody can read
+    run.metrics.symlink_to("/proc/self/mem")  # whose first page is unreadable
     assert main.answer(["report", str(run.path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: cannot read {run.path}: ")
 

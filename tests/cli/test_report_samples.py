@@ -1,4 +1,4 @@
-"""Completions over time: which are picked, and how long they may be."""
+"""Completions over time: which are shown, and where they are truncated."""
 
 import json
 from pathlib import Path

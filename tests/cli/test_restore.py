@@ -1,4 +1,4 @@
-"""`bridge restore` on a server without vLLM: real routes, fence and shared memory, and an engine that only notes.
+"""`bridge restore` on a server without vLLM: real routes, fence and shared memory, and an engine that records calls.
 
 Not covered: the real vLLM and a trainer that is really killed (`tests/cpu/test_restore.py`).
 """
@@ -44,7 +44,7 @@ DEAD = dead_holder()
 
 
 class FakeEngine:
-    """Stands still and goes on, and notes it."""
+    """Pauses and resumes, and records both."""
 
     def __init__(self) -> None:
         self.engine_core = self
@@ -77,7 +77,7 @@ class Server:
     app: FastAPI
 
     def tear(self, last_checkpoint: Path | None = None) -> None:
-        """Leave it as a trainer does that dies after half of its write."""
+        """Leave it as a trainer does that dies halfway through its write."""
         for tensor in list(self.toy.tensors.values())[::2]:
             tensor.fill_(9.0)
         self.engine.paused = True
@@ -85,7 +85,7 @@ class Server:
         self.fence.last_checkpoint = None if last_checkpoint is None else str(last_checkpoint)
 
     def routes(self) -> list[str]:
-        """What was asked, the lease left out."""
+        """Return the requested routes, except for the lease."""
         routes = [asked.path.removeprefix("/bridge/") for asked in self.http.asked]
         return [route for route in routes if route != "lease"]
 
@@ -98,7 +98,7 @@ class Bridge:
     capsys: pytest.CaptureFixture[str]
 
     def restores(self, *arguments: str | Path) -> tuple[dict[str, Any], str]:
-        """Run a restore that works; return what it tells a program, and the last line that it tells a person."""
+        """Run a restore that succeeds; return its JSON, and the last line on stderr."""
         found = answer(["restore", "--json", *map(str, arguments)])
         out, err = self.capsys.readouterr()
         assert found == 0, err
@@ -150,13 +150,13 @@ def bridge(
 
 
 def other_weights(server: Server, folder: Path) -> PreTrainedModel:
-    """Write a folder with other weights of the served model, as anybody would, and return them."""
+    """Write a plain folder with other weights of the served model, and return them."""
     tiny.write(tiny.llama(), folder, seed=1)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 def saved(server: Server, folder: Path, *, step: int, version: int) -> PreTrainedModel:
-    """Write a checkpoint of ours with other weights, and return them."""
+    """Write a Bridge checkpoint with other weights, and return them."""
     model = other_weights(server, folder.with_name(f"{folder.name}_source"))
     progress = Progress(step=step, weight_version=version, problems_drawn=0, run_dir=folder.parent)
     checkpoint.save(folder, lambda scratch: model_folder.save(model, server.toy.manifest.model, scratch), progress)
@@ -164,7 +164,7 @@ def saved(server: Server, folder: Path, *, step: int, version: int) -> PreTraine
 
 
 def served(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return every parameter of the model as it lies in the server."""
+    """Return a copy of each parameter in the server's memory."""
     return {
         name: tensors[view.parameter].flatten()[view.offset :][: torch.Size(view.shape).numel()].view(view.shape)
         for name, view in manifest.shard(0).param_mappings.items()
@@ -345,7 +345,7 @@ def test_a_folder_without_one_of_the_weights_is_refused_by_name(bridge: Bridge, 
 
 
 class Slots:
-    """vLLM's side of the adapters: what is seated, what is served by name, and whether it takes another."""
+    """vLLM's side of the adapters: which is seated, which are served by name, and whether it accepts another."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -380,7 +380,7 @@ def slots(server: Server, bridge: Bridge) -> Slots:
 
 
 def adapter(server: Server, folder: Path, **choices: Any) -> Path:
-    """Write a new adapter of every module that has a slot."""
+    """Write a new adapter with every module that has a slot."""
     fixed = {"lora_r": 4, "lora_target_modules": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj"}
     config = {"model_name": server.toy.manifest.model, "mode": "lora_only", **fixed, **choices}
     model = AutoModelForCausalLM.from_pretrained(server.toy.manifest.model).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""`--resume`: which checkpoint and directory a run goes on with, what it is told, and what it never overwrites."""
+"""`--resume`: which checkpoint and directory a run resumes from, what it logs, and what it never overwrites."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.unit.test_claim import held
 
 @dataclass(frozen=True)
 class Opened:
-    """What `open_run` gave and told."""
+    """What `open_run` returned and logged."""
 
     run: RunDirectory
     found: Found | None
@@ -31,7 +31,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with `runs/mine`, and the checkpoints of it in `saved`."""
+    """A folder with `runs/mine`, and its checkpoints in `saved`."""
 
     folder: Path
     capsys: pytest.CaptureFixture[str]
@@ -64,7 +64,7 @@ class Place:
         return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
     def refused(self, match: str, **choices: Any) -> str:
-        """Open a run that is refused, and return the remedy; nothing may have changed."""
+        """Open a run that is refused, and return the hint; nothing may change."""
         before = self.content()
         with pytest.raises(UsageError, match=match) as caught:
             self.open(**choices)
@@ -78,7 +78,7 @@ def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setenv("NO_COLOR", "1")
     made = Place(tmp_path, capsys)
     made.mine.mkdir(parents=True)
-    run = RunDirectory(made.mine)  # another process made it
+    run = RunDirectory(made.mine)  # created by another process
     for step in range(1, 6):
         run.append(metrics(step))
     return made
@@ -253,7 +253,7 @@ class Runs:
     place: Place
 
     def made(self, name: str, *, saved: int = 0, started: int = 0, **choices: Any) -> RunDirectory:
-        """Make a run that was `started` at some time, with a checkpoint of step `saved`."""
+        """Create a run that was `started` at some time, with a checkpoint of step `saved`."""
         run = RunDirectory(self.place.folder / "runs" / name)
         run.path.mkdir(parents=True, exist_ok=True)
         mark.put(run.path, "run")

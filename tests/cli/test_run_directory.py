@@ -291,7 +291,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_its_room(tmp_path: Pa
 
 @contextmanager
 def no_file_over(num_bytes: int) -> Iterator[None]:
-    """Refuse what would make a file of this process longer, as a full disk does."""
+    """Refuse to let any file grow, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

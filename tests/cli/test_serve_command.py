@@ -21,7 +21,7 @@ from tests.unit import checks_sample
 
 
 class Installed:
-    """Entry points as `importlib.metadata` gives them."""
+    """Entry points as returned by `importlib.metadata`."""
 
     def __init__(self, **groups: tuple[str, ...]) -> None:
         self._groups = groups
@@ -35,7 +35,7 @@ class Installed:
 
 
 def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
-    """Pretend that `package` is installed, and GPUs of these sizes."""
+    """Pretend that `package` is installed, with GPUs of these sizes."""
     monkeypatch.setattr(software, "installed_vllm", lambda: {package: "0.32.0"})
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [gib * 2**30 for gib in gpus_gib])
     plugins = Installed(general=("bridge", "theirs"), endpoint=("bridge_routes", "unwanted"), platform=("board",))
@@ -384,7 +384,6 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def written(path: Path, server: ProcessIdentity, **changed: str) -> Path:
-    """Write the manifest of `server`."""
     exported = checks_sample.manifest(**{"server": server, "host": socket.gethostname(), **changed})
     manifest.write(exported, path)
     return path

@@ -1,4 +1,4 @@
-"""A server that is started, watched, restarted and stopped, over a small one that stands in for vLLM."""
+"""A server is started, watched, restarted and stopped, with a small stand-in for vLLM."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def fake(folder: Path, *flags: str, shares_weights: bool = True) -> ServerCommand:
-    """Return the command of a small server, as `ServerCommand.of` returns that of vLLM."""
+    """Return the command of the stand-in, as `ServerCommand.of` returns vLLM's."""
     port, manifest = free_port(HOST), folder / "manifest.json"
     argv = [sys.executable, "-I", "-S", str(FAKE_VLLM), "--model", "first", "--port", str(port)]
     if shares_weights:
@@ -69,7 +69,7 @@ def answer(command: ServerCommand) -> str:
 
 
 def family(log: Path) -> list[psutil.Process]:
-    """Return the engines that run, of every server that has been ready, as the log tells."""
+    """Return the running engines of every server that became ready, according to the log."""
     pids = map(int, re.findall(r"engine (\d+)", log.read_text()))
     return [psutil.Process(pid) for pid in pids if not is_dead(pid)]
 
@@ -245,7 +245,7 @@ def test_a_stock_server_is_ready_when_it_answers(tmp_path: Path, log: Path) -> N
 
 
 def interrupted(action: Callable[[], object], when: Callable[[], bool], number: signal.Signals = signal.SIGINT) -> None:
-    """Run `action` and send the signal as soon as `when`."""
+    """Run `action`, and send the signal once `when` is true."""
 
     def press() -> None:
         until(when)
@@ -302,7 +302,7 @@ def test_the_watchdog_ends_a_server_whose_engine_is_gone(
     tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = fake(tmp_path, "--status", "503")
-    monkeypatch.setattr(StartedServer, "_answering", lambda *_: "/health")  # it was well when it began
+    monkeypatch.setattr(StartedServer, "_answering", lambda *_: "/health")  # it was healthy at first
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         ask_after_its_end(server)
     assert "lost its engine" in refused.value.message

@@ -1,4 +1,4 @@
-"""How a command ends by a signal, and what becomes of one whose terminal closes."""
+"""How a command ends when it gets a signal, and what happens when its terminal closes."""
 
 import errno
 import io
@@ -59,7 +59,7 @@ def test_a_second_hangup_is_known_as_such_in_whatever_block_the_first_one_came()
 
 
 class Broken(io.StringIO):
-    """A stream that cannot be written, whose descriptor is a file that can."""
+    """A stream that cannot be written to, although its descriptor is a writable file."""
 
     def __init__(self, number: int, descriptor: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_n
 
 
 def until_it_says(pattern: str, terminal: int) -> None:
-    """Read from `terminal` until what it shows has `pattern` in it."""
+    """Read from `terminal` until its output matches `pattern`."""
     said = ""
     while not re.search(pattern, said):
         assert select.select([terminal], [], [], RUN_LIMIT_S)[0], said

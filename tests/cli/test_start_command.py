@@ -1,4 +1,4 @@
-"""`--start-command`: how it is taken apart, what is refused, and that a server of its kind is started and restarted."""
+"""`--start-command`: how it is parsed, what is refused, and how such a server is started and restarted."""
 
 import os
 import shlex

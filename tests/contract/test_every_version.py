@@ -1,4 +1,4 @@
-"""Every vLLM of the supported range fits, read from its wheel's source (`make contract`)."""
+"""Every vLLM in the supported range fits, read from the source in its wheel (`make contract`)."""
 
 import pytest
 

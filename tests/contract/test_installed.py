@@ -35,7 +35,7 @@ def test_checking_imports_neither_vllm_nor_torch() -> None:
 @needs_vllm
 def test_a_module_that_vllm_does_not_have_reads_as_none() -> None:
     assert read_installed("vllm.no.such.module") is None
-    assert read_installed("vllm.plugins"), "a package reads as its __init__.py"
+    assert read_installed("vllm.plugins"), "a package resolves to its __init__.py"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "patches").rglob("*.py")), ids=lambda file: file.name)

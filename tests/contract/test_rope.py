@@ -1,4 +1,4 @@
-"""Positions: the trainer's cosines and sines are those of vLLM's own classes, at every length of the server."""
+"""The trainer's cosines and sines equal those of vLLM's own RoPE classes, at every maximum length of the server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
 }  # fmt: skip
 PHI: dict[str, Any] = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4_096}
-"""Phi-3.5-mini's and Phi-4-mini's."""
+"""The settings of Phi-3.5-mini and Phi-4-mini."""
 FACTORS: dict[str, Any] = {
     "short_factor": [1.0 + 0.02 * place for place in range(48)],
     "long_factor": [1.08 + 1.3 * place for place in range(48)],
@@ -40,7 +40,7 @@ def dynamic() -> LlamaConfig:
 
 @contextmanager
 def vllm_of(max_model_len: int) -> Iterator[None]:
-    """Let vLLM's layers believe that they are built for a server of that length."""
+    """Build vLLM's layers for a server of that maximum length."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig()
@@ -50,7 +50,7 @@ def vllm_of(max_model_len: int) -> Iterator[None]:
 
 
 def of_vllm(config: PretrainedConfig, max_model_len: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vLLM's cosines and sines, by the rows of its cache that its layer reads."""
+    """Return vLLM's cosines and sines from the rows of its cache that the layer reads."""
     from vllm.model_executor.layers import rotary_embedding
 
     head_size = config.hidden_size // config.num_attention_heads
@@ -60,7 +60,7 @@ def of_vllm(config: PretrainedConfig, max_model_len: int, positions: Tensor) -> 
             head_size, config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=torch.float32
         )
     query = torch.zeros(len(positions), head_size)
-    query[:, : layer.rotary_dim // 2] = 1.0  # turned by an angle, it is its cosine and sine
+    query[:, : layer.rotary_dim // 2] = 1.0  # (1, 0) rotated by an angle is that angle's cosine and sine
     turned, _ = (
         layer.forward_native(positions, query, query)
         if hasattr(layer, "forward_native")

@@ -1,7 +1,4 @@
-"""Get the pinned modules of any vLLM from its wheel: downloaded once, a few files kept, the rest deleted.
-
-Not covered: checking them (`test_every_version.py`).
-"""
+"""Get the pinned modules of any vLLM from its wheel, which is downloaded once and reduced to a few files."""
 
 import json
 import subprocess
@@ -16,7 +13,7 @@ PLATFORMS = ("manylinux1", "manylinux2014", "manylinux_2_28", "manylinux_2_31", 
 
 
 def fetch(version: str, modules: frozenset[str]) -> Path:
-    """Return the folder that holds the source of `modules` (those that exist) of vLLM `version`."""
+    """Return the folder with the source of those `modules` that exist in vLLM `version`."""
     folder = CACHE / version
     complete = folder / "modules.json"
     wanted = sorted(modules)

@@ -1,9 +1,7 @@
-"""An environment of Atropos' own kind, for a process of its own: ASCII in what is written, in one turn or in two.
+"""An Atropos environment that runs in its own process: it rewards ASCII, in one turn or in two.
 
-One turn goes through Atropos' own bookkeeping. In two turns, a line that the model did not write comes in between, as a
-tool's answer would; that bookkeeping would mask the first turn then (`ManagedServer.completion`, atroposlib 0.4.0).
-
-Not covered: the test that starts it (`test_atropos.py`).
+One turn uses Atropos' own bookkeeping. In two turns, text that the model did not write, like a tool's answer, comes in
+between. There Atropos' bookkeeping would mask the first turn (`ManagedServer.completion`, atroposlib 0.4.0).
 """
 
 import asyncio
@@ -39,7 +37,7 @@ class Sequence:
 
 
 class Letters(BaseEnv):
-    """Prompts of a few characters, scored by the share of ASCII in what the model wrote."""
+    """Prompts of a few characters; the reward is the share of ASCII in the completion."""
 
     name = "letters"
 

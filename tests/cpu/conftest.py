@@ -1,9 +1,7 @@
-"""The servers that tests share: each kind is started once, and every test finds it with its first weights.
+"""Servers shared between tests: one of each kind is started, and every test finds it with its initial weights.
 
-Tests run kind by kind, those marked `kills_the_server` after all others of their kind. Of the tests of `make test` one
-at a time has a vLLM; slow ones run side by side.
-
-Not covered: tests whose subject is the start of a server, and models of other families: they start their own.
+Tests are grouped by kind; within a kind, those marked `kills_the_server` run last. In `make test` one vLLM runs at a
+time. Slow tests run in parallel.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +29,13 @@ def plain(folder: Path) -> AbstractContextManager[LiveServer]:
 
 
 def with_lora(folder: Path) -> AbstractContextManager[LiveServer]:
-    """Serve behind a key, with LoRA, a model whose own sampling parameters no request may take."""
+    """Serve a model with its own sampling defaults, which no request may pick up, with LoRA and behind an API key."""
     model = scenarios.with_defaults_of_its_own(tiny.write(tiny.llama(), folder / "model", std=0.06))
     return scenarios.served(model, folder / "server", "--api-key", KEY, max_lora_rank=scenarios.LORA_RANK)
 
 
 KINDS: dict[str, Callable[[Path], AbstractContextManager[LiveServer]]] = {"llama": plain, "lora_llama": with_lora}
-"""Fixture -> what starts its server."""
+"""Fixture -> how to start its server."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(item: pytest.Item) -> tuple[str, bool]:
-    """Return what tests are sorted by; those without a server that is shared come first."""
+    """Return the sort key of a test; tests without a shared server come first."""
     return _kind(item), item.get_closest_marker("kills_the_server") is not None
 
 
@@ -58,7 +56,7 @@ def _kind(item: pytest.Item) -> str:
 
 
 class Servers:
-    """One server at a time, of the kind that was asked for last."""
+    """Runs one server at a time, of the kind that was last requested."""
 
     def __init__(self, folder: Callable[[str], Path]) -> None:
         self._folder = folder
@@ -72,7 +70,7 @@ class Servers:
         self._stack.close()
 
     def of(self, kind: str) -> LiveServer:
-        """Return a server of this kind with its first weights and without adapters; start one where there is none."""
+        """Return a server of this kind with its initial weights and no adapters; start one if needed."""
         if kind != self._kind or not self._is_restored():
             self._start(kind)
         return self._server
@@ -85,7 +83,7 @@ class Servers:
         self._first = {name: tensor.clone() for name, tensor in self._attached.server_tensors.items()}
 
     def _is_restored(self) -> bool:
-        """Write the first weights again, and tell whether the server took them: it may be dead, or left torn."""
+        """Write the initial weights again. Return False if the server is dead or torn."""
         if not self._server.child.is_alive():
             return False
         with BridgeClient(self._server.manifest, timeout_s=60) as client:
@@ -122,6 +120,6 @@ def llama(servers: Servers) -> LiveServer:
 
 @pytest.fixture
 def lora_llama(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
-    """The same behind a key, which all commands and clients of the test find in their environment, and with LoRA."""
+    """The same with LoRA and behind an API key, which is in the environment of the test's commands and clients."""
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     return servers.of("lora_llama")

@@ -1,7 +1,4 @@
-"""The demo's model on the real vLLM on the CPU, and what it is trained with.
-
-Not covered: models of other families (`tests/scenarios.py`).
-"""
+"""The demo's model on the real vLLM on the CPU, and how to train it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +33,7 @@ class DemoServer:
     pid: int
 
     def begin_again(self) -> None:
-        """Load the first weights into the live ones, and publish them as a version of their own."""
+        """Load the initial weights into the live ones, and publish them as a version of their own."""
         exported = manifest.load(self.manifest)
         live = attach(exported).model
         with BridgeClient(exported, timeout_s=60) as client:
@@ -46,7 +43,7 @@ class DemoServer:
             )
 
     def train(self, folder: Path, report: Callable[[StepMetrics], None], **choices: Any) -> Summary:
-        """Train in this process, in place, by what the demo chooses unless `choices` say otherwise."""
+        """Train in this process, in place, with the demo's settings unless `choices` override them."""
         demo = {"batch_size": 128, "max_new_tokens": 4, "lr": 2e-4, "save_path": folder / "saved"}
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
@@ -56,7 +53,7 @@ class DemoServer:
 
 @contextmanager
 def served(folder: Path) -> Iterator[DemoServer]:
-    """Run a server for the demo's model, which is made once and kept."""
+    """Run a server for the demo's model, which is built once and kept."""
     model = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None)
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)

@@ -1,4 +1,4 @@
-"""What goes wrong in mid-run on the real vLLM, through the command line: one clear line, and nothing that was lost.
+"""Failures during a run on the real vLLM, through the command line: one clear line, and nothing is lost.
 
 Not covered: what is refused before a run begins, and Ctrl-C on `bridge run` (`tests/cli/test_refusals.py`).
 """
@@ -35,12 +35,12 @@ from tests.scenarios import LiveServer
 
 BATCH_SIZE = 8
 TRAINER_LIMIT_S = 240.0
-"""A trainer that hangs is killed after it, and its test fails."""
+"""A trainer that hangs is killed after this time, and its test fails."""
 EXIT_LIMIT_S = CONTROL_LIMIT_S + 60
-"""A trainer whose server is gone has ended by then: one limited call, a checkpoint, and a busy machine."""
+"""Time for a trainer whose server is gone to end: one limited call, a checkpoint, and a busy machine."""
 ORPHANS_LIMIT_S = 60.0
 KILLED_AFTER_S = 8
-"""Longer than a step of this size takes to reach its fence on a busy machine."""
+"""Longer than such a step takes to reach its fence on a busy machine."""
 CALL_LIMIT_S = 15
 ENVIRONMENT = """
 import math, os, signal, threading
@@ -88,32 +88,32 @@ with BridgeClient(manifest.load(Path(sys.argv[1])), timeout_s=600) as client:
     print("paused", flush=True)
 """
 LONG = {"prompt": [5, 9, 2], "max_tokens": 1900, "n": 48, "ignore_eos": True, "stream": True}
-"""A request that takes far longer than it takes to pause, and to kill a process."""
+"""A request that takes far longer than pausing the server or killing a process."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A `bridge train` that runs."""
+    """A running `bridge train`."""
 
     process: Command
     folder: Path
     said: Iterator[str]
-    """The lines that it prints for people, each once."""
+    """The lines that it prints to stderr, each once."""
 
     def wait_for(self, line: str) -> None:
-        """Read what it prints for people until a line begins with `line`."""
+        """Read its stderr until a line begins with `line`."""
         if not any(text.startswith(line) for text in self.said):
             raise AssertionError(self.process.stderr)
 
     def ended(self, expect: int) -> list[str]:
-        """Wait for its end and return what else it said, a line each, empty ones left out."""
+        """Wait for its end, and return the remaining lines of stderr that are not empty."""
         code, said = self.process.wait(TRAINER_LIMIT_S), self.process.stderr
         assert code == expect, f"exit code {code}, expected {expect}\n{said}"
         assert "Traceback" not in said, said
         return [line for line in self.said if line]
 
     def fault(self, expect: int) -> str:
-        """Wait for its end, which is one error with one hint, and return the error."""
+        """Wait for its end with one error and one hint, and return the error."""
         said = self.ended(expect)
         assert [line.partition(":")[0] for line in said[-2:]] == ["error", "hint"], said
         assert sum(line.startswith(("error:", "hint:")) for line in said) == 2, said
@@ -124,7 +124,7 @@ class Trainer:
         return [json.loads(line)["step"] for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
     def saved(self, step: int) -> PreTrainedModel:
-        """Load its only checkpoint, which is that of `step`, as anybody would."""
+        """Load its only checkpoint, which must be of `step`, in plain transformers."""
         assert [folder.name for folder in (self.folder / "saved").iterdir()] == [f"step_{step}"]
         return scenarios.loaded(self.folder / "saved" / f"step_{step}")
 
@@ -133,14 +133,14 @@ class Trainer:
 def training(
     server: LiveServer, folder: Path, *flags: str, accident: str = "0.0", steps: int = 5, program: str = forked.BRIDGE
 ) -> Iterator[Trainer]:
-    """Run `bridge train` in `folder`; its first score of step 3 is what `accident` evaluates to."""
+    """Run `bridge train` in `folder`; `accident` is evaluated as the first score of step 3."""
     environment = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(environment)
     arguments: list[str | Path] = [
         *("train", "--model-name", server.manifest.model, "--vllm-config-path", server.path),
         *("--environment", "accident.py:Accident", "--training-steps", str(steps), "--lr", "1e-3"),
         *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "64"),
-        *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first fault ends it
+        *("--reward-processes", "1", "--max-unscored-share", "0"),  # one counts the scores; the first failure ends it
         *("--run-dir", "run", "--save-path", "saved", *flags),
     ]
     process = Command(arguments, folder, program=program)
@@ -152,7 +152,7 @@ def training(
 
 
 def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> None:
-    """Check that the server serves `version`, whose weights are `saved`, and still generates."""
+    """Check that the server serves `version` with the weights `saved`, and still generates."""
     assert (server.status().state, server.status().version) == ("serving", version)
     served = attach(server.manifest).model
     for name, parameter in saved.named_parameters():
@@ -235,7 +235,7 @@ def test_a_trainer_killed_while_its_pause_is_pending_leaves_a_server_that_serves
 
     def answered() -> bool:
         with httpx.stream("POST", url, json=request, timeout=TRAINER_LIMIT_S, trust_env=False) as answer:
-            for _ in answer.iter_raw():  # unread: parsing it would keep this process too busy to kill in time
+            for _ in answer.iter_raw():  # not parsed: that would keep this process too busy to kill in time
                 begun.set()
         return answer.is_success
 
@@ -324,7 +324,7 @@ def test_a_server_killed_in_mid_run_costs_no_published_step_and_leaves_a_stale_m
 @pytest.mark.kills_the_server
 def test_an_engine_killed_in_the_fence_ends_the_trainer_in_good_time(lora_llama: LiveServer, tmp_path: Path) -> None:
     (engine,) = engines(psutil.Process(lora_llama.child.process.pid).children(recursive=True))
-    # Stopped now and killed later, it dies while it is asked to pause: vLLM never answers such a call.
+    # Stopped now and killed later, the engine dies while it is asked to pause: vLLM never answers such a call.
     later = f"threading.Timer({KILLED_AFTER_S}, os.kill, ({engine.pid}, signal.SIGKILL)).start()"
     accident = f"{later} or os.kill({engine.pid}, signal.SIGSTOP) or 0.0"
     with training(lora_llama, tmp_path, "--request-timeout-s", str(CALL_LIMIT_S), accident=accident) as trainer:

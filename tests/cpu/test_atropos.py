@@ -1,6 +1,6 @@
-"""Atropos as it comes from PyPI on both sides of us: its API, an environment of its own kind, our server and trainer.
+"""Atropos as released on PyPI, end to end: its API, one of its environments, our server and our trainer.
 
-Not covered: what goes wrong (`tests/unit/test_atropos_stream.py`), environments of ours (`bridge env`).
+Not covered: failures (`tests/unit/test_atropos_stream.py`), and environments of `bridge env` (`tests/cli/test_env.py`).
 """
 
 import os
@@ -20,9 +20,9 @@ START_LIMIT_S = 120
 STEPS = 5
 BATCH_SIZE, GROUP_SIZE = 32, 4
 MOST_SAMPLED = BATCH_SIZE * 2 * 8
-"""Tokens of a batch that the model can have written, in two turns of eight; it read more than as many."""
+"""The most tokens of a batch that the model can have sampled, in two turns of eight; it read more than that."""
 LR = "3e-5"
-"""Environments run ahead: what was sampled several steps ago has to agree with the trainer as well."""
+"""Environments run ahead: samples that are several steps old must still agree with the trainer."""
 ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
 
 
@@ -37,11 +37,11 @@ def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer,
     assert all(row["unscored"] == 0 for row in rows), said
     assert all(0 < row["tokens_trained"] <= MOST_SAMPLED for row in rows), rows
     assert (llama.status().state, llama.status().version) == ("serving", rows[-1]["weight_version"])
-    llama.sample()  # raises where it does not answer
+    llama.sample()  # raises if it does not answer
 
 
 def train(server: LiveServer, folder: Path, url: str) -> str:
-    """Train through the command line, and return what was told to people."""
+    """Train through the command line, and return its stderr."""
     return scenarios.bridge(
         *("train", "--mode", "shared_vllm", "--model-name", server.manifest.model, "--training-steps", str(STEPS)),
         *("--rollouts", "atropos", "--atropos-url", url, "--atropos-timeout-s", str(START_LIMIT_S), "--lr", LR),

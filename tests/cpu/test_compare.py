@@ -1,6 +1,6 @@
 """The demo's task in every mode, through `benchmarks.compare` and the real vLLM.
 
-Not covered: what one mode does alone (`test_one_copy.py`, `test_lora_only.py`, `test_none.py`).
+Not covered: each mode by itself (`test_one_copy.py`, `test_lora_only.py`, `test_none.py`).
 """
 
 import json

@@ -1,7 +1,4 @@
-"""`bridge demo`, as a user runs it: it makes its model, trains in place on a compiled vLLM, learns, and proves it.
-
-Not covered: what its page shows (`tests/cli/test_report.py`).
-"""
+"""`bridge demo` as a user runs it: it builds its model, trains it in place on a compiled vLLM, learns, and verifies."""
 
 import json
 from pathlib import Path
@@ -9,7 +6,7 @@ from pathlib import Path
 from tests import scenarios
 
 STEPS = 24
-"""Fewer than it takes by default, and enough to pass."""
+"""Fewer than the default, and enough to pass."""
 
 
 def test_the_demo_passes(tmp_path: Path) -> None:

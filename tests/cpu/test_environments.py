@@ -1,6 +1,6 @@
 """Word problems and several rewards at once on the real vLLM on the CPU.
 
-Not covered: which answers are right (`tests/unit/test_environment_answers.py`), and learning to solve them.
+Not covered: which answers are right (`tests/unit/test_environment_answers.py`).
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests import scenarios
 from tests.scenarios import LiveServer
 
 REWARDS = "def uneven(problem, completion):\n    return sum(map(ord, completion)) % 10 / 10\n"
-"""Its groups always have a gradient; random weights solve nothing."""
+"""Groups always have a gradient; random weights solve nothing."""
 
 
 def test_the_bundled_problems_are_trained_on_end_to_end(llama: LiveServer, tmp_path: Path) -> None:

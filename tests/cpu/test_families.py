@@ -1,7 +1,6 @@
-"""Every family in the table, on the real vLLM on the CPU: trained in place, and compared with its own checkpoint.
+"""Every family in the table on the real vLLM on the CPU: trained in place and compared with its own checkpoint.
 
-One is proved by `make test`, and all of them by `make test-all` and by `make families`, which also writes the table.
-Not covered: what Llama shows in more detail (`test_one_copy.py`).
+`make test` proves one family. `make test-all` and `make families` prove all of them; the latter also writes the table.
 """
 
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.models import tiny
 from tests.models.families import FAMILIES
 
 QUICK = "Qwen2, Qwen2.5"
-"""Biases, and a head of its own."""
+"""Has biases and an untied head."""
 
 
 @pytest.mark.parametrize(
@@ -32,12 +31,12 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
 
 @pytest.mark.slow
 def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latent attention in its absorbed form computes with projections of its own, which no step would reach."""
+    """Absorbed latent attention computes with derived projections, which no training step would update."""
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     model = tiny.write(FAMILIES["DeepSeek-V2-Lite"](), tmp_path / "model")
     port = str(free_port("127.0.0.1"))
     place = ("--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME)
-    flags = ("--model", model, *place, "--", *scenarios.EAGER)  # the weights are refused, whatever is compiled of them
+    flags = ("--model", model, *place, "--", *scenarios.EAGER)  # the weights are refused with or without compilation
     said = scenarios.bridge("serve-vllm", *flags, folder=tmp_path, expect=UnsupportedModelError.exit_code)
     assert "W_UK_T" in said.stderr
     assert "derived by vLLM" in said.stderr

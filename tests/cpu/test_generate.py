@@ -1,7 +1,4 @@
-"""`/generate` and the route for rollouts on the real vLLM on the CPU, behind a key and with LoRA, beside vLLM's own.
-
-Not covered: an environment of Atropos' own.
-"""
+"""`/generate` and the rollout route on the real vLLM on the CPU, with an API key and LoRA, beside vLLM's own routes."""
 
 import json
 import re
@@ -52,7 +49,7 @@ def as_group(completions: list[Completion]) -> list[Group]:
 
 
 def generated(answer: dict[str, Any]) -> list[Group]:
-    """Read an answer as Atropos' client does: ids and log-probabilities out of `logprobs`."""
+    """Parse an answer as Atropos' client does: ids and log-probabilities from `logprobs`."""
     completions = [
         Completion(
             token_ids=tuple(int(next(iter(entry[0]))) for entry in tokens),
@@ -67,13 +64,13 @@ def generated(answer: dict[str, Any]) -> list[Group]:
 
 
 def completed(http: httpx.Client, **choices: Any) -> list[Group]:
-    """Sample by vLLM's own route."""
+    """Sample through vLLM's own route."""
     body = {**ASKED, **WHOLE, "prompt": PROMPT, "return_token_ids": True, **choices}
     return told(http.post("/v1/completions", json=body))
 
 
 def rolled_out(lora_llama: LiveServer, http: httpx.Client, **choices: Any) -> list[Group]:
-    """Sample by the route for rollouts."""
+    """Sample through the rollout route."""
     return told(http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT, **choices}))
 
 

@@ -1,7 +1,7 @@
-"""A trainer killed with -9 in the middle of a checkpoint resumes on the real vLLM as if it had never been killed.
+"""A trainer killed with -9 while saving a checkpoint resumes on the real vLLM as if it had never been killed.
 
-Not covered: the other moments between two checkpoints, damaged checkpoints and full disks, which need no vLLM
-(`tests/cli/test_killed.py`), and trainers killed inside the fence (`test_restore.py`).
+Not covered: other moments, damaged checkpoints and full disks, which need no vLLM (`tests/cli/test_killed.py`), and
+trainers killed inside the fence (`test_restore.py`).
 """
 
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""What the engine writes of log-probabilities, read by vLLM's own decoder.
-
-Not covered: that a server uses it (every rollout of `tests/cpu` is read off it).
-"""
+"""The engine's encoding of log-probabilities, read by vLLM's own decoder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +11,8 @@ from patches import logprobs_wire
 
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put both back afterwards."""
-    from vllm.v1.engine.core import EngineCoreProc  # four seconds, not to be spent by whoever collects the tests
+    """Restore both functions after the test."""
+    from vllm.v1.engine.core import EngineCoreProc  # takes four seconds, too slow for collection
     from vllm.v1.outputs import LogprobsLists
 
     monkeypatch.setattr(LogprobsLists, "slice_request", LogprobsLists.slice_request)
@@ -48,7 +45,7 @@ def received(steps: list[tuple[Any, list[tuple[int, int]]]]) -> list[Any]:
 
 
 def test_vllm_reads_what_it_would_have_written() -> None:
-    one, top = lists(64, 1), lists(3, 100)  # the second are too large for vLLM to send them inside of the message
+    one, top = lists(64, 1), lists(3, 100)  # vLLM sends the second outside of the message, as it is too large
     several = lists(7, 2, [0, 3, 4, 7])
     steps = [
         (one, [(request, 1) for request in range(64)]),

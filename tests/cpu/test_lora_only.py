@@ -1,6 +1,6 @@
-"""`lora_only` with the real vLLM on the CPU, behind a key: trained by both hand-overs in turn, resumed, torn, restored.
+"""`lora_only` with the real vLLM on the CPU, behind an API key: both hand-overs, resumed, torn and restored.
 
-Not covered: the slots themselves (`test_lora_slots.py`), stock servers (`test_stock.py`), refusals, which need no vLLM
+Not covered: the slots (`test_lora_slots.py`), stock servers (`test_stock.py`), and refusals, which need no vLLM
 (`tests/unit/test_lora_disk.py`).
 """
 
@@ -50,7 +50,7 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
 
 
 def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int:
-    """Train until the trainer kills itself after half of its third write; return its pid."""
+    """Train until the trainer kills itself halfway through its third write; return its pid."""
     (folder / "uneven.py").write_text(UNEVEN)
     killed = Disturbance(fault="SIGKILL", phase="writing", step=KILLED_IN_STEP, num_pieces=NUM_MATRICES // 2)
     arguments: list[str | Path] = [
@@ -68,7 +68,7 @@ def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int
 
 
 def check_named(server: LiveServer, folder: Path, remedy: Path, trainer_pid: int) -> None:
-    """Check that doctor says what is torn, by whom, and what mends it."""
+    """Check that doctor reports what is torn, who tore it, and the fix."""
     printed = scenarios.bridge("doctor", "--json", "--vllm-config-path", server.path, folder=folder, expect=3).stdout
     (fence,) = [row for row in map(json.loads, printed.splitlines()) if row["name"] == "Fence"]
     assert (fence["status"], fence["remedy"]) == ("FAIL", f"bridge restore {remedy}")
@@ -106,7 +106,7 @@ def test_an_adapter_left_torn_is_named_and_mended_and_the_base_is_as_it_was(
     assert lora_llama.status().state == "serving"
     if flags:
         scenarios.serves_the_adapter(lora_llama, whole, base)
-    else:  # it is new still: B is zero
+    else:  # it is still new: B is zero
         assert scenarios.adapter_name(lora_llama.manifest.url) == "bridge-adapter"
         assert scenarios.alike(lora_llama.sample("bridge-adapter"), lora_llama.sample())
     assert scenarios.alike(lora_llama.sample(), base)

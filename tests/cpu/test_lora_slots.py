@@ -1,6 +1,6 @@
-"""LoRA's slots with the real vLLM on the CPU: exported, filled by vLLM, written by another process, and served.
+"""LoRA slots with the real vLLM on the CPU: exported, filled by vLLM, written by another process, and served.
 
-Not covered: training an adapter (`bridge/modes/lora_memory.py`), tensor parallelism, which exports no slots.
+Not covered: training an adapter (`bridge/modes/lora_memory.py`), and tensor parallelism, which exports no slots.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ from tests.models import tiny
 from tests.scenarios import LiveServer
 
 RANK, ALPHA, LAYERS = 4, 8, 2
-"""Of the adapters, which fill half of their slots."""
+"""The adapters use half of their slots' rank."""
 PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -41,16 +41,16 @@ MODULES = {
     for projection in projections
 }
 LORA = ("--enable-lora", "--max-loras", "1")
-"""What takes adapters by vLLM's own flags; the largest rank is vLLM's default: 16."""
+"""vLLM's own flags for adapters; the largest rank is vLLM's default, 16."""
 PARITY_LIMIT = 0.06
-"""Nats: above that of a model alone, as PEFT rounds each product of A and of B to bf16, and vLLM their sum alone."""
+"""Nats. Above the limit for a plain model: PEFT rounds the products of A and of B to bf16, vLLM only their sum."""
 BLOCK_TOKENS = 128
-"""vLLM's cache block on the CPU: a prefix is cached from this length on."""
+"""vLLM's cache block on the CPU: prefixes are cached from this length on."""
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
 
 
 def adapted(server: LiveServer, seed: int) -> Any:
-    """Return the model in plain PEFT, with an adapter of random A and B on every linear layer."""
+    """Return the model in plain PEFT, with random A and B on every linear layer."""
     base = AutoModelForCausalLM.from_pretrained(server.manifest.model, dtype=torch.bfloat16)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).eval()
@@ -66,7 +66,7 @@ def fill(model: Any, seed: int) -> None:
 
 
 def sides(model: Any, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A, and B with the scaling in it, of one module."""
+    """Return A and the scaled B of one module."""
     layer = model.get_submodule(f"base_model.model.{module}")
     return layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach() * ALPHA / RANK
 
@@ -100,7 +100,7 @@ def write(server: LiveServer, slot: int, model: Any) -> None:
 
 
 def sampled_long(server: LiveServer, name: str) -> list[Group]:
-    """Sample completions of one prompt that is long enough to be cached."""
+    """Sample completions of a prompt that is long enough to be cached."""
     prompt = tuple(3 + number % 97 for number in range(BLOCK_TOKENS + 40))
     endpoint = Endpoint(url=server.manifest.url, model=name)
     with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=60)) as sampler:
@@ -150,7 +150,7 @@ def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
             fence.publish(client, Update(lambda: write(lora_llama, slot, model)))
             assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
             assert largest_difference(model, first) > 5 * PARITY_LIMIT
-            assert_slot_holds(lora_llama, slot, model)  # vLLM has not written its own copy over it
+            assert_slot_holds(lora_llama, slot, model)  # vLLM has not overwritten it with its own copy
         after = lora_llama.sample()
     assert scenarios.alike(after, base)
 
@@ -197,12 +197,12 @@ def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_a
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
         fill(model, 11)
-        write(lora_llama, slot, model)  # without the fence: the keys and values of the prompt are the old ones still
+        write(lora_llama, slot, model)  # without the fence: the prompt's cached keys and values are stale
         assert largest_difference(model, sampled_long(lora_llama, "trained")) > PARITY_LIMIT
         fence.publish(client, Update(lambda: None))
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
         fill(model, 12)
-        client.adapter("trained", saved(model, tmp_path / "adapter"))  # the same name, the same path
+        client.adapter("trained", saved(model, tmp_path / "adapter"))  # same name, same path
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
 
 
@@ -216,7 +216,7 @@ def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_li
         client.adapter("trained", saved(model, tmp_path / "adapter"))
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
-            assert next(lines).startswith("data: ")  # it is under way
+            assert next(lines).startswith("data: ")  # it is in flight
             client.adapter("trained", tmp_path / "adapter")
             num_chunks = sum(line.startswith("data: ") for line in lines)
     assert num_chunks < 2000

@@ -1,7 +1,6 @@
-"""Every policy loss learns: the demo's task on one live vLLM on the CPU, from the same first weights each time.
+"""Every policy loss learns: the demo's task on one live vLLM on the CPU, always from the same initial weights.
 
-Not covered: what each loss is (`tests/unit/test_policy_loss.py`), how good one is beside another, and the demo itself
-(`test_demo.py`).
+Not covered: the values of the losses (`tests/unit/test_policy_loss.py`), and the demo itself (`test_demo.py`).
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from tests.cpu.demo_server import DemoServer
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("losses")]
 STEPS = 16
 LEAST_GAIN = 0.15
-"""Held-out reward; a right answer is 1, and the model begins with about half of them right."""
+"""Held-out reward; a right answer scores 1, and the model starts with about half of them right."""
 
 
 @pytest.fixture(scope="module")

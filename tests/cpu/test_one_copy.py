@@ -1,6 +1,6 @@
 """One copy on the CPU with the real vLLM: a Llama (llama3 RoPE, tied embeddings, grouped heads, padded vocabulary).
 
-Not covered: compiled servers (`test_demo.py`, `test_families.py`), accidents (`test_accidents.py`), GPUs (`tests/gpu`).
+Not covered: compiled servers (`test_demo.py`, `test_families.py`), failures (`test_accidents.py`), GPUs (`tests/gpu`).
 """
 
 import time
@@ -27,7 +27,7 @@ from tests.models import tiny
 from tests.scenarios import LiveServer
 
 BLOCK_TOKENS = 128
-"""vLLM's cache block on the CPU: a prefix is cached from this length on."""
+"""vLLM's cache block on the CPU: prefixes are cached from this length on."""
 
 
 def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
         return logprob_diffs(attached.model, [group]).max().item()
 
     assert largest_difference() < scenarios.PARITY_LIMIT
-    values.neg_()  # behind the server's back: it goes on with the keys and values that it cached before
+    values.neg_()  # without telling the server, which keeps using its cached keys and values
     assert largest_difference() > 10 * scenarios.PARITY_LIMIT
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         fence.publish(client, Update(lambda: None))
@@ -79,7 +79,7 @@ def test_requests_under_way_are_kept_waited_for_or_aborted(llama: LiveServer, in
         if in_flight == "wait" or not ended_before_the_fence:
             break
     else:
-        pytest.skip("this machine let the test wait until the server had finished: nothing was under way")
+        pytest.skip("the server had finished before the fence: nothing was in flight")
     assert times.version == before + 1
     assert (tokens < whole) == (in_flight == "abort"), (tokens, times)
     assert tokens > 0
@@ -90,7 +90,7 @@ def test_requests_under_way_are_kept_waited_for_or_aborted(llama: LiveServer, in
 def _fence_into_a_request(
     server: LiveServer, in_flight: InFlight, whole: int
 ) -> tuple[int, FenceTimes, httpx.Response]:
-    """Pass the fence while a request runs; return the version before, and what came of both."""
+    """Pass the fence while a request runs; return the version before, the fence's times and the answer."""
     body = {"model": server.manifest.model, "prompt": [5, 6, 7], "n": 16, "max_tokens": whole // 16, "ignore_eos": True}
     http = httpx.Client(base_url=server.manifest.url, timeout=120)
     with http, BridgeClient(server.manifest, timeout_s=120) as client, ThreadPoolExecutor() as background:

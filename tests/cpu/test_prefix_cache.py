@@ -1,4 +1,4 @@
-"""The quick reset of the prefix cache, on vLLM's own block pool.
+"""The fast prefix-cache reset on vLLM's own block pool.
 
 Not covered: that a server uses it (`test_one_copy.py` shows that a cached prefix is dropped).
 """
@@ -14,9 +14,9 @@ NUM_BLOCKS = 1000
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm.v1.core.block_pool import BlockPool  # four seconds, not to be spent by whoever collects the tests
+    from vllm.v1.core.block_pool import BlockPool  # takes four seconds, too slow for collection
 
-    monkeypatch.setattr(BlockPool, "reset_prefix_cache", BlockPool.reset_prefix_cache)  # put back afterwards
+    monkeypatch.setattr(BlockPool, "reset_prefix_cache", BlockPool.reset_prefix_cache)  # restored after the test
     if request.param:
         prefix_cache.patch()
     return BlockPool(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=16)
@@ -31,7 +31,7 @@ def remember(pool: Any, number: int, digest: bytes) -> None:
 def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> None:
     blocks = pool.blocks
     remember(pool, 5, b"a")
-    remember(pool, 6, b"a")  # two blocks of one hash
+    remember(pool, 6, b"a")  # two blocks with the same hash
     remember(pool, 999, b"b")
     assert sum(block.block_hash is not None for block in blocks) == 3
     assert pool.reset_prefix_cache() is True

@@ -1,6 +1,6 @@
-"""A trainer killed with -9 in the middle of its write, on the real vLLM: the server is named torn, mended, trained on.
+"""A trainer killed with -9 during its write, on the real vLLM: the server reports torn, is restored, and trains on.
 
-Not covered: a living writer, failing writes and other models, which need no vLLM (`tests/cli/test_restore.py`).
+Not covered: a live writer, failing writes and other models, which need no vLLM (`tests/cli/test_restore.py`).
 """
 
 import json
@@ -30,18 +30,18 @@ from tests.scenarios import LiveServer, different, loaded
 KILLED_IN_STEP = 3
 LIMIT_S = 240
 STILL_S = 3
-"""Far longer than the server takes for the request that is asked of it meanwhile."""
+"""Far longer than the server takes for the request sent in the meantime."""
 
 
 @dataclass(frozen=True)
 class Torn:
-    """A server whose trainer was killed after it had written half of the parameters."""
+    """A server whose trainer was killed after writing half of the parameters."""
 
     server: LiveServer
     folder: Path
     trainer_pid: int
     version: int
-    """What it served last."""
+    """The version that it last served."""
 
     @property
     def last(self) -> Path:
@@ -63,7 +63,7 @@ class Torn:
 
 
 def training(server: LiveServer, folder: Path, steps: int) -> list[str]:
-    """Return the flags of a training that saves every step."""
+    """Return the flags of a run that saves every step."""
     return [
         *("--model-name", server.manifest.model, "--save-path", str(folder / "saved"), "--save-interval", "1"),
         *("--environment", "uneven.py:Uneven", "--batch-size", "8", "--group-size", "4"),
@@ -88,19 +88,19 @@ def torn(llama: LiveServer, tmp_path: Path) -> Torn:
 
 
 def check_served(torn: Torn, checkpoint: Path, version: int) -> None:
-    """Check that the server serves `checkpoint` as `version`, in its bytes and in what it answers."""
+    """Check that the server serves `checkpoint` as `version`, in its weights and in its answers."""
     assert (torn.status().state, torn.status().version) == ("serving", version)
     assert different(torn.server, checkpoint) == []
     assert mean_difference(checkpoint, torn.server.sample()) < scenarios.PARITY_LIMIT
 
 
 def mean_difference(checkpoint: Path, answers: list[Group]) -> float:
-    """Return by how much the checkpoint in plain transformers differs from what the server answered, in nats."""
+    """Return the mean log-prob difference between plain transformers and the server's answers, in nats."""
     return logprob_diffs(loaded(checkpoint), answers).mean().item()
 
 
 def check_named(torn: Torn) -> None:
-    """Check that doctor and an ordinary trainer both name who died and what mends it."""
+    """Check that doctor and an ordinary trainer both report who died and the fix."""
     done = torn.bridge("doctor", "--json", expect=3)
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert (rows["Fence"]["status"], rows["Fence"]["remedy"]) == ("FAIL", f"bridge restore {torn.last}")
@@ -114,7 +114,7 @@ def check_named(torn: Torn) -> None:
 
 
 def check_damaged_is_refused(torn: Torn) -> None:
-    """Check that a checkpoint that was cut short changes nothing."""
+    """Check that a truncated checkpoint changes nothing."""
     before = torn.status()
     short = torn.folder / "short"
     shutil.copytree(torn.last, short)
@@ -127,7 +127,7 @@ def check_damaged_is_refused(torn: Torn) -> None:
 
 @contextmanager
 def held(torn: Torn) -> Iterator[Future[list[Group]]]:
-    """Ask the torn server for completions, see that none comes, and expect them by the end of the block."""
+    """Request completions from the torn server, check that none arrive, and expect them by the end of the block."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(torn.server.sample)
         try:
@@ -135,7 +135,7 @@ def held(torn: Torn) -> Iterator[Future[list[Group]]]:
                 answer.result(timeout=STILL_S)
             yield answer
         except BaseException:
-            torn.server.child.process.kill()  # or the request would be waited for
+            torn.server.child.process.kill()  # otherwise the executor would wait for the request
             raise
         answer.result(timeout=LIMIT_S)
 

@@ -1,6 +1,6 @@
-"""A vLLM without Bridge's patches, real and on the CPU: weights reach it by restarts, adapters by disk.
+"""A real vLLM without Bridge's patches, on the CPU: weights reach it by restarts, adapters through the disk.
 
-Not covered: servers that are no vLLM (`tests/unit/test_none.py`).
+Not covered: servers other than vLLM (`tests/unit/test_none.py`).
 """
 
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def test_the_server_is_another_process_after_each_step_and_serves_what_was_train
     scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, after, device="cpu")
     assert len({*pids}) == 3, pids
     steps = scenarios.metrics(tmp_path / "run")
-    assert [step["weight_version"] for step in steps] == [1, 2, 2]  # the server ends with the run: no last restart
+    assert [step["weight_version"] for step in steps] == [1, 2, 2]  # the server ends with the run: no final restart
     assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
     whole = load_file(stock.model / "model.safetensors")
     assert summary.weight_bytes == sum(tensor.nbytes for tensor in whole.values())

@@ -1,6 +1,6 @@
-"""`bridge run` outlives its server on the real vLLM, loses no step by it, and leaves no process behind at any end.
+"""`bridge run` survives the death of its server on the real vLLM, loses no step, and never leaves a process behind.
 
-Not covered: servers that `bridge run` did not start (`test_accidents.py`), and small ones
+Not covered: servers that `bridge run` did not start (`test_accidents.py`), and stand-ins
 (`tests/cli/test_server_process.py`).
 """
 
@@ -30,11 +30,11 @@ from tests.models import tiny
 STEPS = 5
 BATCH_SIZE = 8
 RUN_LIMIT_S = 800.0
-"""After it a run that hangs is killed, so that its test fails."""
+"""A run that hangs is killed after this time, and its test fails."""
 LEFT_LIMIT_S = GRACE_S + 7
 HANG_LIMIT_S = 8.0
 INTO_THE_NEXT_BATCH_S = 0.3
-"""A step is told, and the next batch is generated, for a second or more; a busy server tells too late that it does."""
+"""A step is reported, and the next batch is sampled for a second or more; a busy server reports it too late."""
 COMMAND = "from cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
@@ -42,7 +42,7 @@ from cli import main, run
 run.StartedServer = functools.partial(run.StartedServer, hang_limit_s={HANG_LIMIT_S})
 main.main()
 """
-"""The same command, with less patience."""
+"""The same command, with shorter time limits."""
 ENVIRONMENT = """
 import os, signal, psutil
 
@@ -68,25 +68,25 @@ ENGINE, SERVER = "VLLM::EngineCor", "vllm.entrypoints"
 
 @dataclass(frozen=True)
 class Run:
-    """A `bridge run` that runs."""
+    """A running `bridge run`."""
 
     process: subprocess.Popen[str]
     folder: Path
     port: int
 
     def wait_for(self, step: int) -> None:
-        """Wait until it has told of `step`."""
+        """Wait until it has logged `step`."""
         metrics = self.folder / "run" / "metrics.jsonl"
         self.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition`, as long as it runs."""
+        """Wait until `condition` is true, while the process runs."""
         while not condition():
             assert self.process.poll() is None, self.said()
             time.sleep(0.01)
 
     def processes(self) -> list[psutil.Process]:
-        """Return every process that lives of it or of its servers, each of which leads a session."""
+        """Return every process of the run and of its servers, each of which leads a session."""
         sessions = {int(pid) for pid in re.findall(r"vLLM \(pid (\d+), log", self.said())}
         found = [process for process in psutil.process_iter() if _session(process) in sessions]
         return [process for process in found if _is_alive(process)]
@@ -97,11 +97,11 @@ class Run:
         return server
 
     def said(self) -> str:
-        """Return all that it has said to people."""
+        """Return its stderr so far."""
         return (self.folder / "said").read_text()
 
     def finishes(self) -> None:
-        """Wait for its good end; every step is there once, the checkpoint loads, and nothing is left."""
+        """Wait for success: every step is there once, the checkpoint loads, and no process is left."""
         code = self.process.wait(timeout=RUN_LIMIT_S)
         assert code == 0, self.said()
         assert "Traceback" not in self.said(), self.said()
@@ -116,7 +116,7 @@ class Run:
         assert self.left_after(LEFT_LIMIT_S) == []
 
     def left_after(self, limit_s: float) -> list[psutil.Process]:
-        """Return what of it still lives after `limit_s` seconds."""
+        """Return the processes that are still alive after `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -142,7 +142,7 @@ def _is_server(process: psutil.Process) -> bool:
 
 
 def _engines(run: Run) -> bool:
-    """Tell whether the engine's process lives."""
+    """Return whether an engine process is alive."""
     return any(process.name().startswith(ENGINE) for process in run.processes())
 
 
@@ -153,7 +153,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(model: Path, folder: Path, *more: str, accident: str = "pass", program: str = COMMAND) -> Iterator[Run]:
-    """Run `bridge run` in `folder`; in front of its first score of step 3, `accident` is run."""
+    """Run `bridge run` in `folder`; `accident` is executed before the first score of step 3."""
     text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(text)
     port = free_port("127.0.0.1")

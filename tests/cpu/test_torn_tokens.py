@@ -1,6 +1,7 @@
-"""No torn token on the real vLLM on the CPU: 10,000 tokens under load, while two states of the weights alternate.
+"""No torn token on the real vLLM on the CPU: 10,000 tokens under load while two states of the weights alternate.
 
-The server starts with `--enforce-eager` because only its start would change: compiled code reads the same memory.
+The server runs with `--enforce-eager`, which only shortens its start: compiled code reads the same memory.
+
 Not covered: asynchronous scheduling and CUDA graphs, over a million tokens (`tests/gpu/test_torn_tokens.py`).
 """
 

@@ -1,4 +1,4 @@
-"""The kernel for variable lengths on a GPU, where completions see a prompt that they share, against float32 spelt out.
+"""The variable-length kernel on a GPU, with completions that share a prompt, against attention written out in float32.
 
 Not covered: families (`tests/unit/test_attention.py`, with a stand-in for the kernel).
 """
@@ -19,7 +19,7 @@ from tests.models.families import SMALL
 from tests.scenarios import PARITY_LIMIT
 
 PROMPTS = {120: (256, 256, 200, 3), 5: (40, 1), 64: (64,)}
-"""Tokens of a prompt -> of its completions."""
+"""Tokens of a prompt -> tokens of its completions."""
 
 
 def samples() -> list[Sample]:
@@ -57,7 +57,7 @@ def test_completions_see_the_prompt_that_they_share(window: int | None) -> None:
     config.initializer_range = 0.06
     exact = MistralForCausalLM(config).cuda()
     model = copy.deepcopy(exact).bfloat16()
-    attention.choose(exact, attention.NAME)  # in float32, which the kernel has not
+    attention.choose(exact, attention.NAME)  # in float32, which the kernel does not support
     assert prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute, pytest.fail)
     ours, expected = computed(model, share_prompts=True), computed(exact, share_prompts=True)
     assert (ours[0] - expected[0]).abs().mean() < PARITY_LIMIT

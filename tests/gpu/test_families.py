@@ -1,4 +1,4 @@
-"""Families at more than 100 million parameters on a GPU, CUDA graphs and torch.compile on: the CPU's proof.
+"""Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: the CPU's proof.
 
 Not covered: the other families, and the table (`tests/cpu/test_families.py`).
 """
@@ -13,12 +13,12 @@ from tests.models.families import FAMILIES, large
 LEAST_PARAMETERS = 100_000_000
 CHOSEN = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Phi-3.5-mini", "Phi-4-mini", "Mixtral")
 KV_CACHE = ("--kv-cache-memory-bytes", "1073741824")
-"""A size and no share of the GPU, so that nothing is measured and several of these tests may run at once."""
+"""A fixed size instead of a share of the GPU: nothing is profiled, and several of these tests can run at once."""
 LR = 5e-5
 WINDOWED = ("Mistral", "Phi-3")
-"""Families all of whose layers have a sliding window."""
+"""Families with a sliding window in every layer."""
 LONG_WINDOW = 4096
-"""Tokens, more than a sequence has here: with a shorter window Bridge leaves attention out of the CUDA graphs."""
+"""Tokens, more than the longest sequence here: with a shorter window Bridge leaves attention out of the CUDA graphs."""
 
 
 @pytest.mark.parametrize("family", CHOSEN)

@@ -1,4 +1,4 @@
-"""Compiled layers on a GPU: weights that do not change have ratios of 1, and GSPO keeps its whole gradient."""
+"""Compiled layers on a GPU: with unchanged weights every ratio is 1, and GSPO keeps its whole gradient."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.unit.test_first_ratios import Still, groups, model
 from tests.unit.test_learner import updated
 
 LENGTHS = (300, 340, 380, 400)
-"""Where a pass of other code left the clip of 59 % of the completions."""
+"""Lengths at which differently compiled code pushed 59 % of the completions out of the clip."""
 
 
 def learnt(*, compile_layers: bool, gradient_checkpointing: bool | None = None) -> Learnt:

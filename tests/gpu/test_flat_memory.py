@@ -1,4 +1,4 @@
-"""Two hundred steps on a GPU hold no more memory at their end than early on: the GPU's, and the processes' own.
+"""Memory stays flat over two hundred steps on a GPU: the GPU's own, and that of the processes.
 
 Not covered: a thousand steps (`tests/cpu/test_flat_memory.py`).
 """
@@ -22,7 +22,7 @@ STEPS = 200
 EVERY = 5
 WARM_UP = 50
 LEARNING_RATE = 2e-5
-"""So that after hundreds of steps there still is something to learn."""
+"""Low enough that there is still something to learn after hundreds of steps."""
 
 
 def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
@@ -42,6 +42,6 @@ def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
         trainer.train(choices, registry.load(choices.task), run, Listener(lambda step: memory.hear(step, every=EVERY)))
     growth = memory.growth(since=WARM_UP)
     print("growth in MiB", growth, "updates", memory.num_updates)  # noqa: T201  pytest -s shows what was found
-    assert memory.num_updates > 0.9 * STEPS  # or little was left to learn, and little was done
+    assert memory.num_updates > 0.9 * STEPS  # otherwise there was little left to learn, and few updates
     assert len(growth) == 6
     assert all(rise <= LIMIT_MIB for rise in growth.values()), (growth, memory)

@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches on a GPU: added up in float32, and taken so by the compiled update."""
+"""Gradients of many micro-batches on a GPU are summed in float32, and the compiled update uses them that way."""
 
 import copy
 

@@ -1,6 +1,6 @@
-"""`lora_only` on a GPU, CUDA graphs and torch.compile on: the CPU's scenario, and what a GPU alone can show.
+"""`lora_only` on a GPU with CUDA graphs and torch.compile: the CPU's scenario, and what only a GPU can show.
 
-Not covered: sizes and speed (`benchmarks/lora.py`), resuming and accidents (`tests/cpu/test_lora_only.py`).
+Not covered: sizes and speed (`benchmarks/lora.py`), resuming and failures (`tests/cpu/test_lora_only.py`).
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""One copy on a GPU, CUDA graphs and torch.compile on: the CPU's scenarios, and what a GPU alone can show.
+"""One copy on a GPU with CUDA graphs and torch.compile: the CPU's scenarios, and what only a GPU can show.
 
 Not covered: sizes and speed (`benchmarks/one_copy.py`), tensor parallelism.
 """
@@ -27,7 +27,7 @@ from tests.scenarios import LiveServer, bridge
 
 GIB = 2**30
 LEAST_KV_SHARE = 0.1
-"""Of the GPU; `scenarios.served` gives a tiny model twice as much, nearly all of which is its KV cache."""
+"""Share of the GPU. `scenarios.served` gives a tiny model twice as much, nearly all of it for the KV cache."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_attaching_allocates_nothing(llama: LiveServer) -> None:
 
 
 def fill_the_gpu() -> torch.Tensor:
-    """Take all but 2 GiB of what is free, and write to it."""
+    """Allocate all but 2 GiB of the free memory, and write to it."""
     return torch.ones(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device="cuda")
 
 
@@ -150,7 +150,7 @@ def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -
         before = client.status().version
         pending = background.submit(http.post, "/v1/completions", json=body)
         time.sleep(0.5)
-        assert not pending.done(), "it ended before the fence: ask for more"
+        assert not pending.done(), "it ended before the fence: request more tokens"
         fence.publish(client, Update(lambda: None, sleep=True))
         answer = pending.result().raise_for_status()
     assert answer.json()["usage"]["completion_tokens"] == 16 * num_tokens

@@ -1,6 +1,6 @@
-"""`bridge run` on a GPU outlives its server, and gives all of the GPU's memory back.
+"""`bridge run` on a GPU survives the death of its server, and frees all GPU memory.
 
-Not covered: the other ways to die, which are the same on the CPU (`tests/cpu/test_supervision.py`).
+Not covered: other ways to die, which are the same on the CPU (`tests/cpu/test_supervision.py`).
 """
 
 import time
@@ -12,7 +12,7 @@ from tests.cpu.test_supervision import INTO_THE_NEXT_BATCH_S, running
 from tests.models import tiny
 
 SLACK_BYTES = 2**30
-"""What others on the GPU may take meanwhile, and the driver may keep."""
+"""Memory that other processes may take meanwhile, and that the driver may keep."""
 
 
 def test_a_server_killed_while_it_generates_costs_no_step_and_no_memory(tmp_path: Path) -> None:

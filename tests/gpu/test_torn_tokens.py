@@ -1,6 +1,6 @@
-"""No torn token in a million on a GPU, with asynchronous scheduling and CUDA graphs on.
+"""No torn token in a million on a GPU, with asynchronous scheduling and CUDA graphs.
 
-Not covered: requests that are drained or aborted (`tests/cpu/test_torn_tokens.py`).
+Not covered: drained or aborted requests (`tests/cpu/test_torn_tokens.py`).
 """
 
 import os
@@ -17,7 +17,7 @@ LOAD = Load(
     num_tokens=int(os.environ.get("TORN_TOKENS", "1_000_000")), num_fences=100, num_requests=16, num_samples=16,
     max_tokens=256, prompt_tokens=96, fence_every_s=0.1, dtype="float16", tolerance=0.03,
 )  # fmt: skip
-"""TORN_TOKENS=10_000: a shorter search."""
+"""Set TORN_TOKENS=10_000 for a shorter search."""
 FEWER = replace(LOAD, num_tokens=20_000, num_fences=2)
 
 

@@ -1,1 +1,1 @@
-"""Models that the tests make themselves: random weights, a tokenizer of single characters."""
+"""Models built by the tests: random weights, and a tokenizer of single characters."""

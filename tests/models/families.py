@@ -1,6 +1,6 @@
-"""A tiny model of every family that is proved: each with what is odd about it, from uneven heads to tied embeddings.
+"""A tiny model of every proven family with its peculiarities, from uneven heads to tied embeddings.
 
-Not covered: writing them to disk, and the Llama and the Qwen2 that other tests use as well (`tiny.py`).
+Not covered: the Llama and the Qwen2 that other tests use too (`tiny.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -47,12 +47,12 @@ LARGE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-"""Sizes by which a family has more than 100 million parameters, without latent attention or small experts."""
+"""Sizes that give a family more than 100 million parameters, without latent attention or small experts."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 
 def _linear_llama() -> LlamaConfig:
-    """DeepSeek Coder's: a Llama with linearly scaled positions, a head of its own, and as many KV heads as heads."""
+    """DeepSeek Coder: a Llama with linearly scaled positions, an untied head, and as many KV heads as heads."""
     rope = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}
     return LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": False, "rope_parameters": rope})
 
@@ -68,13 +68,13 @@ def _tied_qwen2() -> Qwen2Config:
 
 
 def _phi() -> PhiConfig:
-    """Phi-2: biases everywhere, in the head too, layer norms, half of each head rotated."""
+    """Phi-2: biases everywhere, including the head, layer norms, half of each head rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     return PhiConfig(**SMALL | {"num_key_value_heads": 4, "rope_parameters": rope, "tie_word_embeddings": False})
 
 
 def _phi3(partial_rotary_factor: float) -> Phi3Config:
-    """Phi-3.5-mini and Phi-4-mini: other frequencies once a sequence may be longer than 32 tokens, as ours become."""
+    """Phi-3.5-mini and Phi-4-mini: other frequencies for sequences longer than 32 tokens, which the tests reach."""
     size = int(SMALL["hidden_size"] // SMALL["num_attention_heads"] * partial_rotary_factor) // 2
     rope = {
         "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": partial_rotary_factor,
@@ -85,13 +85,13 @@ def _phi3(partial_rotary_factor: float) -> Phi3Config:
 
 
 def _yarn_qwen2() -> Qwen2Config:
-    """Qwen2.5 as its model card has it for long texts."""
+    """Qwen2.5 with YaRN, as its model card recommends for long texts."""
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
     return Qwen2Config(**SMALL | {"rope_parameters": rope, "tie_word_embeddings": False})
 
 
 def _gemma3() -> PretrainedConfig:
-    """Gemma 3 from 4B on: linear scaling in the layers without a window."""
+    """Gemma 3 from 4B up: linear scaling in the layers without a window."""
     rope = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -147,11 +147,11 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         residual_multiplier=0.22, attention_multiplier=0.0156,
     ),
 }  # fmt: skip
-"""Name of the family -> its configuration."""
+"""Family name -> its configuration."""
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `config` at another size, with everything else that is odd about it."""
+    """Return `config` with the sizes of `LARGE`, and its other peculiarities kept."""
     sizes = {name: size for name, size in LARGE.items() if hasattr(config, name)}
     known = {**config.to_dict(), **sizes, "layer_types": None}
     if "long_factor" in (rope := dict(known.get("rope_parameters") or {})):

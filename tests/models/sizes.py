@@ -1,4 +1,4 @@
-"""Folders of models of which there are configurations alone."""
+"""Model folders that hold only a configuration."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ PARAMETERS = {
     "14B": 14_770_033_664,
     "32B": 32_763_876_352,
 }
-"""Of Qwen2.5, as its model cards and files have them."""
+"""The Qwen2.5 sizes, as in their model cards and files."""
 WIDTHS = {
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
@@ -31,7 +31,7 @@ def qwen2(size: str) -> dict[str, Any]:
 
 
 def folder_of(config: dict[str, Any], folder: Path) -> Path:
-    """Write `config` into a new `folder` and return it."""
+    """Write `config` to a new `folder` and return it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -1,7 +1,4 @@
-"""Tiny models on disk, with a tokenizer, from a configuration alone.
-
-Not covered: the demo's model, which can do sums (`cli/demo_model.py`).
-"""
+"""Tiny models on disk, with a tokenizer, built from a configuration."""
 
 import json
 from pathlib import Path
@@ -17,7 +14,7 @@ from transformers import (
 )
 
 VOCABULARY = 301
-"""No multiple of 64: vLLM pads it."""
+"""Not a multiple of 64: vLLM pads it."""
 
 
 def llama(vocabulary: int = VOCABULARY) -> LlamaConfig:
@@ -47,7 +44,7 @@ def llama(vocabulary: int = VOCABULARY) -> LlamaConfig:
 
 
 def qwen2(vocabulary: int = VOCABULARY) -> Qwen2Config:
-    """Qwen2 with biases and a head of its own."""
+    """Qwen2 with biases and an untied head."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -64,7 +61,7 @@ def qwen2(vocabulary: int = VOCABULARY) -> Qwen2Config:
 
 
 def with_longrope(folder: Path, original: int) -> torch.Tensor:
-    """Give the Llama in `folder` RoPE with long factors beyond `original` tokens, and return their frequencies."""
+    """Give the Llama in `folder` longrope with long factors beyond `original` tokens, and return their frequencies."""
     path = folder / "config.json"
     document = json.loads(path.read_text())
     long_factor = [1.0 + place for place in range(16)]
@@ -90,7 +87,7 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a tokenizer of single characters, as many of them as the vocabulary has room for."""
+    """Write a tokenizer with one character per token, to fill the vocabulary."""
     special = ["<pad>", "<unk>", "<eos>"]
     characters = [chr(code) for code in range(32, 127)]
     filler = [chr(0x4E00 + index) for index in range(max(0, vocabulary - len(special) - len(characters)))]

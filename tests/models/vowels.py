@@ -1,16 +1,12 @@
-"""An environment that any model can improve at: the share of vowels in what it writes.
-
-Not covered: sense.
-"""
+"""An environment that any model can improve at: the share of vowels in what it writes."""
 
 from collections.abc import Iterator
 
 
 class Vowels:
-    """Prompts of a few characters, scored by the vowels of the completion."""
+    """Prompts of a few characters; the reward is the share of vowels in the completion."""
 
     def __iter__(self) -> Iterator[dict[str, str]]:
-        """Yield the training prompts."""
         for number in range(40):
             yield {"prompt": f"say {number}:"}
 

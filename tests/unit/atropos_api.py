@@ -1,4 +1,4 @@
-"""A fake Atropos API, which keeps the first trainer and gives the batches that a test puts into it, and time for it.
+"""A fake Atropos API that keeps the first trainer and returns the batches a test provides, with its own clock.
 
 Not covered: the real one (`tests/cpu/test_atropos.py`).
 """
@@ -18,7 +18,7 @@ MODELS = {"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_mod
 
 
 def scored(*sequences: tuple[tuple[int, ...], int], **given: Any) -> dict[str, Any]:
-    """Return a group of sequences, each its tokens and how many of them are the prompt's."""
+    """Return a group of sequences, each given as its tokens and the length of its prompt."""
     tokens = [list(tokens) for tokens, _ in sequences]
     masks = [[-100] * start + list(tokens[start:]) for tokens, start in sequences]
     logprobs = [[1.0 if place == -100 else -0.5 for place in mask] for mask in masks]
@@ -28,7 +28,7 @@ def scored(*sequences: tuple[tuple[int, ...], int], **given: Any) -> dict[str, A
 
 
 def pair(**given: Any) -> dict[str, Any]:
-    """Return a group of two sequences without fault."""
+    """Return a valid group of two sequences."""
     return scored(((5, 6, 7, 8), 2), ((5, 6, 9), 2), **given)
 
 
@@ -39,23 +39,23 @@ class FakeApi:
     settings: dict[str, Any] | None = None
     """What a trainer registered."""
     batches: list[Batch | Answer] = field(default_factory=list)
-    """What is asked for gets the last one."""
+    """Batches to return, last one first."""
     num_waiting: int = 0
-    """Groups that wait."""
+    """Groups in the queue."""
     largest: int = 4
-    """Sequences of the largest of them."""
+    """Sequences of the largest group."""
     is_connected: bool = True
-    """Whether there is an environment."""
+    """Whether an environment is connected."""
     has_strays: bool = False
-    """Whether an environment sent groups before there was a trainer."""
+    """Whether an environment sent groups before a trainer registered."""
     was_reset: bool = False
-    """Whether it was emptied while it ran."""
+    """Whether it was reset while it ran."""
     health: Answer = field(default_factory=lambda: Answer(""))
-    """Of the server."""
+    """The server's answer to `/health`."""
     models: dict[str, Any] = field(default_factory=lambda: MODELS)
-    """Of the server."""
+    """The server's answer to `/v1/models`."""
     is_gone: Callable[[Asked], bool] = lambda _: False
-    """Whether a connection is dropped without a word."""
+    """Whether the connection is dropped without an answer."""
 
     def __call__(self, asked: Asked) -> Answer | None:
         if self.is_gone(asked):
@@ -98,12 +98,12 @@ class FakeApi:
 
 @dataclass
 class FakeTime:
-    """Time that passes while something waits, and in no other way."""
+    """A clock that advances only when something waits."""
 
     at: float = 0.0
     waits: list[float] = field(default_factory=list)
     happening: dict[float, Callable[[], None]] = field(default_factory=dict)
-    """From when on -> what happens then, once."""
+    """Time -> what happens then, once."""
 
     def sleep(self, seconds: float) -> None:
         self.waits.append(seconds)
@@ -116,6 +116,6 @@ class FakeTime:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Replace the time of the stream and its client."""
+        """Replace the clock of the stream and of its client."""
         with mock.patch.object(stream, "time", self), mock.patch.object(api, "time", self):
             yield

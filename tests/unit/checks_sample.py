@@ -1,4 +1,4 @@
-"""Facts and manifests that the tests of the checks start from; each test changes the one thing it is about."""
+"""Facts and manifests that the tests of the checks start from; each test changes one thing."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def cuda_handle() -> CudaHandle:
 
 
 def manifest(**changes: Any) -> Manifest:
-    """A manifest whose server is the calling process, with its weights in main memory; `edited` by the changes."""
+    """A manifest whose server is this process, with its weights in main memory, and with the changes of `edited`."""
     shard = Shard(
         rank=0,
         gpu_uuid=None,
@@ -73,7 +73,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def edited(exported: Manifest, **changes: Any) -> Manifest:
-    """The manifest with other fields, be they the server's or those of its first rank."""
+    """The manifest with other fields, of the server or of its first rank."""
     document = exported.model_dump()
     for name, value in changes.items():
         (document["shards"][0] if name in Shard.model_fields else document)[name] = value
@@ -81,12 +81,12 @@ def edited(exported: Manifest, **changes: Any) -> Manifest:
 
 
 def dead_server() -> ProcessIdentity:
-    """The caller's pid, as an earlier process had it."""
+    """This process's pid, as used by an earlier process."""
     return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
 
 
 def holder_of(*pids: int) -> Holder:
-    """A holder of living processes, the leader first."""
+    """A holder with live processes, the leader first."""
     return Holder(processes=tuple(map(ProcessIdentity.of, pids)))
 
 

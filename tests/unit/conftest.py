@@ -1,4 +1,4 @@
-"""One thread: the models are tiny, and threads that wait for one another cost more than they save."""
+"""Use one thread: the models are tiny, and synchronizing threads would cost more than it saves."""
 
 import torch
 

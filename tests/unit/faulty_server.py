@@ -1,4 +1,4 @@
-"""A real HTTP server in a thread that may fail at any point of an answer, and that sees when a client gives up."""
+"""A real HTTP server in a thread that can fail at any point of an answer, and that sees when a client gives up."""
 
 import json
 import socket
@@ -25,29 +25,29 @@ class Hang:
 
 
 Script = Callable[[Asked], Answer | Cut | Hang | None]
-"""None: the connection is dropped without a word."""
+"""None: the connection is dropped without an answer."""
 
 
 @dataclass
 class FaultyServer:
     url: str
     stop: Callable[[], None]
-    """Refuse connections from now on, and drop those that there are."""
+    """Refuse new connections, and drop the open ones."""
     asked: list[Asked] = field(default_factory=list)
     given_up: list[Asked] = field(default_factory=list)
-    """What a client did not want an answer to any more."""
+    """Requests that the client abandoned."""
     connections: set[int] = field(default_factory=set)
-    """The ports that were asked from."""
+    """The client's ports."""
 
     @property
     def completions(self) -> list[dict[str, Any]]:
-        """The requests for completions, in the order of arrival."""
+        """The completion requests, in order of arrival."""
         return [asked.body for asked in self.asked if asked.method == "POST"]
 
 
 class _Listener(socketserver.ThreadingTCPServer):
     request_queue_size = 256
-    daemon_threads = False  # closing waits for them: a test leaves no thread behind
+    daemon_threads = False  # closing waits for them, so that a test leaves no thread behind
 
     def __init__(self, script: Script) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -60,13 +60,13 @@ class _Listener(socketserver.ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that gave up is part of many a test."""
+        """Log nothing: many tests have a client that gives up."""
 
     def stop(self) -> None:
         self.shutdown()
         self.socket.close()
         for connection in self._open:
-            with suppress(OSError):  # ended already
+            with suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,4 +1,4 @@
-"""A real HTTP server in a thread, whose answers a test writes by hand."""
+"""A real HTTP server in a thread, with answers provided by the test."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ class Asked:
     headers: dict[str, str]
     body: Any
     connection: int = 0
-    """The port that the client asked from."""
+    """The client's port."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Answer:
 
 
 Answers = Callable[[Asked], Answer | None]
-"""None: the connection is dropped without a word."""
+"""None: the connection is dropped without an answer."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def as_json(document: Any, status: int = 200, **headers: str) -> Answer:
 
 class _Listener(ThreadingHTTPServer):
     request_queue_size = 256
-    daemon_threads = False  # closing waits for them: a test leaves no thread behind
+    daemon_threads = False  # closing waits for them, so that a test leaves no thread behind
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)
@@ -55,11 +55,11 @@ class _Listener(ThreadingHTTPServer):
 
     def hang_up(self) -> None:
         for connection in self._connections:
-            with suppress(OSError):  # hung up already
+            with suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that gave up is part of many a test."""
+        """Log nothing: many tests have a client that gives up."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
         do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815  http.server's names
 
         def log_message(self, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = _Listener(Handler)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
@@ -105,7 +105,7 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
 
 
 def locked(answers: Answers, key: str) -> Answers:
-    """Answer as a server with `--api-key`: all but `/health` and `/bridge/` need the key."""
+    """Answer like a server with `--api-key`: everything but `/health` and `/bridge/` needs the key."""
 
     def locks(asked: Asked) -> Answer | None:
         is_open = asked.path == "/health" or asked.path.startswith("/bridge/")

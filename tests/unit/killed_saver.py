@@ -1,6 +1,6 @@
 """A process that saves checkpoints until it is killed, over and over; started by `test_checkpoint.py`.
 
-It imports no torch and has one thread, so that its children are forked in no time.
+It does not import torch and has one thread, so that forking is fast.
 """
 
 import json
@@ -38,7 +38,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def save_for_ever(folder: Path, first: int) -> None:
-    """Save one step after the other, each twice, and keep the last two."""
+    """Save one step after another, each twice, and keep the last two."""
     kept = [path for _, path in sorted(checkpoint.numbered(folder, "step_").items())]
     for step in range(first, 10_000):
         save(folder, step)

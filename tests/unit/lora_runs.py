@@ -1,4 +1,4 @@
-"""Both ways of `lora_only` beside a fake server that takes adapters, for their tests."""
+"""Both hand-overs of `lora_only` with a fake server that accepts adapters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +27,12 @@ from tests.unit.toy_server import ToyServer
 
 RANK = 4
 EARLIER = ["bridge-adapter-3", "mine"]
-"""Adapters that an earlier run left, and that somebody else serves."""
+"""Adapters left by an earlier run and served by another user."""
 
 
 @dataclass
 class FakeProcess:
-    """Starts a new server: other memory, no adapters, version 0, and another manifest in the same file."""
+    """Starts a new server: new memory, no adapters, version 0, and a new manifest in the same file."""
 
     world: "World"
     started: list[str | Path] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Running:
         return {name: self.opened.model.get_parameter(name).detach().clone() for name in self.opened.lr_factors}
 
     def write(self) -> None:
-        """Train, as the server sees it."""
+        """Change the adapter, and record the write."""
         self.world.server.calls.append("write")
         with torch.no_grad():
             for name in self.opened.lr_factors:
@@ -72,12 +72,12 @@ class Running:
         return self.world.server.calls
 
     def base_is_the_servers(self) -> bool:
-        """Return whether the base computes with the server's memory."""
+        """Return whether the base model shares the server's memory."""
         base = self.opened.model.get_submodule("model.layers.0.mlp.down_proj").base_layer.weight
         return _sees(self.world.server.toy.tensors["model.layers.0.mlp.down_proj.weight"], base)
 
     def adapter_is_in_the_slot(self) -> bool:
-        """Return whether every matrix is in the server's memory."""
+        """Return whether every matrix lies in the server's slot."""
         found = []
         for name, (a, b) in self.world.server.toy.slots.items():
             module: Any = self.opened.model.get_submodule(name)
@@ -87,7 +87,7 @@ class Running:
 
 
 def _sees(whole: Tensor, part: Tensor) -> bool:
-    """Return whether a value written to the one is read from the other, and restore it."""
+    """Return whether a value written to `whole` shows up in `part`; the value is restored."""
     with torch.no_grad():
         before = whole[0, 0].item()
         whole[0, 0] = before + 1
@@ -145,7 +145,7 @@ def weight_bytes(toy: ToyServer) -> int:
 
 @contextmanager
 def world_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Run a fake server; once its manifest is exported, it is found from the current folder."""
+    """Run a fake server; once exported, its manifest is found from the current folder."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("LOGDIR", raising=False)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", folder / "default")

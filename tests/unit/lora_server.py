@@ -1,4 +1,4 @@
-"""A server that takes adapters: the routes of Bridge's fence and of vLLM's adapters, over a toy server's slots."""
+"""A server that accepts adapters: the routes of Bridge's fence and of vLLM's adapters, over a toy server's slots."""
 
 import json
 from collections.abc import Callable
@@ -15,25 +15,25 @@ from tests.unit.http_server import Answer, Asked, as_json
 from tests.unit.toy_server import ToyServer
 
 SLOT = 1
-"""The slot that it seats an adapter in: not the first, so that the number matters."""
+"""The slot used for the adapter; not the first, so that the index matters."""
 
 
 class LoraServer:
-    """Notes what it is asked in order, and holds adapters as vLLM does: in a slot, or by name."""
+    """Records requests in order, and holds adapters as vLLM does: in a slot, or by name."""
 
     def __init__(self, toy: ToyServer) -> None:
         self.toy, self.version = toy, 4
         self.state: FenceState = "serving"
         self.writes: Written = "adapter"
         self.adapters: dict[str, dict[str, Tensor]] = {}
-        """What is served by a name, beside the seated one."""
+        """Adapters served by name, besides the seated one."""
         self.calls: list[str] = []
         self.bodies: dict[str, Any] = {}
         """The last body of each call."""
         self.refuses: dict[str, Answer | None] = {}
-        """Calls that it answers otherwise."""
+        """Answers that override those of some calls."""
         self.seats: Callable[[float], float] = lambda value: value
-        """What it makes of a number that it puts into a slot."""
+        """Transforms each number that is written to a slot."""
 
     def __call__(self, asked: Asked) -> Answer | None:
         call = f"{asked.method} {asked.path.removeprefix('/bridge/').removeprefix('/v1/')}"
@@ -70,7 +70,7 @@ class LoraServer:
         )  # fmt: skip
 
     def _seat(self, folder: Path) -> None:
-        """Fill the slot as vLLM does: B multiplied by the scaling, zeros beside what is smaller than the slot."""
+        """Fill the slot as vLLM does: B times the scaling, and zeros beyond a smaller rank."""
         config = json.loads((folder / "adapter_config.json").read_text())
         rank, scaling = config["r"], config["lora_alpha"] / config["r"]
         stored = load_file(folder / "adapter_model.safetensors")

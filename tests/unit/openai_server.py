@@ -1,4 +1,4 @@
-"""Fake OpenAI-compatible servers: one like vLLM, whose answers a test bends, and one that knows the protocol alone."""
+"""Fake OpenAI-compatible servers: one like vLLM, whose answers a test can alter, and one limited to the protocol."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +34,9 @@ def openai(
     is_bridge: bool = False,
     max_model_len: int | None = None,
 ) -> Answers:
-    """Answer every completion request with `n` choices, each of other tokens; as a vLLM with Bridge in it, or another.
+    """Answer completion requests with `n` distinct choices, like a vLLM with or without Bridge.
 
-    The one has a route of its own, and tells the version of its weights whatever it is asked.
+    With Bridge the route is Bridge's own, and every answer carries the weight version.
     """
     route = COMPLETIONS if is_bridge else "/v1/completions"
 
@@ -54,7 +54,7 @@ def openai(
 
 
 def plain(text_of: Callable[[int], str]) -> Answers:
-    """Answer as a server that refuses what the protocol does not know, and tells its tokens by their text alone."""
+    """Answer like a server that refuses unknown fields and returns tokens only as text."""
 
     def answers(asked: Asked) -> Answer:
         if asked.path == "/v1/models":
@@ -69,7 +69,7 @@ def plain(text_of: Callable[[int], str]) -> Answers:
 
 
 def _told_by_text(index: int, token_ids: tuple[int, ...], text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Without the end token, which such a server keeps to itself."""
+    """Leave out the end token, as such a server does."""
     tokens = [text_of(token_id) for token_id in token_ids]
     logprobs = {"tokens": tokens, "token_logprobs": [-5.7 for _ in tokens], "top_logprobs": None, "text_offset": []}
     return {"index": index, "text": "".join(tokens), "finish_reason": "stop", "logprobs": logprobs}

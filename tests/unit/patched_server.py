@@ -38,7 +38,7 @@ START_LIMIT_S = 120
 
 
 class Engine:
-    """What stands still and goes on in the place of vLLM's engine."""
+    """Stands in for vLLM's engine: pauses and resumes."""
 
     def __init__(self, toy: ToyServer) -> None:
         self.engine_core = self
@@ -70,7 +70,7 @@ class Engine:
         return [[element.item() for element in elements]]
 
     async def complete(self, body: CompletionsRequest) -> dict[str, Any]:
-        """Answer like vLLM, a moment later, and only while it runs."""
+        """Answer like vLLM after a short delay, and only while not paused."""
         await asyncio.sleep(0.01 * (1 + body.prompt[-1] % 3))
         await self._running.wait()
         choices = [choice(index, 40 + index, 50 + len(body.prompt), 2) for index in range(body.n)]
@@ -79,7 +79,7 @@ class Engine:
 
 @contextmanager
 def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
-    """Run one for the model in `model`, as `scenarios.served` runs vLLM."""
+    """Run one for `model`, as `scenarios.served` runs vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / manifests.MANIFEST_NAME
     argv = [sys.executable, "-m", "tests.unit.patched_server", str(model), str(path), str(port)]
@@ -95,7 +95,7 @@ def served(model: Path, folder: Path, *, port: int) -> Iterator[LiveServer]:
 def app_of(toy: ToyServer) -> FastAPI:
     """Return the patched server's application over `toy`."""
     app, engine = FastAPI(), Engine(toy)
-    app.post(COMPLETIONS)(engine.complete)  # ahead of the route that asks vLLM
+    app.post(COMPLETIONS)(engine.complete)  # ahead of the route that calls vLLM
     app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": toy.manifest.model, "owned_by": "vllm"}]})
     app.get("/health")(lambda: None)
     routes.BridgeRoutes().attach_router(app)
@@ -105,7 +105,7 @@ def app_of(toy: ToyServer) -> FastAPI:
 
 
 def main(model: str, path: str, port: str) -> None:
-    """Serve until the end of the process."""
+    """Serve until the process ends."""
     torch.set_num_threads(1)
     toy = toy_server.serve(tiny.llama(), Path(model))
     url, identity = f"http://127.0.0.1:{port}", ProcessIdentity.current()

@@ -1,7 +1,4 @@
-"""A server made by chance: it fuses, stacks, pads and ties, and its loader may do with a weight what a trainer cannot.
-
-Not covered: memory that is shared (`toy_server.py`).
-"""
+"""A random server: it fuses, stacks, pads and ties, and its loader may alter weights in ways that a trainer cannot."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -12,7 +9,7 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 Load = Callable[[Tensor, Tensor], None]
-"""Load a weight into its place in the server's parameter."""
+"""Loads a weight into its place in the server's parameter."""
 
 
 def _plain(place: Tensor, loaded: Tensor) -> None:
@@ -100,7 +97,7 @@ def _changed_first(place: Tensor, loaded: Tensor) -> None:
 
 
 def _left_out(place: Tensor, loaded: Tensor) -> None:
-    """Leave what was there."""
+    """Leave the old value."""
 
 
 GOOD: tuple[Load, ...] = (_plain, _by_slices, _duplicated, _twice, _cleared_first)
@@ -112,21 +109,21 @@ ODD: tuple[Load, ...] = (
 
 @dataclass
 class Server:
-    """What was made by chance."""
+    """A random server: shapes, padding and loading."""
 
     shapes: dict[str, Shape] = field(default_factory=dict)
     """The model's parameters."""
     held: dict[str, Shape] = field(default_factory=dict)
-    """The server's."""
+    """The server's parameters."""
     padding: dict[str, int] = field(default_factory=dict)
-    """Elements at the end of the server's parameters that the model has nothing for, as it says."""
+    """Declared number of padding elements at the end of the server's parameters."""
     loads: dict[str, list[tuple[str, tuple[slice, ...], tuple[slice, ...], Load]]] = field(default_factory=dict)
-    """Model's parameter -> what is loaded: into which of the server's, into what of it, from what, and how."""
+    """Model's parameter -> its loads: the server's parameter, the slices to write and to read, and how."""
     is_plain: bool = True
-    """Whether nothing odd was chosen: then it has to be accepted."""
+    """Whether nothing odd was chosen, so that it must be accepted."""
 
     def model(self) -> "Model":
-        """Return a new one, filled with what nobody loaded."""
+        """Return a new model, not loaded yet."""
         return Model(self)
 
 
@@ -140,14 +137,14 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.full(shape, -1.0), requires_grad=False))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load by whatever was chosen for each."""
+        """Load each weight in the way chosen for it."""
         for name, loaded in weights:
             for parameter, into, of, load in self._server.loads[name]:
                 load(self.get_parameter(parameter).data[into], loaded[of])
 
 
 def make(random_: random.Random) -> Server:
-    """Make one: most are right throughout, the others have one or two oddities."""
+    """Make a server: most are correct, the others have one or two oddities."""
     server = Server()
     for index in range(random_.randint(1, 3)):
         (_stack if random_.random() < 0.3 else _fuse)(server, f"v{index}", random_)
@@ -158,7 +155,7 @@ def make(random_: random.Random) -> Server:
 
 
 def _fuse(server: Server, name: str, random_: random.Random) -> None:
-    """Put several parameters below each other, with padding behind the last one now and then."""
+    """Stack several parameters by rows, sometimes with padding after the last."""
     rest = tuple(random_.randint(1, 4) for _ in range(random_.randint(0, 2)))
     start = 0
     for part in range(random_.randint(1, 3)):
@@ -192,7 +189,7 @@ def _odd_load(server: Server, random_: random.Random) -> None:
 
 
 def _another_place(server: Server, random_: random.Random) -> None:
-    """Load a part once more somewhere else, or instead."""
+    """Load a part somewhere else, in addition or instead."""
     loads = server.loads[random_.choice(sorted(server.loads))]
     index = random_.randrange(len(loads))
     parameter, into, of, load = loads[index]
@@ -202,7 +199,7 @@ def _another_place(server: Server, random_: random.Random) -> None:
 
 
 def _overwritten(server: Server, random_: random.Random) -> None:
-    """Load something over what another parameter was loaded into."""
+    """Load something over another parameter's place."""
     name, other = (random_.choice(sorted(server.loads)) for _ in range(2))
     parameter, into, _, load = random_.choice(server.loads[other])
     server.loads[name].append((parameter, into, (), load))

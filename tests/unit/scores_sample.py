@@ -1,4 +1,4 @@
-"""What scores in the processes that tests start: each completion says what is done. Imports as little as it can."""
+"""Scores for the tests' worker processes: each completion names what to do. Imports as little as possible."""
 
 import contextlib
 import itertools
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 MOST_DESCRIPTORS = 4096
-"""More than a test's process has open, one of many tests before it included."""
+"""More than a test process has open, even after many tests."""
 
 
 class Sample:
-    """Scores the length of a completion, unless its first word is the name of a method here."""
+    """Scores by length, unless the completion's first word is the name of a method here."""
 
     def __init__(self, log: Path) -> None:
-        """Note in the file `log` who scores what."""
+        """Log to the file `log` who scores what."""
         self._log = log
 
     def score(self, problem: Any, completion: str) -> Any:
@@ -48,7 +48,7 @@ class Sample:
         all(True for _ in itertools.repeat(0))
 
     def matches(self) -> None:
-        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter's lock, for hours
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter's lock for hours
 
     def dies(self) -> None:
         os._exit(3)
@@ -84,17 +84,17 @@ class Sample:
         return float(module in sys.modules)
 
     def meets(self, number: str) -> float:
-        """Wait until so many completions are being scored at once."""
+        """Wait until this many completions are being scored at once."""
         while len(self._log.read_text().splitlines()) < int(number):
             time.sleep(0.01)
         return 1.0
 
     def forks(self) -> float:
-        """Return twice: here, and in the child."""
+        """Return twice: here and in the child."""
         return float(os.fork() >= 0)
 
     def forks_in_c(self) -> float:
-        """Return twice, where Python does not know that it was forked."""
+        """Return twice, with a fork that Python does not know about."""
         import ctypes
 
         return float(ctypes.CDLL(None).fork() >= 0)
@@ -106,7 +106,7 @@ class Sample:
         return 1.0
 
     def leaves_a_daemon(self) -> float:
-        """Leave a process behind that no parent, group or session connects with this one, and every descriptor does."""
+        """Leave a daemon in another session, detached from this process except for its descriptors."""
         if not os.fork():
             os.setsid()
             if not os.fork():
@@ -127,7 +127,7 @@ class Sample:
         self.spins()
 
     def hangs_in_a_child_of_c(self) -> float:
-        """Let a process live on that holds every descriptor of this one, the connection too."""
+        """Leave a process that holds every descriptor of this one, including the connection."""
         import ctypes
 
         if not ctypes.CDLL(None).fork():
@@ -139,26 +139,26 @@ class Sample:
         os._exit(3)
 
     def scribbles(self, text: str = "words of the score") -> float:
-        """Write to whatever is open."""
+        """Write to every open descriptor."""
         return self._writes(text.encode())
 
     def claims_too_much(self) -> None:
-        """Write the header of an answer that is a byte too long, and no answer."""
+        """Write the header of an answer that is one byte too long, and no answer."""
         self._writes((2**20 + 1).to_bytes(8, "big"))
         self.spins()
 
     def scribbles_and_hangs(self) -> None:
-        """Write less than the header of an answer."""
+        """Write less than an answer's header."""
         self._writes(b"abc")
         self.spins()
 
     def answers_by_itself(self, number: str) -> float:
-        """Write a whole answer to whatever is open."""
+        """Write a whole answer to every open descriptor."""
         text = f'[{number}, "Score", {{"reward": 99.0, "parts": {{}}}}]'.encode()
         return self._writes(len(text).to_bytes(8, "big") + text)
 
     def writes_a_pickle(self) -> float:
-        """Write what leaves a file behind where it is unpickled."""
+        """Write a pickle that creates a file when unpickled."""
         pickled = pickle.dumps(_Touches(str(self._log.with_suffix(".unpickled"))))
         return self._writes(len(pickled).to_bytes(8, "big") + pickled)
 
@@ -191,7 +191,7 @@ class Sample:
         os.kill(os.getpid(), signal.SIGRTMIN + 5)
 
     def waits(self) -> float:
-        """Wait for a file, and say that it was there."""
+        """Wait for a file, and log that it appeared."""
         while not self._log.with_suffix(".go").exists():
             time.sleep(0.01)
         self._note(f"{os.getpid()} done")
@@ -199,14 +199,14 @@ class Sample:
 
 
 class Hanging(Sample):
-    """Scores nothing, and takes for ever."""
+    """Never finishes a score."""
 
     def score(self, problem: Any, completion: str) -> Any:
         self.spins()
 
 
 class _Touches:
-    """Touches a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -219,7 +219,7 @@ class Several:
     """Scores by `scores`, with parts."""
 
     def score(self, problem: Any, completion: str) -> float:
-        raise AssertionError("nobody calls it")
+        raise AssertionError("never called")
 
     def scores(self, problem: Any, completion: str) -> Any:
         return {"odd": (1.0,), "nan": (1.0, {"a": float("nan")}), "text": ("1", {})}.get(

@@ -1,4 +1,4 @@
-"""Serving an adapter in a slot of its own, over fakes of vLLM's engine client and serving models."""
+"""Serving an adapter in its own slot, over fakes of vLLM's engine client and serving models."""
 
 import asyncio
 import sys
@@ -29,7 +29,7 @@ def adapter(name: str, number: int) -> Any:
 
 
 class FakeEngine:
-    """An engine client that loads adapters into slots, and remembers what it was asked in order."""
+    """An engine client that loads adapters into slots, and records its calls in order."""
 
     def __init__(self, num_slots: int | None = 1) -> None:
         self.vllm_config = SimpleNamespace(
@@ -75,7 +75,7 @@ class FakeEngine:
 
 
 class FakeModels:
-    """vLLM's serving models: adapters by name, each load with a number of its own."""
+    """vLLM's serving models: adapters by name, with a new number per load."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.lora_requests: dict[str, Any] = {}

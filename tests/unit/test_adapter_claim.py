@@ -1,4 +1,4 @@
-"""While a trainer has the lease, nobody else loads or unloads an adapter of its name."""
+"""While a trainer holds the lease, nobody else can load or unload an adapter of that name."""
 
 from argparse import Namespace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A server that requires a key: every client of ours sends it, in every mode, and says what to do if it is wrong."""
+"""A server that requires a key: every client sends it, in every mode, and reports how to fix a wrong one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +82,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 class Again:
-    """A server that is started again at once, with whatever it has."""
+    """A server that restarts at once with whatever it has."""
 
     def restart(self, model: str | Path) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""The sums of `arithmetic`: which there are, which are held out, and how an answer is scored."""
+"""The sums of `arithmetic`: which exist, which are held out, and how answers are scored."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_answers_are_right() -> None:
 
 
 def test_the_split_is_the_same_everywhere() -> None:
-    # Pinned: a split that moves would let a cached model have seen what is called held out.
+    # Pinned: if the split moved, a cached model might have been trained on the held-out sums.
     assert [problem["prompt"] for problem in Arithmetic().held_out()[:4]] == ["7+10=", "19+1=", "0+6=", "0+4="]
     assert Arithmetic().held_out() == Arithmetic().held_out()
 

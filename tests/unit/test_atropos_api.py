@@ -1,4 +1,4 @@
-"""The client of an Atropos API: what is sent again and what is not, and every bad answer in one line."""
+"""The client of an Atropos API: what is retried, and bad answers reported in one line."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""From what environments send to what is trained on: prompts, masks, log-probabilities, advantages, and every fault."""
+"""From an environment's groups to training data: prompts, masks, log-probabilities, advantages, and every fault."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training runs on batches of a fake Atropos API, through the loop.
+"""Training on batches of a fake Atropos API, through the loop.
 
 Not covered: the batches themselves (`test_atropos_stream.py`), the real API (`tests/cpu/test_atropos.py`).
 """
@@ -25,7 +25,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 def batch() -> list[dict[str, Any]]:
-    """Eight groups of two, and of one of them: a tool's answer, a wish, an unknown log-probability, and a fault."""
+    """Eight groups of two, among them a tool's answer, an override, unknown log-probabilities and a missing score."""
     tool = scored(((1, 5, 6, 7, 8), 1), ((1, 9), 1), masks=[[-100, 5, -100, -100, 8], [-100, 9]])
     return [
         *[pair() for _ in range(4)],
@@ -40,7 +40,7 @@ def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
     api = FakeApi(batches=[batch() for _ in range(STEPS)])
     with serving(api) as server, running() as run:
         summary = run.train(atropos_url=server.url, **CHOICES)
-        assert run.requests == []  # nothing is sampled by us
+        assert run.requests == []  # Bridge samples nothing itself
     assert summary.steps == STEPS
     assert api.batches == []
     for row in run.metrics:
@@ -64,7 +64,7 @@ def test_an_api_that_stays_empty_ends_the_run_with_its_steps_saved(
 
 @dataclass
 class LateEngine(FakeEngine):
-    """A server without which environments send nothing."""
+    """A server that environments need before they send anything."""
 
     api: FakeApi = field(default_factory=FakeApi)
 
@@ -76,7 +76,7 @@ class LateEngine(FakeEngine):
 def test_a_server_that_dies_while_environments_wait_for_it_is_started_again(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a question: it looks dead
+    monkeypatch.setattr(stream, "HEALTH_INTERVAL_S", 0.0)  # the fake server drops such a request: it looks dead
     api = FakeApi(batches=[batch()])
     with serving(api) as server, running() as run:
         engine = LateEngine(api=api)

@@ -1,4 +1,4 @@
-"""Batches of a fake Atropos API: what is registered, the guards that the protocol lacks, and every wait in vain."""
+"""Batches of a fake Atropos API: registration, the guards that the protocol lacks, and every timeout."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,7 +21,7 @@ from tests.unit.http_server import Answer, Asked, HttpServer, serving
 
 Scale = Literal["group", "batch", "none"]
 LONGEST = 1024
-"""The fake server's: the model could take twice as much."""
+"""The fake server's limit; the model could take twice as much."""
 OURS = {"batch_size": 8, "max_token_len": LONGEST + 1}
 
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Run:
-    """A stream whose batches are taken, and what it says."""
+    """A stream whose batches are taken, and its log."""
 
     stream: AtroposStream
     server: HttpServer
@@ -192,7 +192,7 @@ def test_the_time_is_that_of_one_step(model: Path) -> None:
             run.step(step)
 
 
-# What dies
+# Failures
 
 
 def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> None:
@@ -206,7 +206,7 @@ def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> Non
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
     assert "run-api" in caught.value.remedy
-    assert not isinstance(caught.value, ServerUnreachableError)  # which would have vLLM started again
+    assert not isinstance(caught.value, ServerUnreachableError)  # which would restart vLLM
 
 
 def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_server_that_dies_while_environments_wait_for_it_is_told_to_the_loop(m
         assert time.at < 20
         api.health, api.is_gone = Answer(""), lambda _: False
         api.batches.append([pair()])
-        assert len(run.step()) == 1  # it was started again
+        assert len(run.step()) == 1  # it was restarted
         assert len(run.asked("/register")) == 1
 
 
@@ -282,7 +282,7 @@ def test_a_server_that_knows_no_health_route_is_well(model: Path) -> None:
         assert len(run.asked("/health")) == 2
 
 
-# What cannot be learnt from
+# Groups that cannot be trained on
 
 
 def test_a_group_with_a_fault_is_left_out_told_once_for_its_kind_and_counted(model: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_sequence_that_is_too_long_is_left_out(model: Path) -> None:
     assert groups[-1].unscored[0].fault == "sequence 1 of 2 has 1,025 tokens, expected at most 1,024"
 
 
-# What is told once
+# Notes logged once
 
 
 def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:

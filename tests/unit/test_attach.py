@@ -1,4 +1,4 @@
-"""Attaching to a server made by hand: one copy, bit for bit, or a refusal before anything is opened."""
+"""Attaching to a hand-made server: one copy, bit for bit, or a refusal before anything is opened."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packed attention against transformers' own, one sequence at a time; and the kernel's call, by a stand-in."""
+"""Packed attention against transformers' own, one sequence at a time; the kernel's call is tested with a stand-in."""
 
 import itertools
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def tiny(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    config.initializer_range = 0.5  # or attention would hardly matter
+    config.initializer_range = 0.5  # otherwise attention would hardly matter
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -96,12 +96,12 @@ def alone(model: PreTrainedModel) -> Tensor:
 
 
 def gradients(model: PreTrainedModel, hidden: Tensor) -> list[Tensor]:
-    """Return the gradients of a loss that tells all numbers apart."""
+    """Return the gradients of a loss that weighs every element differently."""
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
     return list(
         torch.autograd.grad((hidden * weights).sum(), trained, materialize_grads=True)
-    )  # or an idle expert fails
+    )  # otherwise an idle expert fails
 
 
 def assert_same(ours: Tensor, expected: Tensor, model: PreTrainedModel) -> None:
@@ -184,9 +184,9 @@ def test_many_sequences_of_one_length_are_one_block() -> None:
 
 
 def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return the hidden states of sequences that share prompts, and of each alone.
+    """Return the hidden states of sequences that share prompts, and of each sequence alone.
 
-    Prompts of several lengths, with one completion, few and many, short ones and long ones.
+    Prompts have several lengths, and one, few or many completions, short and long.
     """
     ids = iter(torch.randint(3, 97, (2000,), generator=torch.Generator().manual_seed(2)).tolist())
 

@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: what is made of runs, how a side is started and read, and the work that both sides do."""
+"""The benchmarks' own parts: how runs are summarized, how a side is started and parsed, and the common workload."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The token budget: arithmetic, what it decides, and what it does when memory runs out."""
+"""The token budget: its arithmetic, its decisions, and what it does when memory runs out."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def samples(*lengths: int) -> list[Sample]:
 
 
 class Memory:
-    """A GPU of `free` MiB on which a token takes a few, and fewer where activations are recomputed."""
+    """A GPU with `free` MiB on which a token takes a few MiB, and fewer with recomputed activations."""
 
     def __init__(self, free: float, *, plain: float | None, recomputed: float | None = None) -> None:
         self.free, self.plain, self.recomputed, self.measured = free, plain, recomputed, 0
@@ -66,7 +66,7 @@ class Memory:
 
 
 class OnGpu(LlamaForCausalLM):
-    """A model that says it is on a GPU, with a memory of its own."""
+    """A model that claims to be on a GPU, with its own memory."""
 
     device = torch.device("cuda")
     memory: Memory
@@ -74,7 +74,7 @@ class OnGpu(LlamaForCausalLM):
 
 @pytest.fixture(autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask the memory of an `OnGpu` model instead of CUDA."""
+    """Query the memory of an `OnGpu` model instead of CUDA."""
 
     def cost(model: PreTrainedModel, temperature: float) -> Cost | None:
         measure = model.memory.measure if isinstance(model, OnGpu) else measure_cost
@@ -125,7 +125,7 @@ LARGE_BATCH = (1_000,) * 200
 
 
 def sums_in_float32(found: Budget) -> bool | None:
-    return found.sums_in_float32  # which changes between two looks
+    return found.sums_in_float32  # which changes between two reads
 
 
 @pytest.mark.usefixtures("_wider")
@@ -133,7 +133,7 @@ def test_gradients_add_up_in_float32_where_enough_is_left_for_the_passes() -> No
     notes = list[str]()
     found = budget(Memory(5_600, plain=1), notes)
     assert found.max_tokens(samples(300, 40)) == 5_500
-    assert sums_in_float32(found) is None  # one pass adds nothing up
+    assert sums_in_float32(found) is None  # with one pass there is no sum
     assert found.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
     assert sums_in_float32(found) is None  # and a few are as exact as one
     assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
@@ -189,7 +189,7 @@ def test_nothing_is_widened_where_sums_are_float32_anyway(choices: dict[str, Any
 
 
 def bf16_error(gradients: Tensor) -> float:
-    """Return the error of adding up in bf16, as a share of the largest partial sum: rows one after the other."""
+    """Return the error of a running sum in bf16, as a share of the largest partial sum."""
     found, exact, largest = gradients[0].clone(), gradients[0].double(), 0.0
     for gradient in gradients[1:]:
         found += gradient
@@ -202,11 +202,11 @@ def bf16_error(gradients: Tensor) -> float:
 def test_the_error_of_sums_in_bf16_is_within_what_is_told(count: int) -> None:
     torch.manual_seed(0)
     noise, turn = torch.randn(count, 4_000), torch.linspace(-1, 1, count).sign()[:, None]
-    for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: good ones, then bad ones
+    for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: positive, then negative
         assert 0 < bf16_error(gradients.bfloat16()) <= count**0.5 / 512
     alike = bf16_error(torch.full((count, 10), 1.0).bfloat16())
     assert alike <= count / 512
-    assert (alike > 0.4) == (count == 512), "then it is far from what noise has"
+    assert (alike > 0.4) == (count == 512), "it must be far above the error of noise"
 
 
 @pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])
@@ -235,7 +235,7 @@ def test_gradients_that_are_there_already_are_not_counted_again() -> None:
 def test_there_is_an_end_to_what_is_useful() -> None:
     assert budget(Memory(100_000, plain=1), []).max_tokens(samples(300)) == MOST_TOKENS
     released = budget(Memory(100_000, plain=1), [], gradient_release=True)
-    assert released.max_tokens(samples(300)) > MOST_TOKENS  # an update is one pass then
+    assert released.max_tokens(samples(300)) > MOST_TOKENS  # an update is one pass here
     masked = model()
     masked.config._attn_implementation = "sdpa"
     assert budget(Memory(100_000, plain=1), [], masked).max_tokens(samples(300)) == MASKED_TOKENS
@@ -246,7 +246,7 @@ def test_there_is_an_end_to_what_is_useful() -> None:
     [
         (4_100, (3_000,), False),  # fits
         (4_100, (5_000,), True),  # the longest does not fit
-        (1_100, (900, 900, 900), True),  # too few for a GPU to be busy
+        (1_100, (900, 900, 900), True),  # too few to keep a GPU busy
         (1_100, (400, 400), False),  # few, but all there are
     ],
 )
@@ -265,7 +265,7 @@ def test_activations_are_recomputed_only_where_too_few_tokens_fit(
 def test_activations_are_never_recomputed_against_the_user_s_will() -> None:
     trained = model()
     found = budget(Memory(1_100, plain=1, recomputed=0.1), [], trained, gradient_checkpointing=False)
-    assert found.max_tokens(samples(5_000)) == 5_000  # one sequence has to be tried
+    assert found.max_tokens(samples(5_000)) == 5_000  # one sequence must be tried
     assert not trained.is_gradient_checkpointing
 
 
@@ -284,7 +284,7 @@ def test_what_the_user_gave_needs_no_probe() -> None:
 def on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, notes: list[str], **choices: Any
 ) -> Budget:
-    """Return the budget on a host with so many MiB available, in a container that allows so many more."""
+    """Return the budget on a host with this many MiB available, in a container with this limit."""
     monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: int(available * MIB))
     monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
     trained = model()
@@ -334,7 +334,7 @@ def test_a_pass_on_the_cpu_is_counted_by_what_it_keeps_with_fewer_bytes_where_it
     recompute_activations(many, pytest.fail)
     assert many.is_gradient_checkpointing
     assert token_bytes(many) < token_bytes(layered(16)) - 10 * layer
-    assert many.is_gradient_checkpointing, "it is left as it was"
+    assert many.is_gradient_checkpointing, "it must not change"
 
 
 def test_running_out_of_memory_halves_then_recomputes_and_ends_with_one_sequence() -> None:
@@ -395,7 +395,7 @@ def test_what_the_failed_pass_held_is_free_again() -> None:
 
 
 def test_the_probe_runs_whole_passes_of_its_sizes_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA would tell is replaced: a pass takes 7 bytes, and 3 a token."""
+    """CUDA's figures are replaced: a pass takes 7 bytes, plus 3 per token."""
     trained, seen = model(), list[int]()
     trained.get_decoder().register_forward_hook(
         lambda _module, _inputs, output: seen.append(output.last_hidden_state.shape[1])

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, however the process ends; every byte is checked; the newest whole one is found."""
+"""Checkpoints are whole or absent, however the process ends; every byte is checked; the newest whole one is found."""
 
 import json
 import os
@@ -279,6 +279,6 @@ def test_a_process_killed_while_saving_or_removing_leaves_whole_checkpoints_alon
         assert report["faults"] == []
     steps = [report["step"] for report in after_kills]
     assert steps == sorted(steps)
-    assert steps[-1] >= 3, "it was killed too early to show anything"
-    assert any(report["hidden"] for report in after_kills), "no kill came while it was writing"
+    assert steps[-1] >= 3, "every kill came too early to show anything"
+    assert any(report["hidden"] for report in after_kills), "no kill came during a write"
     assert (last["step"], last["hidden"]) == (steps[-1] + 1, [])

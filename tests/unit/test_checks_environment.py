@@ -1,4 +1,4 @@
-"""Each environment variable that gets in the way, and its harmless values."""
+"""Environment variables that cause trouble, and their harmless values."""
 
 from pathlib import Path
 

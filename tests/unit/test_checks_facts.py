@@ -1,4 +1,4 @@
-"""The child process of the checks, and how the probe's lines become facts."""
+"""The child process of the checks, and how the probe's output becomes facts."""
 
 import json
 import time

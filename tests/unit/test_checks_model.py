@@ -1,4 +1,4 @@
-"""By which modes a model can be trained, from its configuration alone."""
+"""Which modes can train a model, from its configuration."""
 
 import json
 from pathlib import Path

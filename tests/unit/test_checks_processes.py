@@ -1,4 +1,4 @@
-"""Who listens on the server's port, where the listener is this very process, and engines that outlived their server."""
+"""Which process listens on the server's port (here this one), and engines that outlived their server."""
 
 import os
 import socket
@@ -47,7 +47,7 @@ def test_this_process_is_among_the_running() -> None:
 
 
 def listen(monkeypatch: pytest.MonkeyPatch, pid: int | None = 7, ancestors: tuple[int, ...] = ()) -> None:
-    """Let a process listen on the ports 9001 and 9002."""
+    """Pretend that a process listens on ports 9001 and 9002."""
     monkeypatch.setattr(processes, "listening", lambda: {9001: pid, 9002: 1})
     found = Listener(pid=pid, command="python -m http.server", ancestors=ancestors)
     monkeypatch.setattr(processes, "describe", lambda _: found)

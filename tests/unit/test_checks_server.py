@@ -1,4 +1,4 @@
-"""The checks of a server: its manifest, and its answers from a real HTTP server that plays a patched vLLM."""
+"""The checks of a server: its manifest, and its answers from a real HTTP server that stands in for a patched vLLM."""
 
 import json
 import os
@@ -21,7 +21,7 @@ VERSIONS: dict[str, str | None] = {"bridge": "0.1.0", "torch": "2.13.0+cpu", "tr
 
 
 class PlayedServer(ThreadingHTTPServer):
-    """Answers /health and, to who knows the token, /bridge/status and whether its weights are numbers."""
+    """Answers /health and, with the token, /bridge/status and whether its weights are finite."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -55,7 +55,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_gpu_memory_is_left_to_verify() -> None:
 
 @pytest.fixture(autouse=True)
 def only_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the search path be the current folder and one empty default folder."""
+    """Limit the search path to the current folder and one empty default folder."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)

@@ -1,4 +1,4 @@
-"""Memory shared between two processes: the memfd trial runs for real, the end of the CUDA IPC trial is judged.
+"""Memory shared between two processes: the memfd trial runs for real, the outcome of the CUDA IPC trial is evaluated.
 
 Not covered: the CUDA IPC trial itself (`tests/gpu`).
 """

@@ -1,4 +1,4 @@
-"""One process at a time in a folder: who is refused, with what words, and what is left when the holder is killed."""
+"""One process per folder: who is refused, with which message, and what is left when the holder is killed."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ time.sleep(600)
 
 @contextmanager
 def held(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Let another process claim `folder`; give it, and the pid of its child if it was told to `fork`."""
+    """Have another process claim `folder`; yield it, and the pid of its child if it was told to `fork`."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *more], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""The control connection: what it sends, and the one clear error for every way in which a server can fail."""
+"""The control connection: what it sends, and one clear error for every way in which a server can fail."""
 
 import time
 from collections.abc import Callable
@@ -282,7 +282,7 @@ def test_a_vllm_that_is_gone_or_unwell_is_unreachable(call: str, answer: Answer 
         pytest.raises(ServerUnreachableError, match=server.url),
     ):
         VLLM_CALLS[call](client)
-    assert len(server.asked) == 1, "a change of adapters is not repeated: it would be refused"
+    assert len(server.asked) == 1, "a change of adapters is not retried: it would be refused"
 
 
 @pytest.mark.parametrize("body", ["<html>", "{}", '{"data": []}', '{"data": [{"name": "m"}]}'])

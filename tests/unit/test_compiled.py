@@ -1,4 +1,4 @@
-"""The compiled update: what the eager one computes, compiled once for pieces of all sizes."""
+"""The compiled update equals the eager one, and is compiled once for pieces of all sizes."""
 
 import shutil
 
@@ -24,7 +24,7 @@ def test_the_compiled_update_is_the_eager_one_within_an_ulp_a_step_and_compiled_
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for most in (split_adamw.SLAB_ELEMENTS, split_adamw.PIECE_ELEMENTS):
-        monkeypatch.setitem(most, device, 2**12)  # tails, gathered ones and pieces of many sizes
+        monkeypatch.setitem(most, device, 2**12)  # gives tails, gathered slabs and pieces of many sizes
     torch.manual_seed(0)
     shapes = [(130, 70), (5,), (300, 512), (64, 37), (20, 50)]
     start = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
@@ -44,7 +44,7 @@ def test_the_compiled_update_is_the_eager_one_within_an_ulp_a_step_and_compiled_
             eager.step(max_norm=10.0)
             compiled.step(max_norm=10.0)
     for one, other in pairs:
-        if name == "adamw":  # of rounded moments one may be the next
+        if name == "adamw":  # a quantized moment may round to a neighbor
             masters = master(eager, one), master(compiled, other)
             torch.testing.assert_close(*masters, rtol=5 * 2**-23, atol=5 * 1e-3 * 2**-22)
         assert (one != other).float().mean() <= 1e-3

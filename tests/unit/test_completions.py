@@ -1,4 +1,4 @@
-"""The route for rollouts in front of a fake engine: what the engine is asked, and what a sampler is answered."""
+"""The rollout route in front of a fake engine: the engine's requests, and the answers to a sampler."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ LONGEST = 8
 
 
 class Backend:
-    """A tokenizer of Hugging Face's own, inside of one of transformers'."""
+    """A Hugging Face tokenizer, as wrapped by one of transformers."""
 
     def decode_batch(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         assert skip_special_tokens
@@ -36,14 +36,14 @@ class Backend:
 
 
 def output(index: int, finish_reason: str, logprobs: list[float]) -> Any:
-    """Return one completion as the engine makes it: beside the sampled token's, a likelier one's at the first place."""
+    """Return a completion from the engine, with a likelier alternative to the first token."""
     flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], start_indices=[0, 2, 3][: len(logprobs)])
     ids = tuple(10 * (place + 1) + index for place in range(len(logprobs)))
     return SimpleNamespace(index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason)
 
 
 class FakeEngine:
-    """What `AsyncLLM` is to the route."""
+    """Stands in for `AsyncLLM`."""
 
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(max_model_len=LONGEST)
@@ -104,7 +104,7 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, "3", None)
     assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
-    assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the token that ends it is no part of the text"
+    assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the stop token is not part of the text"
     assert (second.text, second.finish_reason) == ("<11><21><31>", "length")
 
 
@@ -216,7 +216,7 @@ WORDS = ["\u2581a", "\u2581b", "c", "<0xC3>", "<0xA9>", "\u2581\u00e9", "<s>"]
 
 
 def spm() -> Tokenizer:
-    """Return a tokenizer as Llama's first one: a word begins with its space, rare characters are bytes."""
+    """Return a tokenizer like that of the first Llama: words begin with a space, rare characters are bytes."""
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="c"))
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(parts)
@@ -227,7 +227,7 @@ def spm() -> Tokenizer:
 @pytest.mark.parametrize("end", [[], [3]], ids=["whole", "unfinished"])
 @pytest.mark.parametrize("prompt", [[0, 1, 2], [6, 0], [1, 3, 4], [5], [0] * 100])
 def test_texts_are_those_of_a_stream_behind_the_prompt(prompt: list[int], end: list[int]) -> None:
-    """As vLLM decodes: token by token, behind the prompt, and an unfinished character waits for its other bytes."""
+    """As in vLLM, tokens are decoded one by one after the prompt, and unfinished characters are held back."""
     tokenizer, chance = spm(), random.Random(0)
     units = [[0], [1], [2], [3, 4], [5], [6]]
     completions = [[*chain(*chance.choices(units, k=length % 6)), *end] for length in range(60)]

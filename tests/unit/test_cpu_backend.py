@@ -1,6 +1,6 @@
-"""On the CPU: experts and their tokens, compiled too; LoRA's kernels; seeded requests that are prefilled in parts.
+"""On the CPU: experts and their tokens, compiled too; LoRA's kernels; seeded requests with chunked prefill.
 
-Not covered: that vLLM samples with them (`tests/cpu/test_torn_tokens.py`, where every update makes such requests).
+Not covered: sampling with them in vLLM (`tests/cpu/test_torn_tokens.py`, where every update makes such requests).
 """
 
 import sys
@@ -21,7 +21,7 @@ TOKENS, EXPERTS, CHOSEN, HIDDEN, INNER = 7, 4, 2, 16, 12
 
 
 class Activation(Enum):
-    """As vLLM's."""
+    """As in vLLM."""
 
     SILU = "silu"
 
@@ -40,7 +40,7 @@ def given(dtype: torch.dtype) -> dict[str, Any]:
 
 @pytest.fixture
 def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Experts as vLLM has them, patched."""
+    """Patched experts of vLLM."""
 
     class CPUUnquantizedExperts:
         def process_weights_after_loading(self, layer: Any) -> None:
@@ -89,14 +89,14 @@ def test_each_token_gets_what_its_experts_make_of_it(
 
 
 def test_a_compiled_model_calls_its_experts_as_one_operator(experts: Any) -> None:
-    """One graph holds the whole model: nothing in it may depend on which experts are chosen."""
+    """One graph holds the whole model, so nothing in it may depend on which experts are chosen."""
 
     def layer(output: Tensor, **inputs: Any) -> Tensor:
         experts.apply(output=output, apply_router_weight_on_input=False, expert_map=None, **inputs)
         return output * 2
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for seed in range(2):  # the second batch has other tokens, and chooses others
+    for seed in range(2):  # the second batch has other tokens and other experts
         inputs = given(torch.float32)
         inputs["topk_ids"] = (inputs["topk_ids"][seed:] + seed) % EXPERTS
         inputs |= {name: inputs[name][seed:] for name in ("hidden_states", "topk_weights")}
@@ -120,7 +120,7 @@ def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known
 
 def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
     def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
-        """As vLLM 0.26 to 0.32: -1 is the last slot."""
+        """As in vLLM 0.26 to 0.32: -1 is the last slot."""
         assert add
         output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
 
@@ -136,7 +136,7 @@ ROOM = 8
 
 
 class Runner:
-    """vLLM's runner as far as sampling goes: a token of each request, and generators that it sets back."""
+    """The part of vLLM's runner that samples a token per request and rewinds generators."""
 
     def __init__(self, unfinished: list[bool], *, fails: bool = False) -> None:
         mask = np.ones(ROOM, dtype=bool)

@@ -1,4 +1,4 @@
-"""The demo's model: loads offline by its folder alone, is cached, and is never left half made."""
+"""The demo's model loads offline from its folder, is cached, and is never left half-written."""
 
 import sys
 from pathlib import Path

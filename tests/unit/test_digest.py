@@ -1,4 +1,4 @@
-"""The digest: sensitive to every bit, to order and to place; indifferent to strides, chunks and the machine's mood."""
+"""The digest depends on every bit, on order and on position, but not on strides, chunks or load."""
 
 import random
 

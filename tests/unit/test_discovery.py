@@ -1,4 +1,4 @@
-"""Servers that were started from another folder: found by their processes, never confused, never to be killed."""
+"""Servers started from another folder: found by their processes, never confused, never to be killed."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ Serve = Callable[..., Path]
 
 @contextmanager
 def process(folder: Path, environment: Mapping[str, str]) -> Iterator[ProcessIdentity]:
-    """A process in `folder` with an environment of its own."""
+    """A process in `folder` with its own environment."""
     code = "print(flush=True); import time; time.sleep(600)"
     started = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code], cwd=folder, env=dict(environment), stdout=subprocess.PIPE
@@ -41,7 +41,7 @@ def process(folder: Path, environment: Mapping[str, str]) -> Iterator[ProcessIde
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder as the current one; servers of this machine other than the test's are hidden."""
+    """Use an empty current folder, and hide this machine's other servers."""
     mine = lambda: {path: each for path, each in running().items() if path.is_relative_to(tmp_path)}  # noqa: E731
     monkeypatch.setattr(discovery, "running", mine)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
@@ -53,7 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def server(folder: Path, *, by: str = "BRIDGE_MANIFEST_PATH") -> Iterator[Path]:
-    """A living server whose manifest is in `folder`, which its environment names in one of three ways."""
+    """A live server with its manifest in `folder`, which its environment names in one of three ways."""
     folder.mkdir()
     path = folder / manifests.MANIFEST_NAME
     named = {"BRIDGE_MANIFEST_PATH": str(path), "LOGDIR": str(folder), "cwd": ""}[by]

@@ -1,4 +1,4 @@
-"""Problems out of data: what a row has to hold, where rows come from, and what the choices change."""
+"""Problems from data: required fields of a row, sources of rows, and the effect of each choice."""
 
 import json
 import multiprocessing
@@ -61,7 +61,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder in the layout of the hub's repository, of two problems to train on and one held out."""
+    """Create a folder in the hub's layout, with two training problems and one held out."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "copy"
     (folder / "main").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What docs/environments.md says: each of its commands loads, each of its rows is scored as it says."""
+"""docs/environments.md is right: each of its commands loads, and each of its rows scores as stated."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ ROWS = [row for row in re.findall(r"^\| (.*?) \| (right|wrong)", TEXT, re.MULTIL
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write every file that the document names, and work beside them."""
+    """Write every file that the document names, and change to their folder."""
     monkeypatch.chdir(tmp_path)
     assert GSM8K.bundled is not None
     for folder in ("openai/gsm8k", "copies/gsm8k"):

@@ -224,7 +224,7 @@ def test_an_environment_without_an_end_is_loaded_and_its_problems_are_checked_as
 ) -> None:
     name = f"{write(ENDLESS.replace('BAD', '7') + SCORES)}:Task"
     environment = registry.load(TaskConfig.model_validate({"environment": name} | choices))
-    for _ in range(2):  # each pass begins anew
+    for _ in range(2):  # each epoch starts over
         problems = iter(environment)
         assert [problem["answer"] for problem in islice(problems, 200)] == list(range(1, 201))
         with pytest.raises(RewardError, match="has a bad problem 200: its prompt is 7"):

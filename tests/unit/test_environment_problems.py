@@ -1,4 +1,4 @@
-"""The bundled word problems: every calculation is done again, and each ends in the answer that it gives."""
+"""The bundled word problems: every calculation is recomputed, and each ends in the stated answer."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ OPERATIONS: Mapping[type, Callable[[Fraction, Fraction], Fraction]] = {
 }
 STEPS = re.compile(r"\b(?:the|of|in|at|for|an?|is|are|takes?|that|so|with|first|each|together|left|they|costs?)\b")
 IN_WORDS = {Fraction(number) for number in ("1", "2", "3", "4", "5", "10", "12", "60", "100", "1000", "0.5", "1.5")}
-"""Numbers that the questions say in words, and those that everybody knows."""
+"""Numbers written as words in the questions, and common knowledge."""
 
 
 def worked_out(node: ast.expr) -> Fraction:
@@ -48,11 +48,11 @@ def test_there_are_enough_of_them_and_none_comes_twice() -> None:
 
 def test_they_are_of_many_situations_and_those_held_out_are_of_others() -> None:
     def situations(split: str) -> set[str]:
-        # Names, things and numbers differ between the problems of one situation; how they are worked out does not.
+        # Problems of one situation differ in names, things and numbers, but not in how they are solved.
         return {" ".join(STEPS.findall(row["answer"])) for row in SPLITS[split]}
 
     assert len(situations("train") | situations("test")) >= 45
-    assert len(situations("train") & situations("test")) <= 3  # two may be told in the same few words
+    assert len(situations("train") & situations("test")) <= 3  # two may share the same few words
 
 
 def test_every_calculation_is_right_and_the_last_is_the_answer() -> None:

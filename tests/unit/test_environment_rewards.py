@@ -1,4 +1,4 @@
-"""Rewards by name and of one's own, their weights, and every misuse in one clear line."""
+"""Rewards by name and custom ones, their weights, and every misuse in one clear line."""
 
 from collections.abc import Callable
 from pathlib import Path

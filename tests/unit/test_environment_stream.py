@@ -1,4 +1,4 @@
-"""Groups from a fake server, scored here and in processes: what is kept of them when scores or the server fail."""
+"""Groups from a fake server, scored here and in worker processes, and what is kept when scores or the server fail."""
 
 import os
 import signal
@@ -30,13 +30,13 @@ from tests.unit.openai_server import Bend, openai, unbent
 from tests.unit.scores_sample import Sample
 
 WORDS = ("good", "raises", "is_nan", "fine", "spins", "dies", "a part", "well")
-"""What the server says, completion by completion; some are methods of the sample."""
+"""The server's answers, one per completion; some are methods of the sample."""
 PATIENCE_S = 60.0
 Score = Callable[[Problem, str], float]
 
 
 class Task:
-    """Says of each problem that it is one, and scores as it is told."""
+    """Has numbered problems, and scores with a given function."""
 
     def __init__(self, score: Score = lambda _, text: float(len(text))) -> None:
         self._score = score
@@ -71,7 +71,7 @@ class Sampled:
 
 
 def saying(bend: Bend = unbent) -> Bend:
-    """Let the server say the words."""
+    """Let the server answer with the words."""
 
     def bent(document: dict[str, Any], asked: Asked) -> Any:
         for choice in document["choices"]:
@@ -175,7 +175,7 @@ def test_a_step_that_failed_is_sampled_anew_as_if_it_had_not_been_begun(model: P
             ours.groups()
         alive.set()
         groups = ours.groups()
-        asked = set(ours.seeds)  # of both calls: the server may get to a request of the first one late
+        asked = set(ours.seeds)  # of both calls: a request of the first one may arrive late
     with sampled(model, Task(), saying()) as undisturbed:
         assert undisturbed.groups() == groups
         assert set(undisturbed.seeds) == asked
@@ -220,7 +220,7 @@ def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(m
 
 
 def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
-    """`--seed 1` would otherwise sample in step 1 what `--seed 0` samples in step 2."""
+    """Otherwise step 1 with `--seed 1` would sample what step 2 with `--seed 0` samples."""
     asked = list[int]()
     for seed in (0, 1, 2):
         with sampled(model, Task(), saying(), seed=seed, eval_samples=3) as ours:

@@ -1,4 +1,4 @@
-"""The page of families is made of results, and is the one in the docs."""
+"""The page of families is generated from the results, and the docs are up to date."""
 
 from tests import family_results
 from tests.family_results import PAGE, Result, page

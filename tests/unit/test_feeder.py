@@ -1,4 +1,4 @@
-"""An environment of ours feeds an Atropos API: joining, what is sent, how much, and how it ends; against fakes."""
+"""A Bridge environment feeds an Atropos API: joining, what is sent, how much, and how it ends; against fakes."""
 
 import json
 import math
@@ -25,19 +25,19 @@ BATCH, GROUP = 8, 4
 
 
 class FakeApi:
-    """An API as atroposlib's is; its trainer takes a batch whenever one can be formed, until it has enough."""
+    """An API like atroposlib's; its trainer takes batches as soon as they can be formed, until it has enough."""
 
     def __init__(self, *, num_steps: int = 2, batch_size: int = BATCH, max_token_len: int = 100) -> None:
         self.num_steps, self.batch_size, self.max_token_len = num_steps, batch_size, max_token_len
         self.step = 0
         self.waits = 0
-        """Questions for a place that are put off."""
+        """How many requests to join are put off."""
         self.groups: list[dict[str, Any]] = []
         self.queue: list[dict[str, Any]] = []
         self.most_queued = 0
         self.takes = True
         self.drops = 0
-        """Posts whose answer is lost."""
+        """How many posts lose their answer."""
         self.forgets = False
         self.registration: dict[str, Any] = {}
         self.left: list[int] = []
@@ -110,7 +110,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fed:
-    """One feed against a fake API and a fake vLLM."""
+    """A run of the feeder against a fake API and a fake vLLM."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ def test_a_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
     assert (fed.last.step, fed.last.num_steps) == (3, 3)
     assert api.left == [3]
     per_batch = BATCH // GROUP
-    assert 3 * per_batch <= len(api.groups) <= 4 * per_batch, "as much as is wanted, and at most one batch to spare"
-    assert fed.last.groups <= len(api.groups), "what is under way at the end is not waited for"
+    assert 3 * per_batch <= len(api.groups) <= 4 * per_batch, "as many as needed, plus at most one batch"
+    assert fed.last.groups <= len(api.groups), "what is in flight at the end is not waited for"
     assert fed.last.reward_mean_so_far is not None
 
 
@@ -179,7 +179,7 @@ def test_no_group_is_sampled_with_the_seeds_of_another(model: Path) -> None:
 
 
 def test_an_environment_does_not_sample_what_its_neighbour_does_with_another_seed(model: Path) -> None:
-    """Environment 3 with `--seed 1` began where environment 4 with `--seed 0` does."""
+    """Environment 3 with `--seed 1` started where environment 4 with `--seed 0` does."""
     fed = Fed(model, FakeApi(num_steps=1), seed=1)
     seeds = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]
     assert min(seeds) // CALL_SEEDS > 1_000 * feeder.SEEDS
@@ -195,12 +195,12 @@ def test_no_more_waits_than_the_trainer_takes_in_so_many_batches(
     def bounded(asked: Asked) -> Answer | None:
         nonlocal looks
         looks += asked.path == "/status-env" and len(api.queue) >= most
-        if looks > 20:  # long enough for one too many to come
+        if looks > 20:  # long enough for one too many to arrive
             api.step = 100
         return FakeApi.__call__(api, asked)
 
     Fed(model, bounded, max_queued_batches=max_queued_batches)
-    assert api.most_queued == most, "it is filled, and no further"
+    assert api.most_queued == most, "the queue is filled, and no further"
 
 
 def test_it_waits_for_a_trainer_and_says_so_once(model: Path) -> None:
@@ -254,13 +254,13 @@ def test_a_group_whose_answer_was_lost_is_not_sent_again(model: Path) -> None:
     assert fed.last.unanswered == 2
     texts = [json.dumps(group, sort_keys=True) for group in api.groups]
     sampled = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]
-    assert len(texts) <= len(sampled), "one group for each that was sampled"
+    assert len(texts) <= len(sampled), "one group for each one sampled"
 
 
 def test_groups_that_are_too_long_are_left_out(model: Path) -> None:
     api = FakeApi(
         num_steps=3, max_token_len=1 + 2 + 3
-    )  # the fake's completions have three tokens; a whole pass is drawn
+    )  # the fake's completions have three tokens; a whole epoch is drawn
     fed = Fed(model, api)
     assert fed.last.too_long > 0
     assert api.groups

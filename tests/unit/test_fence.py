@@ -1,4 +1,4 @@
-"""The trainer's side of the fence: the order of its parts, errors in them, and interrupts held back."""
+"""The trainer's side of the fence: the order of its calls, errors in them, and deferred interrupts."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from tests.unit.checks_sample import holder_of
 
 
 class FakeClient:
-    """Notes every call in the order in which it came; fails at the one that it is told to."""
+    """Records every call in order, and fails at a chosen one."""
 
     def __init__(self, failing: dict[str, Exception] | None = None) -> None:
         self.calls: list[str] = []
@@ -82,7 +82,7 @@ def interrupt(number: int = signal.SIGINT) -> None:
 
 @contextmanager
 def noting(number: int, calls: list[str]) -> Iterator[None]:
-    """Note the signal instead of ending the test run."""
+    """Record the signal instead of ending the test run."""
     previous = signal.signal(number, lambda *_: calls.append(signal.Signals(number).name))
     try:
         yield
@@ -141,7 +141,7 @@ def test_what_is_prepared_comes_inside_of_the_pause_and_before_the_first_write()
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the caching allocator's memory was given back, in the list that the test gives its fake client."""
+    """Record when the caching allocator is emptied, in the list that the test gives to its fake client."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
     return calls
@@ -222,7 +222,7 @@ def test_an_interrupt_before_the_first_write_acts_at_once_and_the_server_goes_on
         fake.calls.append("second half")
 
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt():  # as the training loop holds it back too
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():  # as the training loop defers it too
         update(fake, lambda: fake.calls.append("write"), prepare=prepare)
     assert fake.calls == ["pause keep", "first half", "resume"]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

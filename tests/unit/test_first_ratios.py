@@ -1,4 +1,4 @@
-"""Probability ratios while the weights stay as they are: 1 in every update, however the layers are compiled."""
+"""With unchanged weights the probability ratios are 1 in every update, however the layers are compiled."""
 
 import math
 import shutil
@@ -28,7 +28,7 @@ def _no_code_of_other_tests() -> None:
 
 
 class Still(Descent):
-    """Takes no step, so that every ratio is 1 by definition."""
+    """Takes no step, so that every ratio must be 1."""
 
     def _step(self, norm: float, max_norm: float) -> None: ...
 
@@ -41,7 +41,7 @@ def model(**changes: int) -> PreTrainedModel:
 
 
 def groups(lengths: Sequence[int] = LENGTHS) -> list[Group]:
-    """Return two groups without log-probabilities of a server: only the trainer's own are compared."""
+    """Return two groups without the server's log-probabilities, as only the trainer's own are compared."""
     torch.manual_seed(3)
     made = []
     for _ in range(2):
@@ -66,7 +66,7 @@ def learnt(**choices: Any) -> Learnt:
 
 
 def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Return what collects each micro-batch's log ratios."""
+    """Collect each micro-batch's log ratios."""
     seen: list[Tensor] = []
     original = policy_loss.policy_loss
 
@@ -79,7 +79,7 @@ def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """Compile as inductor does: what is run without gradients is fused, and so rounded, in another way."""
+    """Compile as inductor does: without gradients, code is fused differently, and so rounds differently."""
     if torch.is_grad_enabled():
         return graph
     return lambda *inputs: [
@@ -90,7 +90,7 @@ def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Calla
 @pytest.mark.timeout(600)
 def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
-    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)  # the real compiler's time
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)  # the real compiler is slow
     seen = log_ratios(monkeypatch)
     for loss, updates, passes in [("gspo", 1, 1), ("gspo", 1, 2), *((loss, 2, 2) for loss in LOSSES)]:
         seen.clear()
@@ -104,7 +104,7 @@ def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest
 
 
 def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ratios are 1 whatever the kernels do: the same numbers stand on both sides."""
+    """Its ratios are 1 whatever the kernels do: the same numbers are on both sides."""
     original, calls = logprobs.model_logprobs, [0]
 
     def noisy(*given: Any) -> tuple[Tensor, Tensor]:

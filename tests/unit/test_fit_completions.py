@@ -1,4 +1,4 @@
-"""Which length of a completion follows from the longest sequence that a server takes."""
+"""The length of a completion that follows from the server's longest sequence."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_a_default_that_fits_stays(longest: int | None) -> None:
 
 def test_a_choice_stays_what_it_is_or_is_refused() -> None:
     assert fitted(256, max_new_tokens=255) == (255, [])
-    for typed in (256, 300):  # the first is the default, too
+    for typed in (256, 300):  # the first is also the default
         with pytest.raises(UsageError, match=f"--max-new-tokens {typed} leaves no room for a prompt") as caught:
             fitted(256, max_new_tokens=typed)
         assert "--max-new-tokens 128" in caught.value.remedy

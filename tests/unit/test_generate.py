@@ -1,4 +1,4 @@
-"""`/generate` as an Atropos environment sees it, in front of a server that answers as vLLM does."""
+"""`/generate` as an Atropos environment sees it, in front of a server that answers like vLLM."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ KEY = "Bearer the key"
 
 
 def choice(index: int, num_top: int | None) -> dict[str, Any]:
-    """Return one choice as vLLM writes it: the sampled token comes first among the likeliest."""
+    """Return one choice as vLLM writes it: the sampled token precedes the top ones."""
     ids = [10 + index, 20 + index]
     tops = [{f"token_id:{i}": -0.5, **{f"token_id:{900 + k}": -1.0 - k for k in range(num_top or 0)}} for i in ids]
     logprobs = {"token_logprobs": [-0.5, -0.5], "tokens": [f"token_id:{i}" for i in ids], "top_logprobs": tops}
@@ -52,7 +52,7 @@ class FakeModels:
 
 
 class FakeVllm:
-    """vLLM's two routes, and what they were asked."""
+    """vLLM's two routes, and the requests to them."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) 
     vllm.http.post("/generate", content=json.dumps(ASKED), headers=headers)
     inside = vllm.asked[0]["headers"]
     assert (inside["authorization"], inside["x-request-id"], inside["content-type"]) == (KEY, "7", "application/json")
-    assert "accept-encoding" not in inside, "a compressed answer could not be read"
+    assert "accept-encoding" not in inside, "a compressed answer would be unreadable"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm
     claim, first = vllm.app.state.bridge_claim, SimpleNamespace(lora_name=ADAPTER)
     asyncio.run(claim.load(first))
     claim._lease.take(Holder.current(), "runs/a")
-    vllm.models.lora_requests.clear()  # as while it is replaced
+    vllm.models.lora_requests.clear()  # as during a replacement
     refused = vllm.http.post("/generate", json=ASKED)
     assert (refused.status_code, vllm.asked) == (503, [])
     assert "not being served right now" in refused.json()["detail"]
@@ -216,7 +216,7 @@ def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm
     asyncio.run(claim.load(first))
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert [request["model"] for request in vllm.asked] == ["base", ADAPTER]
-    asyncio.run(claim.unload(first))  # by whom the server belongs to: no trainer has the lease
+    asyncio.run(claim.unload(first))  # by the server's owner: no trainer holds the lease
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert "model" not in vllm.asked[-1]
 
@@ -227,7 +227,7 @@ def test_after_a_trainer_that_ended_while_no_adapter_was_served_the_model_itself
     claim._lease.take(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()
     assert vllm.http.post("/generate", json=ASKED).status_code == 503
-    claim._lease.give_back(Holder.current())  # what it was to load instead was refused
+    claim._lease.give_back(Holder.current())  # the new one was refused
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert "model" not in vllm.asked[-1]
 

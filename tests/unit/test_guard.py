@@ -1,4 +1,4 @@
-"""Who may ask a server with our routes in it: by the key, by the Host and by the Origin of a request."""
+"""Who may use a server with our routes: the API key, and the Host and Origin headers."""
 
 import asyncio
 from argparse import Namespace

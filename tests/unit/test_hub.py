@@ -1,4 +1,4 @@
-"""A model's name is looked up before vLLM starts: on a hub of this machine, without one, and in the cache alone."""
+"""A model's name is looked up before vLLM starts: on a local hub, without a hub, and in the cache only."""
 
 import json
 import os
@@ -33,7 +33,7 @@ LIMIT_S = 60.0
 
 
 def answer(asked: Asked) -> Answer:
-    """Answer as the hub does; it says 401 of a model that there is not, unless one is logged in."""
+    """Answer like the hub, which returns 401 for a missing model unless the user is logged in."""
     known = {
         f"/{NAME}{PLACE}": Answer('{"model_type": "llama"}', 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}),
         f"/{SECRET}{PLACE}": Answer("", 403, {"X-Error-Code": "GatedRepo"}),

@@ -1,4 +1,4 @@
-"""A request's size and its deadlines, against a real uvicorn: what is too large, and what is sent by halves."""
+"""Limits on a request's size and time, against a real uvicorn: requests that are too large or incomplete."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ def listening(served: FastAPI, *, head_limit_s: float = 60.0) -> Iterator[tuple[
 
 
 def exchanged(address: tuple[str, int], sent: bytes) -> bytes:
-    """Send bytes, keep the connection open, and return all that comes until the server closes it."""
+    """Send bytes, keep the connection open, and return all that arrives until the server closes it."""
     with socket.create_connection(address, timeout=30) as connection:
         connection.sendall(sent)
         return b"".join(iter(lambda: connection.recv(4096), b""))
@@ -137,6 +137,6 @@ def test_only_a_connection_that_has_waited_all_the_time_is_closed() -> None:
     silent, busy = Connection(), Connection(SimpleNamespace(response_complete=False))
     active, upgraded = Connection(SimpleNamespace(response_complete=True)), object()
     for now in range(0, 21, 5):
-        active.cycle = SimpleNamespace(response_complete=True)  # another request since the last look
+        active.cycle = SimpleNamespace(response_complete=True)  # another request since the last sweep
         waiting = swept([silent, busy, active, upgraded], waiting, now, 10)
     assert [each.transport.closed for each in (silent, busy, active)] == [True, False, False]

@@ -1,4 +1,4 @@
-"""When a signal acts: at the end of a block, or at once inside of one that holds it back."""
+"""When a signal acts: at the end of a block that defers it, or at once inside a nested one."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def interrupt(number: int = signal.SIGINT) -> None:
 
 @contextmanager
 def handled(number: int, handler: object) -> Iterator[None]:
-    """Let `handler` handle the signal instead of the test run."""
+    """Let `handler` handle the signal instead of ending the test run."""
     previous = signal.signal(number, handler)  # type: ignore[arg-type]
     try:
         yield
@@ -29,7 +29,7 @@ def handled(number: int, handler: object) -> Iterator[None]:
 
 @contextmanager
 def noting(number: int, calls: list[str]) -> Iterator[None]:
-    """Note the signal instead of ending the test run."""
+    """Record the signal instead of ending the test run."""
     with handled(number, lambda *_: calls.append(signal.Signals(number).name)):
         yield
 
@@ -93,7 +93,7 @@ def test_a_signal_that_waits_is_found_where_ctrl_c_is_ignored() -> None:
 def test_an_ignored_signal_stays_ignored_everywhere(number: int) -> None:
     with handled(number, signal.SIG_IGN), deferred_interrupt():
         interrupt(number)
-        assert signal.getsignal(number) == signal.SIG_IGN, "a program that is started here would not ignore it"
+        assert signal.getsignal(number) == signal.SIG_IGN, "a program started here must not ignore it"
         with acting_interrupt():
             interrupt(number)
             assert signal.getsignal(number) == signal.SIG_IGN

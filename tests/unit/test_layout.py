@@ -1,4 +1,4 @@
-"""Copies add up to one view or are refused; every right layout passes, every single mistake in one is named."""
+"""Copies add up to one view or are refused; correct layouts pass, and every single mistake in one is reported."""
 
 import math
 import random
@@ -39,7 +39,7 @@ class Layout:
 
 
 def random_layout(random_: random.Random) -> Layout:
-    """Fuse, pad and tie as servers do: parts are runs of rows, padding is at the end, ties are there once."""
+    """Fuse, pad and tie as servers do: parts are runs of rows, padding is at the end, tied weights exist once."""
     layout = Layout()
     for index in range(random_.randint(1, 4)):
         rest = tuple(random_.randint(1, 5) for _ in range(random_.randint(0, 2)))
@@ -121,7 +121,7 @@ def test_right_layouts_pass_and_every_single_mistake_is_refused() -> None:
 
 
 def test_a_padding_that_reaches_into_the_neighbour_is_refused() -> None:
-    """A negative padding would let a view end after its parameter, in somebody else's memory."""
+    """A negative padding would let a view extend past its parameter into other memory."""
     layout = Layout({"embed": (4, 2)}, {"embed": (3, 2)}, {"embed": rows("embed", (4, 2), 0, 4)}, {"embed": -2})
     assert "embed" in layout.refused()
 

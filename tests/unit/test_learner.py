@@ -1,4 +1,4 @@
-"""One batch turned into updates: gradients and weights against plain autograd, and what every interruption leaves."""
+"""One batch becomes updates: gradients and weights against plain autograd, and the state after every interruption."""
 
 import copy
 import math
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 NUM_GROUPS, GROUP_SIZE = 4, 4
 CLOSE = 1e-4
-"""Relative distance of two gradients, or of two ways, that float32 sums in another order explain."""
+"""Relative distance of gradients or steps that differ only in float32's order of summation."""
 FAR = 0.02
-"""Relative distance that only another formula explains, and less than Adam makes of the signs of roundings."""
+"""Relative distance that takes another formula, and less than Adam's sensitivity to the signs of rounding errors."""
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 Weights = dict[str, Tensor]
 
@@ -48,7 +48,7 @@ def base(seed: int = 7, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def groups() -> list[Group]:
-    """Return completions of several lengths, with log-probabilities of other weights than those that are trained."""
+    """Completions of several lengths, with log-probabilities from other weights than the trained ones."""
     return made_by(base(seed=8))
 
 
@@ -118,7 +118,7 @@ def same(one: Weights, other: Weights) -> bool:
 
 
 def distance(found: Weights, expected: Weights) -> float:
-    """Return the norm of the difference, as a share of what is expected."""
+    """Return the norm of the difference relative to the norm of `expected`."""
     assert found.keys() == expected.keys()
     ours, theirs = (torch.cat([each[name].double().flatten() for name in expected]) for each in (found, expected))
     return float((ours - theirs).norm() / theirs.norm())
@@ -129,7 +129,7 @@ def moved(after: Weights, before: Weights) -> Weights:
 
 
 class Descent(InPlaceOptimizer):
-    """Plain gradient descent: unlike Adam's, its steps are as close to one another as the gradients are."""
+    """Plain gradient descent: unlike Adam's, its steps are as close to each other as the gradients are."""
 
     flags = ""
 
@@ -154,7 +154,7 @@ class Descent(InPlaceOptimizer):
         return ()
 
 
-# The same in as few words as possible: one completion at a time, the whole vocabulary, torch's own autograd.
+# The same as simply as possible: one completion at a time, the whole vocabulary, torch's own autograd.
 
 
 def naive_logprobs(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -171,7 +171,7 @@ def naive_loss(
     kl: tuple[float, PreTrainedModel] | None = None,
     num_clipped: list[int] | None = None,
 ) -> Tensor:
-    """Return DAPO's loss with importance weights and, if asked for, a KL divergence from another model."""
+    """Return DAPO's loss with importance weights and, optionally, a KL divergence from another model."""
     total, num_tokens = torch.zeros(()), 0
     for group in groups:
         rewards = torch.tensor(group.rewards)
@@ -200,7 +200,7 @@ def naive_gradient(model: PreTrainedModel, *arguments: Any, **choices: Any) -> W
 
 
 def naive_descent(model: PreTrainedModel, updates: Iterable[Sequence[Group]], lr: float, **choices: Any) -> Weights:
-    """Take one step for each of `updates`, with ratios to the log-probabilities from before the first."""
+    """Take one step per entry of `updates`, with ratios to the log-probabilities from before the first."""
     old = copy.deepcopy(model)
     for share in updates:
         for name, tensor in naive_gradient(model, share, old, **choices).items():
@@ -209,7 +209,7 @@ def naive_descent(model: PreTrainedModel, updates: Iterable[Sequence[Group]], lr
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, *odd: Callable[[Tensor], Tensor] | None) -> list[int]:
-    """Let `odd` happen to the loss, call by call, and to those after them nothing; return what counts the calls."""
+    """Apply one entry of `odd` to the loss per call, then none; return the call counter."""
     original, calls = policy_loss.policy_loss, [0]
 
     def bent(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ def no_number(loss: Tensor) -> Tensor:
 
 
 def raising(error: BaseException) -> Callable[[Tensor], Tensor]:
-    """Raise in the middle of the backward pass, with some gradients there."""
+    """Raise in the middle of the backward pass, with some gradients already there."""
 
     def change(loss: Tensor) -> Tensor:
         def stop(_: Tensor) -> None:
@@ -453,7 +453,7 @@ def test_advantages_from_outside_reach_the_tokens_they_are_of(groups: list[Group
 
 
 def cut_off(group: Group, *token_ids: int) -> Group:
-    """Let the last completion have been cut off after these tokens."""
+    """Truncate the last completion to these tokens."""
     last = replace(
         group.completions[-1], token_ids=token_ids, logprobs=(-1.5,) * len(token_ids), finish_reason="length"
     )
@@ -521,7 +521,7 @@ def test_a_first_gradient_that_is_not_finite_skips_the_batch_and_changes_nothing
     assert after[1] == kept[1]
     assert all(same(one, another) for one, another in zip(after[0], kept[0], strict=True))
     assert gradient(model) == {}
-    assert taken(learner) == taken(other)  # and the next batch is none the worse
+    assert taken(learner) == taken(other)  # and the next batch is unaffected
     assert same(weights(model), weights(straight))
 
 
@@ -692,7 +692,7 @@ def test_released_gradients_are_of_one_pass_and_whoever_does_what_a_refusal_says
 
 
 def test_the_gradient_of_512_micro_batches_is_as_exact_as_that_of_one(groups: list[Group]) -> None:
-    """In bf16 the additions alone made 2.5 % where one pass has 0.7 %."""
+    """In bf16 the additions alone had an error of 2.5 %, where one pass has 0.7 %."""
     whole = [group for group in groups for _ in range(512 // NUM_GROUPS // GROUP_SIZE)]
     exact = base().bfloat16().double()
     expected = naive_gradient(copy.deepcopy(exact), groups, exact)
@@ -714,7 +714,7 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
     monkeypatch.setattr(SplitMasterAdamW, "expect", lambda _, dtype: expected.append(dtype))
     straight, model, untrained = (base(dtype=torch.bfloat16) for _ in range(3))
     learner = prepared(model, groups, micro_batch_tokens=20, max_grad_norm=1e-2, **choices)
-    assert expected == [torch.float32]  # compiled for before a weight changes
+    assert expected == [torch.float32]  # compiled for it before any weight changes
     assert {each.dtype for each in gradient(model).values()} == {torch.float32}
     learner.write()
     assert gradient(model) == {}
@@ -729,7 +729,7 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
 def test_gradients_that_add_up_in_host_memory_may_be_of_several_passes(
     groups: list[Group], updates: int, max_norm: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "FEW", 1)  # host memory adds up in float32 always
+    monkeypatch.setattr(budget, "FEW", 1)  # host memory always sums in float32
     straight, model = base(dtype=dtype), base(dtype=dtype)
     choices: dict[str, Any] = {"offload_optimizer": True, "micro_batch_tokens": 20, "updates_per_batch": updates}
     choices["max_grad_norm"] = max_norm
@@ -769,7 +769,7 @@ def test_every_optimizer_makes_good_completions_likelier_than_bad_ones(
 
 
 def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Return the mean over the tokens of -advantage * log-probability."""
+    """Return the mean of -advantage * log-probability over all tokens."""
     with torch.no_grad():
         rows = [
             -torch.tensor(group.rewards).sub(sum(group.rewards) / GROUP_SIZE)[index]
@@ -781,7 +781,7 @@ def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
 
 
 def notes_of(**choices: Any) -> list[str]:
-    """Return what is reported before the first step of a run that was given `choices` alone."""
+    """Return the notes logged before the first step of a run with only these `choices`."""
     model, notes = base(), list[str]()
     config = TrainConfig.model_validate({"model_name": "tiny"} | choices)
     factors = {name: 4.0 for name, _ in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A model in memory of its own: what is loaded, and every reason not to, in one line."""
+"""A model with its own copy of the weights: what is loaded, and every reason for a refusal, in one line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def reconfigure(folder: Path, **changes: Any) -> None:
-    """Change the model's configuration; a value of `...` takes the key away."""
+    """Change the model's configuration; a value of `...` removes the key."""
     path = folder / "config.json"
     document = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
@@ -95,7 +95,7 @@ def test_too_little_memory_is_told_with_both_figures_before_anything_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "model.safetensors").unlink()
-    monkeypatch.setattr(loaded, "GIB", 2**20)  # the figures of a model of this size are in MiB
+    monkeypatch.setattr(loaded, "GIB", 2**20)  # the figures of such a small model are in MiB
     monkeypatch.setattr(loaded, "free_bytes", lambda _: 2**20)
     error = error_of(folder, dtype=torch.float32)
     assert type(error) is UsageError

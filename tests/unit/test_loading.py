@@ -1,4 +1,4 @@
-"""vLLM loads a model, with layer objects made by hand: where weights go, and what is rewritten, derived or moved."""
+"""vLLM loads a model of hand-made layers: where weights go, and which are rewritten, derived or moved."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 class Fused(nn.Module):
-    """A linear layer that holds several, as many rows of each."""
+    """A fused linear layer; each part has its number of rows."""
 
     def __init__(self, *rows: int, bias: bool = False) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Fused(nn.Module):
         self.bias = parameter(sum(rows)) if bias else None
 
     def load(self, leaf: str, part: int, loaded: Tensor) -> None:
-        """Load one of them, as vLLM's weight loaders do."""
+        """Load one part, as vLLM's weight loaders do."""
         whole = self.get_parameter(leaf)
         start = sum(self.rows[:part])
         whole.data.narrow(0, start, self.rows[part]).copy_(loaded)
@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
 
 class Model(nn.Module):
-    """A model of vLLM, whose parts know how they are loaded."""
+    """A vLLM model whose layers load themselves."""
 
     stacked: ClassVar = {
         "attn.q_proj": ("attn", "qkv_proj", 0), "attn.k_proj": ("attn", "qkv_proj", 1),
@@ -92,7 +92,7 @@ class Model(nn.Module):
 
 
 def skeleton(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model of transformers without its weights, and without anything that its files hold in another form."""
+    """A transformers model without its weights, stored in the same form as in its files."""
     root: Any = nn.Module()
     root._weight_conversions = []
     root.config = None
@@ -113,7 +113,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the module of vLLM that `patches.loading` reads."""
+    """Stand in for the vLLM module that `patches.loading` reads."""
     vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
     vars(vocabulary).update(VocabParallelEmbedding=VocabParallelEmbedding)
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
@@ -285,7 +285,7 @@ def test_the_weights_of_a_runner_are_watched_after_the_load() -> None:
 
 
 def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker of vLLM that has loaded `model`, whose layers LoRA may have wrapped since."""
+    """A vLLM worker that has loaded `model`, whose layers LoRA may have wrapped since."""
     record = Record(expected=dict(SHAPES), views=loading.views(Model(), skeleton(SHAPES)))
     monkeypatch.setitem(RECORDS, model, record)
     made: Any = BridgeWorker()
@@ -347,7 +347,7 @@ CONFIG = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=Fals
 
 
 class Loader:
-    """vLLM's `BaseModelLoader`, which processes what `load_weights` has loaded."""
+    """vLLM's `BaseModelLoader`, which post-processes what `load_weights` has loaded."""
 
     def __init__(self, process: Callable[[Any], None]) -> None:
         self._process = process
@@ -376,8 +376,8 @@ def loaded(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> R
 
 def test_a_model_that_stays_as_it_was_loaded_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def process(model: Any) -> None:
-        model.norm.scale = torch.tensor(1.0)  # a single number is no weight
-        model.norm.weight = nn.Parameter(model.norm.weight.data)  # another object in the same place
+        model.norm.scale = torch.tensor(1.0)  # a scalar is not a weight
+        model.norm.weight = nn.Parameter(model.norm.weight.data)  # another object at the same address
 
     record = loaded(process, monkeypatch)
     assert record.refusal is None

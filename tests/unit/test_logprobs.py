@@ -1,4 +1,4 @@
-"""Log-probabilities by blocks of words against the naive computation, and against whole transformers models."""
+"""Log-probabilities in vocabulary blocks against the naive computation, and against whole transformers models."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few words a block, so that every test crosses blocks and ends in a part of one."""
+    """Use a few words per block, so that every test crosses blocks and ends in a partial one."""
     monkeypatch.setattr(blocks, "BLOCK_LOGITS", {"cpu": 1000, "cuda": 1000})
     monkeypatch.setattr(blocks, "BLOCK_WORDS", 32)
 
@@ -96,7 +96,7 @@ def test_values_and_gradients_are_those_of_the_naive_computation_in_float64(
 
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
-    # on the CPU the gradient is rounded once, to its own dtype; on a GPU that of the logits is rounded to bf16 before
+    # on the CPU the gradient is rounded once, to its own dtype; on a GPU the logits' gradient is also rounded to bf16
     relative = 1e-5 if dtype == torch.float32 else 2**-8
     absolute = 0.02 if (dtype, device) == (torch.bfloat16, "cuda") else 1e-5
     for mine, theirs in list(zip(ours, exact, strict=True))[: 3 if with_bias else 2]:

@@ -1,4 +1,4 @@
-"""The adapter itself: what it computes against plain PEFT, what it saves and takes back, and what of it is trained."""
+"""The adapter itself: its output against plain PEFT, what it saves and loads, and which parts are trained."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ from bridge.weights.adapter import Adapter
 from tests.models import tiny
 
 SCALINGS = [(16.0, 8), (4.0, 8), (24.0, 8)]
-"""alpha and r: twice, half, and thrice, which is no power of two."""
+"""alpha and r with a scaling of 2, 1/2 and 3, which is not a power of two."""
 IDS = torch.arange(3, 19).view(2, 8)
 
 
@@ -142,7 +142,7 @@ def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
 
 def test_saving_and_loading_ask_nobody_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: Any, **__: Any) -> bool:
-        raise AssertionError("the hub was asked")
+        raise AssertionError("the hub was contacted")
 
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
     adapter = put_in(base())
@@ -181,7 +181,7 @@ def test_the_seed_alone_decides_where_an_adapter_begins() -> None:
     model = base()
     torch.set_rng_state(state)
     again = values(put_in(model, seed=3))
-    assert torch.equal(torch.get_rng_state(), state)  # nobody else's numbers are used up
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is untouched
     assert equal(first, again)
     assert not equal(first, values(put_in(base(), seed=4)))
 
@@ -192,7 +192,7 @@ def test_dropout_is_in_front_of_the_adapter_and_nowhere_else() -> None:
     without = model(IDS).logits
     assert torch.equal(
         model(IDS).logits, without
-    )  # B is zero: whatever is dropped, the rest of the model drops nothing
+    )  # B is zero: the adapter's dropout has no effect, and the base has none
     fill(adapter)
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
     assert {name for name, module in model.named_modules() if module.training and "lora_dropout" not in name} == set()
@@ -227,7 +227,7 @@ def test_it_is_trained_as_plain_adamw_trains_the_adapter_that_is_saved(
         torch.optim.AdamW([theirs[name] for name in ours], lr=lr, weight_decay=decay),
     )
     clipped = []
-    for step, size in enumerate((1.0, 1e-3, 30.0)):  # AdamW would not notice gradients clipped by one factor
+    for step, size in enumerate((1.0, 1e-3, 30.0)):  # one common factor on all gradients would not change AdamW's steps
         for one, optimizer in zip((model, plain), optimizers, strict=True):
             optimizer.zero_grad()
             (size * one(IDS).logits.square().mean()).backward()
@@ -236,7 +236,7 @@ def test_it_is_trained_as_plain_adamw_trains_the_adapter_that_is_saved(
             assert expected is not None
             assert held.grad is not None
             assert torch.allclose(held.grad * factor, expected, atol=1e-3 * expected.abs().max().item()), (step, name)
-            held.grad.copy_(expected / factor)  # or Adam makes a step of the sign of a rounding
+            held.grad.copy_(expected / factor)  # otherwise Adam amplifies the sign of a rounding error
         norm = float(torch.nn.utils.clip_grad_norm_([theirs[name] for name in ours], max_norm))
         assert optimizers[0].global_norm() == pytest.approx(norm, rel=1e-5)
         optimizers[0].step(grad_norm=optimizers[0].global_norm(), max_norm=max_norm)

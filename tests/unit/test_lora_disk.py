@@ -1,6 +1,6 @@
-"""`lora_only --lora-handover disk`: whose base it trains on, and how the server gets each version.
+"""`lora_only --lora-handover disk`: the base it trains on, and how the server gets each version.
 
-Not covered: what both ways have in common (`test_lora_memory.py`).
+Not covered: what both hand-overs have in common (`test_lora_memory.py`).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`lora_only --lora-handover memory`: where base and adapter are, and the order of requests to the server.
+"""`lora_only --lora-handover memory`: where base and adapter lie, and the order of requests to the server.
 
 Not covered: the adapter itself (`test_lora_adapter.py`).
 """

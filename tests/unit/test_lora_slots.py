@@ -1,4 +1,4 @@
-"""LoRA's slots in layers made by hand: whose they are, moved into shared memory, watched and exported."""
+"""LoRA slots in hand-made layers: matched to modules, moved into shared memory, watched and exported."""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
 from patches import lora_slots, model_runner
 
-# The fixture and the fakes of vLLM's layers; a fixture is used by its name alone.
+# The fixture and the fakes of vLLM's layers; pytest finds a fixture by its imported name.
 from tests.unit.test_layout import rows
 from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
@@ -21,7 +21,7 @@ HEAD_ROWS, VOCABULARY = 4, 11
 
 
 def views() -> dict[str, View]:
-    """Where the parameters lie, by the names that vLLM's have without LoRA."""
+    """Views of the parameters, by vLLM's names without LoRA."""
     shapes: dict[str, tuple[str, int]] = {
         "attn.q_proj.weight": ("attn.qkv_proj.weight", 0),
         "attn.k_proj.weight": ("attn.qkv_proj.weight", 16),
@@ -49,7 +49,7 @@ def stack(layer: Any, *pairs: tuple[Tensor, Tensor]) -> Any:
 
 
 def model_with_slots() -> Any:
-    """A model as vLLM leaves it: wrapped layers, their slots, and the manager that knows them by their plain names."""
+    """A model as vLLM leaves it: wrapped layers, their slots, and the manager that lists them by plain name."""
     model = with_lora()
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
     embed = model.embed
@@ -98,9 +98,9 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     "pairs",
     [
         [(slots(16, HIDDEN)[0], slots(16, HIDDEN, rank=2 * RANK)[1])],  # fully sharded: A has a part of the rank
-        [slots(8, HIDDEN)],  # B cut by tensor parallelism
-        [slots(16, HIDDEN // 2)],  # A cut by tensor parallelism
-        [slots(16, HIDDEN), slots(16, HIDDEN)],  # two slices for what is one weight of the model
+        [slots(8, HIDDEN)],  # B is split by tensor parallelism
+        [slots(16, HIDDEN // 2)],  # A is split by tensor parallelism
+        [slots(16, HIDDEN), slots(16, HIDDEN)],  # two slices for one weight of the model
         [(torch.zeros(SLOTS, 8, RANK, HIDDEN), torch.zeros(SLOTS, 8, 16, RANK))],  # experts
         [(torch.zeros(SLOTS, 1, HIDDEN, RANK).transpose(2, 3), slots(16, HIDDEN)[1])],
         [],

@@ -1,4 +1,4 @@
-"""The manifest: where it is looked for, every bad one refused in one line, and written whole or not at all."""
+"""The manifest: where it is looked for, how bad ones are refused in one line, and that it is written atomically."""
 
 import json
 import os
@@ -40,14 +40,14 @@ DOCUMENTED_PER_HANDLE = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Write a good manifest, whose server is this process."""
+    """Write a valid manifest whose server is this process."""
     write(manifest(), tmp_path / MANIFEST_NAME)
     return tmp_path / MANIFEST_NAME
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
-    """Make every place of the search path a folder of the test's own."""
+    """Make every folder of the search path one of the test's own."""
     folders = tuple(tmp_path / name for name in ("logdir", "here", "default"))
     for folder in folders:
         folder.mkdir()
@@ -58,7 +58,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
 
 
 def refusal(action: Callable[[], object]) -> str:
-    """Run `action`, which has to end in one ManifestError of one line, and return that line."""
+    """Run `action`, which must raise a one-line ManifestError, and return its text."""
     with pytest.raises(ManifestError) as caught:
         action()
     assert "\n" not in caught.value.message
@@ -139,7 +139,7 @@ while True:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_the_file_that_was_checked_is_the_file_that_is_read(path: Path) -> None:
-    """Another user swaps our manifest and theirs for as long as we read."""
+    """Another user keeps swapping our manifest and theirs while we read."""
     ours, theirs, new = (path.with_name(name) for name in ("ours", "theirs", "new"))
     ours.write_bytes(path.read_bytes())
     theirs.write_text(path.read_text().replace('"model": "tiny"', '"model": "evil"'))

@@ -33,8 +33,11 @@ TABLE: dict[tuple[str, bool, bool], dict[str, tuple[float, float | None]]] = {
     ("adamw", True, True): {"7B": (15, 1970), "14B": (29, 498), "32B": (63, 236)},
     ("adamw-4bit", False, True): {"7B": (23, 1820), "14B": (44, 417), "32B": (95, 104)},
 }
-"""Optimizer, offloaded, released -> weights, gradients and state in GiB, and thousands of tokens in what they leave of
-120 GiB; the largest gradient is never released."""
+"""(Optimizer, offloaded, released) -> GiB of weights, gradients and state, and thousands of tokens in the rest of 120
+GiB.
+
+The largest gradient is never released.
+"""
 
 
 @pytest.mark.parametrize(("way", "name"), [(way, name) for way, sizes in TABLE.items() for name in sizes])
@@ -89,7 +92,7 @@ def test_a_size_of_micro_batches_that_is_given_is_the_smallest_and_the_largest()
     long = TrainConfig.of(model_name="m", max_new_tokens=30000)
     assert micro_batch_tokens(long) == (30256, 30256), "nor smaller than its longest sequence"
     released = TrainConfig.of(model_name="m", gradient_release=True, updates_per_batch=2)
-    assert micro_batch_tokens(released) == (16384, 16384), "all of an update is one backward pass"
+    assert micro_batch_tokens(released) == (16384, 16384), "a whole update is one backward pass"
     summed_up = TrainConfig.of(model_name="m", gradient_release=True, offload_optimizer=True)
     assert micro_batch_tokens(summed_up) == micro_batch_tokens(TrainConfig.of(model_name="m")) == (4096, 16384)
     kept = need_of("7B", micro_batch_tokens=2000, gradient_checkpointing=False)
@@ -115,7 +118,7 @@ def test_a_run_that_fits_only_while_its_kv_cache_sleeps_says_so() -> None:
     held = need.served + need.engine + memory.CONTEXT_BYTES + need.own + need.state
     assert held + need.gradients + need.temporaries + need.least_activations <= need.gpu
     assert held + found.kv <= need.gpu
-    assert held + found.kv + need.gradients > need.gpu, "or it would not have to sleep"
+    assert held + found.kv + need.gradients > need.gpu, "otherwise it would not have to sleep"
     assert fit(need, kv_sleep="never").lacking > 0
 
 
@@ -138,7 +141,7 @@ def test_a_trainer_on_another_gpu_takes_nothing_of_the_servers() -> None:
     apart = need_of("14B", mode="none", trainer_device="cuda:1", optimizer="adamw-8bit")
     assert fit(apart).kv == pytest.approx(0.9 * H200 - apart.served - apart.engine)
     assert fit(apart).lacking == 0 < fit(need_of("14B", mode="none", optimizer="adamw-8bit")).lacking
-    assert fit(need_of("14B", mode="none", trainer_device="cuda:1")).lacking > 0, "its own GPU has to hold it"
+    assert fit(need_of("14B", mode="none", trainer_device="cuda:1")).lacking > 0, "its own GPU must hold it"
 
 
 def test_a_trainer_on_the_cpu_is_held_by_the_host() -> None:

@@ -27,12 +27,12 @@ class Allocation:
 
 @dataclass
 class Gpu:
-    """What is free, and what is mapped there: each address once at most."""
+    """Free memory, and what is mapped there: each address at most once."""
 
     free_bytes: int
     mapped: set[int] = field(default_factory=set)
     fails_after: int = 99
-    """Mappings until CUDA refuses one, whatever is free."""
+    """Number of mappings after which CUDA refuses one, even with free memory."""
 
     def map(self, handle: tuple[int, int]) -> None:
         address, num_bytes = handle
@@ -50,7 +50,7 @@ class Gpu:
 
 
 class FakeWorker:
-    """vLLM's worker and its pool as 0.26 has them: each sleep and each waking concerns everything in it."""
+    """vLLM's worker and its pool as of 0.26: sleeping and waking always affect everything in it."""
 
     def __init__(self, gpu: Gpu, allocations: dict[int, Allocation]) -> None:
         self.gpu, self.allocations = gpu, allocations
@@ -58,7 +58,7 @@ class FakeWorker:
             gpu.map(data.handle)
 
     def sleep(self, level: int = 1) -> None:
-        assert level == 1, "a deeper sleep loses what vLLM could not bring back"
+        assert level == 1, "a deeper sleep loses what vLLM could not restore"
         for data in self.allocations.values():
             self.gpu.unmap(data.handle)
             data.cpu_backup_tensor, data.is_asleep = (data.tag != "kv_cache" or None), True
@@ -71,7 +71,7 @@ class FakeWorker:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand in for vLLM's module of the pool, and return it."""
+    """Stand in for vLLM's pool module, and return it."""
     for name in ("vllm", "vllm.device_allocator", "vllm.device_allocator.cumem"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     return sys.modules["vllm.device_allocator.cumem"]

@@ -1,4 +1,4 @@
-"""Importance weights and the measure of two engines' distance, against numbers worked out by hand."""
+"""Importance weights and the log-prob mismatch of two engines, against numbers computed by hand."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from bridge.types import LOGPROB_DIFF_EDGES
 CPU = torch.device("cpu")
 SAMPLED_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
 RATIOS = (0.25, 0.5, 1.0, 2.0, 8.0)
-"""Probability by the trainer over that by the server; all powers of two, so that bounds are met exactly."""
+"""Probability under the trainer over that under the server; powers of two, so that bounds are hit exactly."""
 
 
 def old() -> Tensor:
@@ -103,7 +103,7 @@ def test_the_measure_is_what_a_person_would_count() -> None:
     assert found.max == pytest.approx(2.0)
     assert len(found.histogram) == len(LOGPROB_DIFF_EDGES) + 1 == 8
     assert found.histogram == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
-    # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is cut off at 2
+    # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is truncated to 2
     weights = [1, math.exp(0.002), math.exp(0.02), math.exp(0.2), 2]
     weights += [math.exp(-0.0005), math.exp(-0.004), math.exp(-0.05), math.exp(-0.5), math.exp(-2)]
     assert found.changed_share == pytest.approx(0.1)
@@ -147,7 +147,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(cut: int) -> None:
 
 
 def test_no_value_is_waited_for_before_it_is_read() -> None:
-    """Tensors on the meta device have no values: whoever asked for one would fail."""
+    """Tensors on the meta device have no values, so reading one would fail."""
     old_N, sampled_N = old().to("meta"), SAMPLED_N.to("meta")
     for kind in ("truncate", "mask", "none"):
         tally = measure(old_N, sampled_N, correction(mismatch=kind)) + Tally.zero(torch.device("meta"))

@@ -1,4 +1,4 @@
-"""Models of views: saved right, small and loadable; loaded in place, or refused with nothing touched."""
+"""Models made of views: saved right, small and loadable; loaded in place, or refused with nothing touched."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ PADDED_ROWS, VOCABULARY = 320, 301
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Make the folder of a source model: a tokenizer, generation defaults, and a file that is nobody's business."""
+    """Create the folder of a source model: a tokenizer, generation defaults, and an unrelated file."""
     folder = tmp_path / "source"
     folder.mkdir()
     Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
@@ -47,7 +47,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def shared_model(*, tied: bool, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """Make a grouped-query Llama whose parameters are all views into one storage, as an inference engine lays them."""
+    """Make a grouped-query Llama whose parameters are views into one storage, laid out as by an inference engine."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -75,7 +75,7 @@ def pointers(model: LlamaForCausalLM) -> list[int]:
 
 
 def whole_storage(model: LlamaForCausalLM) -> bytes:
-    """What lies in the model's memory, between its parameters too."""
+    """The model's whole memory, including the gaps between its parameters."""
     storage: torch.UntypedStorage = next(model.parameters()).untyped_storage()
     return bytes(storage.tolist())
 
@@ -171,7 +171,7 @@ def test_a_folder_is_loaded_in_place_bit_for_bit_and_the_bytes_between_the_views
     assert whole_storage(model) != whole_storage(saved)
     load_into(model, out)
     check_equal(saved, model)
-    assert whole_storage(model) == whole_storage(saved)  # the filler between them too
+    assert whole_storage(model) == whole_storage(saved)  # including the filler between them
     assert before == pointers(model)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in parameters)
@@ -264,7 +264,7 @@ def test_a_folder_without_weights_is_refused(out: Path) -> None:
 
 
 def test_experts_are_saved_one_by_one_and_loaded_back_into_the_memory_that_they_share(source: Path, out: Path) -> None:
-    """In memory the experts of a layer are one parameter; files hold them as they always did."""
+    """In memory the experts of a layer are one parameter; files store them one by one."""
     config = MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=3, dtype="bfloat16",

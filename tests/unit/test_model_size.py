@@ -29,7 +29,7 @@ QWEN15_MOE = {
 
 
 def weights(path: Path, *shapes: tuple[int, ...]) -> None:
-    """Write the head of a file of safetensors, without its tensors."""
+    """Write the header of a safetensors file, without its tensors."""
     header = {str(place): {"dtype": "BF16", "shape": shape} for place, shape in enumerate(shapes)}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)

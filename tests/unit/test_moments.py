@@ -1,4 +1,4 @@
-"""Moments of few bits: levels and codes, and how near training with them comes to float32 moments."""
+"""Low-bit moments: levels and codes, and how close training with them is to float32 moments."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ CODED = [EIGHT_BIT, FOUR_BIT]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Let no thread wait for another one on a busy machine: the tensors are tiny."""
+    """Use one thread: on a busy machine, synchronization would dominate for such tiny tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,9 +99,9 @@ def test_blocks_of_zeros_stay_zeros_and_a_block_knows_nothing_of_another(moments
 
 
 def path(name: str, lr: float, steps: int) -> tuple[Tensor, float]:
-    """Return how far weights go from their start when a noisy quadratic is minimised, and how good they are then."""
+    """Return how far the weights move while minimizing a noisy quadratic, and the final loss."""
     torch.manual_seed(0)
-    target, scale = torch.randn(16, 256), 10 ** (-2 * torch.rand(16, 256))  # gradients of two decades in a block
+    target, scale = torch.randn(16, 256), 10 ** (-2 * torch.rand(16, 256))  # gradients span two decades within a block
     weight = torch.nn.Parameter((torch.randn(16, 256) * 0.02).bfloat16())
     start = weight.detach().float()
     optimizer = SplitMasterAdamW([weight], lr=lr, kind=KINDS[name])
@@ -140,9 +140,9 @@ def test_a_second_moment_forgets_gradients_that_are_gone() -> None:
 
 
 def drift(name: str, size: float) -> float:
-    """Return how far weights go on, in learning rates, in 600 steps after their gradients have become zero.
+    """Return how far weights drift, in learning rates, in the 600 steps after their gradients became zero.
 
-    The gradients of their neighbours in each block go on, and are 1 / `size` times as large.
+    The gradients of their neighbors in each block continue, and are 1 / `size` times as large.
     """
     torch.manual_seed(0)
     weight, ended = torch.nn.Parameter(torch.zeros(8, 256)), torch.rand(8, 256) < 0.5

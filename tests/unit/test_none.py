@@ -1,4 +1,4 @@
-"""The mode `none`: whose weights are trained, when the server gets them, and in which order."""
+"""The mode `none`: which weights are trained, when the server gets them, and in which order."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 @dataclass
 class FakeProcess:
-    """Records the model that it is started with, and what is on the disk at that moment."""
+    """Records the model that it is started with, and what is on disk at that moment."""
 
     started: list[str] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -227,7 +227,7 @@ def test_a_server_that_dies_before_any_step_is_started_with_the_model_again(
     running.mode.revive(None)
     assert (running.process.started, running.mode.version) == ([str(folder)], 1)
     running.publish()
-    assert len(running.process.started) == 1  # two steps from here on, as from the beginning
+    assert len(running.process.started) == 1  # two steps from here on, as at the start
 
 
 @pytest.mark.parametrize(("version", "expected"), [(7, 7), (0, 2)])
@@ -315,7 +315,7 @@ def in_place(tmp_path: Path) -> Iterator[Callable[..., Attached]]:
 
 def test_in_place_the_saved_model_is_loaded_between_pause_and_publish(in_place: Callable[..., Attached]) -> None:
     running = in_place(in_flight="abort")
-    assert running.mode.endpoint.version is None  # the server tells it with each answer
+    assert running.mode.endpoint.version is None  # the server reports it with each answer
     assert running.publish() == running.mode.version == 1
     assert running.routes.calls == [("lease", 1.0), ("pause", 1.0), ("publish", 2.0)]
     assert running.routes.bodies[1]["in_flight"] == "abort"
@@ -406,7 +406,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
         summary = trainer.train(config, Letters(), run, Listener(), process=process)
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
-    assert asked_before == [2]  # two groups a step, then the restart; none after the last step, the server ends then
+    assert asked_before == [2]  # two groups per step, then the restart; none after the last step, when the server ends
     assert not equal(process.weights, stored(tmp_path / "saved" / "step_2"))
     assert not equal(process.weights, stored(folder))
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The optimizers beside the weights: exact reconstruction, nothing lost at tiny rates, nothing moved in memory."""
+"""The in-place optimizers: exact reconstruction, nothing lost at tiny learning rates, nothing moved in memory."""
 
 import math
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def test_500_steps_at_a_tiny_rate_equal_a_float32_master_and_plain_bf16_stalls(
         for optimizer in (ours, *others):
             optimizer.step()
     learnt = (reference.detach() - start.float()).norm()
-    rtol = 1e-5 if weight_decay and device == "cuda" else 3e-7  # a GPU decays and steps in one rounding
+    rtol = 1e-5 if weight_decay and device == "cuda" else 3e-7  # a GPU fuses decay and step into one rounding
     torch.testing.assert_close(master(ours, split_weight), reference.detach(), rtol=rtol, atol=1e-9)
     assert (split_weight != split(reference.detach())[0].view(torch.bfloat16)).float().mean() < 1e-3
     assert (plain.detach().float() - start.float()).norm() < 0.2 * learnt
@@ -158,7 +158,7 @@ def test_the_norm_of_bf16_gradients_is_a_float32_one() -> None:
     exact = math.sqrt(sum(float(w.grad.double().square().sum()) for w in weights if w.grad is not None))
     optimizer = SplitMasterAdamW(weights)
     assert optimizer.global_norm() == pytest.approx(exact, rel=1e-5)
-    weights[0].grad_dtype = None  # a gradient of another type than its weight's
+    weights[0].grad_dtype = None  # a gradient with another dtype than its weight
     weights[0].grad = torch.zeros(3)
     weights[0].grad[0] = 1e4
     assert optimizer.global_norm() == pytest.approx(math.hypot(exact, 1e4), rel=1e-4)
@@ -175,7 +175,7 @@ def test_a_master_held_multiplied_is_trained_as_if_it_were_not(factor: float, dt
         SplitMasterAdamW([scaled_group(plain, 1.0, **choices)], lr=1.0),
         SplitMasterAdamW([scaled_group(held, factor, **choices)], lr=1.0),
     ]
-    for size in (1.0, 1e-3, 1e-7, 1e-9):  # the last two are of the size of eps, which has to be scaled with them
+    for size in (1.0, 1e-3, 1e-7, 1e-9):  # the last two are about as large as eps, which must be scaled with them
         gradient = (torch.randn(6, 7) * size).to(dtype)
         plain.grad, held.grad = gradient, gradient / factor
         before = plain.detach().clone()
@@ -215,7 +215,7 @@ def test_float16_strided_and_overlapping_parameters_are_refused() -> None:
 def as_before(
     weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: dict[int, list[Tensor]], **choices: float
 ) -> None:
-    """Step float32 masters with the very operations, in the very order, of torch.optim.AdamW's plain loop."""
+    """Step float32 masters with exactly the operations of torch.optim.AdamW's plain loop, in the same order."""
     step, lr, decay = int(choices["step"]), choices["lr"], choices["weight_decay"]
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         first, second = moments.setdefault(index, [torch.zeros_like(weight), torch.zeros_like(weight)])
@@ -261,7 +261,7 @@ def test_a_gradient_is_scaled_down_to_the_norm_in_float32_inside_the_step() -> N
     assert torch.equal(one.parts(clipped)["exp_avg"], other.parts(scaled)["exp_avg"])
     assert torch.equal(clipped, scaled)
     assert clipped.grad is not None
-    assert torch.equal(clipped.grad, gradient), "the gradient itself is left as it is"
+    assert torch.equal(clipped.grad, gradient), "the gradient itself must not change"
 
 
 def test_the_bound_of_an_update_is_never_reached_by_exact_moments() -> None:
@@ -273,7 +273,7 @@ def test_the_bound_of_an_update_is_never_reached_by_exact_moments() -> None:
         first, second = first.lerp(gradient, 0.1), second * 0.999 + 0.001 * gradient**2
         by = Coefficients.of(group, step)
         assert (first / (second.sqrt() / by.root_bias2)).abs().max() <= by.largest * (1 + 1e-5)
-    assert Coefficients.of(group, 1).largest == pytest.approx(0.1, rel=1e-6)  # of a moment that is not yet corrected
+    assert Coefficients.of(group, 1).largest == pytest.approx(0.1, rel=1e-6)  # of a moment without bias correction
     assert Coefficients.of({**group, "betas": (0.9, 0.8)}, 3).largest == math.inf
 
 

@@ -1,4 +1,4 @@
-"""The table of bytes per parameter says what the optimizers really allocate, without torch."""
+"""The table of bytes per parameter, which needs no torch, matches what the optimizers really allocate."""
 
 import subprocess
 import sys

@@ -155,7 +155,7 @@ def test_types_are_those_of_the_contract_even_where_all_numbers_are_whole() -> N
 def test_no_pack_is_larger_than_asked_and_every_token_is_in_one() -> None:
     lengths = [2, 9, 3, 3, 30, 2, 7, 5]
     batches = pack([of_length(length) for length in lengths], max_tokens=12)
-    assert lengths_of(batches[0]) == [30]  # longer than asked: alone, and first
+    assert lengths_of(batches[0]) == [30]  # longer than the limit: alone, and first
     assert all(len(batch.tokens_T) <= 12 for batch in batches[1:])
     assert sorted(length for batch in batches for length in lengths_of(batch)) == sorted(lengths)
     assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)

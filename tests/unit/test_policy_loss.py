@@ -1,4 +1,4 @@
-"""The policy losses: values worked out by hand, gradients, clips, cuts, and what stale samples expect of them."""
+"""The policy losses: values computed by hand, gradients, clips, truncations, and the expectation over stale samples."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 CLIPPED = LossSpec(ratio_level="token", aggregation="token_mean", advantage_scale="none", clip_low=0.2, clip_high=0.3)
 BY_SEQUENCE = replace(CLIPPED, ratio_level="sequence")
 WIDE = replace(CLIPPED, clip_low=0.999999, clip_high=1e6)
-"""Clips nothing that occurs here."""
+"""Wide enough to clip nothing here."""
 
 
 def batch_of(*advantages: Sequence[float], weight: float = 1.0, sampled: float = -2.0) -> MicroBatch:
-    """Return one micro-batch, a sequence for each row of advantages, in float64."""
+    """Return one micro-batch in float64, with one sequence per row of advantages."""
     rows = [
         Sample(
             prompt_token_ids=(1,) * (100 - index - len(row)),  # keeps their order: the longest comes first
@@ -54,7 +54,7 @@ def tensor(*values: float) -> Tensor:
 
 
 def at(batch: MicroBatch, ratios: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities that have these ratios to the old ones, which are the sampled ones, and the old ones."""
+    """Return log-probabilities with these ratios to the old ones, and the old ones, which equal the sampled ones."""
     old_N = batch.sampled_logprobs_N
     return (old_N + tensor(*ratios).log()).requires_grad_(), old_N
 
@@ -66,7 +66,7 @@ def loss_and_gradient(batch: MicroBatch, spec: LossSpec, ratios: Sequence[float]
     return loss.item(), gradient_N.tolist()
 
 
-# What each name stands for
+# The settings behind each name
 
 
 def spec_of(**choices: Any) -> LossSpec:
@@ -95,7 +95,7 @@ def test_each_part_is_overruled_alone() -> None:
 
 LENGTHS = (3, 1)
 RATIOS = (1.1, 1.5, 0.5, 0.9)
-"""Of three tokens with reward 1 and of one with reward 0; clipped by 0.2 to both sides: 1.1, 1.2, 0.5; 0.9."""
+"""Three tokens with reward 1 and one with reward 0; clipped by 0.2 on both sides: 1.1, 1.2, 0.5; 0.9."""
 
 
 def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
@@ -111,11 +111,11 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
     [
         # advantages 1 and -1; the mean over two completions of each one's mean
         ("grpo", -((1.1 + 1.2 + 0.5) / 3 - 0.9) / 2),
-        # advantages 1/2 and -1/2; over two completions of 10 tokens at most
+        # advantages 1/2 and -1/2; over two completions of at most 10 tokens
         ("dr_grpo", -((1.1 + 1.2 + 0.5) / 2 - 0.9 / 2) / (2 * 10)),
         # advantages 1 and -1; the mean over four tokens; the upper clip is 1.28
         ("dapo", -((1.1 + 1.28 + 0.5) - 0.9) / 4),
-        # one ratio a completion: the cube root of 0.825 is less than one, so its good completion is not clipped;
+        # one ratio per completion: the cube root of 0.825 is below one, so the good completion is not clipped;
         # the bad one's, 0.9, is clipped to 1 - 3e-4
         ("gspo", -((1.1 * 1.5 * 0.5) ** (1 / 3) - (1 - 3e-4)) / 2),
     ],
@@ -134,12 +134,12 @@ def test_each_loss_is_what_a_person_would_work_out(loss: str, expected: float) -
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        (1.0, 2.0, -2.0, -2.0),  # on policy: the policy gradient, which makes a good token likelier
+        (1.0, 2.0, -2.0, -2.0),  # on policy: the policy gradient, which makes a good token more likely
         (1.0, -2.0, 2.0, 2.0),  # and a bad one less likely
         (1.1, 2.0, -2.2, -2.2),  # inside the clip the gradient is ratio * advantage
         (1.1, -2.0, 2.2, 2.2),
-        (1.5, 2.0, -2.6, 0.0),  # good and already likelier than 1 + 0.3: no more push
-        (1.5, -2.0, 3.0, 3.0),  # bad and likelier: never clipped, the full push back
+        (1.5, 2.0, -2.6, 0.0),  # good and already more likely than 1 + 0.3: no more push
+        (1.5, -2.0, 3.0, 3.0),  # bad and more likely: never clipped, the full push back
         (0.5, 2.0, -1.0, -1.0),  # good and less likely: never clipped, the full push up
         (0.5, -2.0, 1.6, 0.0),  # bad and already less likely than 1 - 0.2: no more push
     ],
@@ -210,14 +210,14 @@ def test_the_gradient_is_the_losss_own_slope(spec: LossSpec, correction: Correct
         return policy_loss(logprobs_N, old_N, batch, asked, reference_N)[0]
 
     inputs_N = (old_N + steps_N).requires_grad_()
-    if spec is CLIPPED:  # by sequence the gradient is detached from the mean on purpose, which gradcheck takes amiss
+    if spec is CLIPPED:  # by sequence the gradient is detached from the mean on purpose, and gradcheck would fail
         assert torch.autograd.gradcheck(value, (inputs_N,))
     (gradient_N,) = torch.autograd.grad(value(inputs_N), inputs_N)
     torch.testing.assert_close(gradient_N, slopes(value, inputs_N.detach()), rtol=1e-6, atol=1e-8)
 
 
 def slopes(function: Any, point_N: Tensor, step: float = 1e-6) -> Tensor:
-    """Return central differences, which look at values alone."""
+    """Return central differences, computed from values only."""
     basis = torch.eye(len(point_N), dtype=torch.float64) * step
     return torch.stack([(function(point_N + shift) - function(point_N - shift)) / (2 * step) for shift in basis])
 
@@ -232,7 +232,7 @@ def test_a_completions_ratio_is_the_mean_of_its_own_tokens_alone() -> None:
 
 
 def test_a_completion_is_clipped_as_a_whole() -> None:
-    # the first ratio alone is inside the clip, and their mean, 1.8, is not
+    # only the first ratio is inside the clip; their mean, 1.8, is not
     value, gradient_N = loss_and_gradient(batch_of([1.0, 1.0]), BY_SEQUENCE, [1.2, 2.7])
     assert value == pytest.approx(-2.6)
     assert gradient_N == [0, 0]
@@ -255,7 +255,7 @@ def test_by_sequence_the_gradient_is_that_of_the_papers_own_formula() -> None:
     batch = replace(batch, weights_N=tensor(*(1 / (3 * n) for n in lengths for _ in range(n))))
     logprobs_N, old_N = at(batch, (0.9 + torch.rand(9) / 5).tolist())
     found = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, BY_SEQUENCE)[0], logprobs_N)[0]
-    gains = []  # equation 5, with one ratio a completion and the gradient of its mean
+    gains = []  # equation 5, with one ratio per completion and the gradient of its mean
     for part, a in zip((logprobs_N - old_N).split(lengths), advantages, strict=True):
         s = part.mean().exp()
         gains.append(torch.minimum(s * a, s.clamp(0.8, 1.3) * a))
@@ -293,7 +293,7 @@ def test_however_a_batch_is_cut_its_parts_add_up_to_the_whole(loss: str, max_tok
 
 
 def unequal(group: Group, index: int) -> Group:
-    """Give every completion tokens of its own."""
+    """Give every completion its own tokens."""
     completions = tuple(
         replace(one, token_ids=tuple(10 * (4 * index + place) + step for step in range(len(one.token_ids))))
         for place, one in enumerate(group.completions)
@@ -302,7 +302,7 @@ def unequal(group: Group, index: int) -> Group:
 
 
 def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float, Tensor, tuple[float, ...]]:
-    """Return loss, gradient and statistics of a model that has one free number for each token id."""
+    """Return loss, gradient and statistics of a model with one free parameter per token id."""
     free_V = (torch.linspace(-1.0, 1.0, 100) ** 3 - 1).requires_grad_()
     total, met = 0.0, torch.zeros(NUM_SUMS, dtype=torch.float64)
     for batch in packs(rows, max_tokens=max_tokens, device=CPU):
@@ -317,7 +317,7 @@ def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float,
     return total, free_V.grad, (met[0].item(), shares.clip_low, shares.clip_high, shares.kl)
 
 
-# The divergence from the reference
+# The KL divergence from the reference
 
 
 def test_the_divergence_is_the_papers_estimate_and_never_negative() -> None:
@@ -357,7 +357,7 @@ def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
     assert torch.isfinite(torch.autograd.grad(loss, logprobs_N)[0]).all()
 
 
-# What it met
+# Statistics
 
 
 def test_what_the_clips_left_without_a_gradient_is_counted() -> None:
@@ -372,7 +372,7 @@ def test_what_the_clips_left_without_a_gradient_is_counted() -> None:
 @pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
 @pytest.mark.parametrize("kind", ["truncate", "mask", "none"])
 def test_no_value_is_waited_for(spec: LossSpec, kind: Any) -> None:
-    """Tensors on the meta device have no values: whoever asked for one would fail."""
+    """Tensors on the meta device have no values, so reading one would fail."""
     batch = batch_of([1.0, 1.0], [-1.0])
     on_meta: dict[str, Any] = {
         name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)
@@ -391,11 +391,11 @@ def test_an_update_without_tokens_met_nothing() -> None:
     assert all(math.isnan(value) for value in (shares.clip_low, shares.clip_high, shares.kl))
 
 
-# Samples of another policy than the one that is trained
+# Samples from another policy than the trained one
 
 
 def bandit(sampled_V: Tensor, values: Sequence[float]) -> MicroBatch:
-    """Return every action once, weighing as much as it is likely to be sampled: an exact expectation."""
+    """Return every action once, weighted by its probability of being sampled: an exact expectation."""
     batch = batch_of(*([value] for value in values))
     return replace(batch, sampled_logprobs_N=sampled_V.log(), weights_N=sampled_V)
 
@@ -407,7 +407,7 @@ NEW_LOGITS = tensor(0.5, -0.6, 1.3, 0.4)
 
 
 def expected_gradient(logits: Tensor, values: Sequence[float]) -> Tensor:
-    """Return the slope of minus the expected value of a softmax policy."""
+    """Return the gradient of minus the expected value of a softmax policy."""
     logits = logits.clone().requires_grad_()
     return torch.autograd.grad(-(logits.softmax(0) * tensor(*values)).sum(), logits)[0]
 
@@ -426,7 +426,7 @@ def test_stale_samples_expect_the_gradient_of_the_policy_that_is_trained(spec: L
     expected = expected_gradient(new, VALUES)
     torch.testing.assert_close(found_gradient(batch, new, OLD_LOGITS, weighted), expected, rtol=1e-10, atol=1e-12)
     unweighted = found_gradient(batch, new, OLD_LOGITS, spec)
-    assert (unweighted - expected).abs().max() > 0.05  # without the weight it is that of no policy at all
+    assert (unweighted - expected).abs().max() > 0.05  # without the weight it is the gradient of no policy at all
 
 
 def test_masked_stale_samples_expect_the_gradient_of_what_is_kept() -> None:
@@ -455,7 +455,7 @@ def test_truncated_stale_samples_expect_the_gradient_of_what_the_bound_leaves() 
 
 
 def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
-    """Enumerate all pairs as the server samples them: the gradient is that of the trainer's own policy over pairs."""
+    """Enumerate all pairs, weighted as the server samples them: the gradient is that of the trainer's own policy."""
     torch.manual_seed(2)
     stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)
     logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
@@ -487,7 +487,7 @@ def test_gspo_truncates_one_weight_a_completion() -> None:
 
 
 def test_of_two_tokens_each_is_corrected_given_the_one_before_it() -> None:
-    """Enumerate all pairs: prefixes as the server samples them, every choice as the trainer's policy makes it."""
+    """Enumerate all pairs: prefixes weighted as the server samples them, each next choice by the trainer's policy."""
     torch.manual_seed(2)
     stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)
     logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)  # the second choice, given the first
@@ -507,7 +507,7 @@ def test_of_two_tokens_each_is_corrected_given_the_one_before_it() -> None:
 
 
 def test_the_weight_multiplies_the_divergence_too() -> None:
-    """Its estimate is then that of the trained policy, whoever sampled."""
+    """The estimate is then that of the trained policy, whichever policy sampled."""
     batch = bandit(STALE_V, (0.0,) * 4)
     spec = replace(WIDE, kl_coef=1.0, correction=Correction(kind="truncate", high=1e6))
     old_V, reference_V = OLD_LOGITS.log_softmax(0), NEW_LOGITS.log_softmax(0)
@@ -553,7 +553,7 @@ def test_what_the_model_did_not_sample_changes_neither_loss_nor_gradient(loss: s
 
 
 def _by_row(batch: MicroBatch, spec: LossSpec) -> tuple[list[float], list[float]]:
-    """Return each row's advantage and its gradient, at ratios that depend on the row's token alone."""
+    """Return each row's advantage and its gradient, at ratios that depend only on the row's token."""
     logprobs_N, old_N = at(batch, [1.0 if target == 5 else 1.1 for target in batch.targets_N.tolist()])
     loss, _ = policy_loss(logprobs_N, old_N, batch, spec)
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)

@@ -72,7 +72,7 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
     model = llama()
     assert prepared(model) == []
     assert model.config._attn_implementation == attention.NAME
-    assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json knows nothing of it
+    assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json must not mention it
 
 
 def test_prompts_are_shared_where_completions_see_them_and_not_where_a_model_loses_what_they_see(
@@ -98,7 +98,7 @@ def test_prompts_are_not_shared_where_attention_is_the_model_s_own() -> None:
 
 
 def test_weights_with_which_attention_hardly_matters_are_no_family_that_mixes_sequences() -> None:
-    """As vLLM makes them up: what sequences would do to one another is less than what rounding does."""
+    """As with vLLM's dummy weights: sequences affect each other less than rounding does."""
     wide = {"vocab_size": 301, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
     model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | wide))).bfloat16().eval()
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
 
 
 def test_a_family_that_is_called_in_another_way_is_refused_by_name() -> None:
-    """What it raises is no bug of the run's, and no traceback."""
+    """Its exception is not a bug in Bridge, and is reported without a traceback."""
 
     class Odd(LlamaForCausalLM):
         def get_decoder(self) -> Any:
@@ -275,8 +275,8 @@ def test_compiled_layers_share_one_form_and_give_the_same_gradients(
         assert_close(gradients(model), expected)
         numbers.append(len(graphs))
         packed(model, TOKENS[:9], (5, 4)).sum().backward()
-        assert len(graphs) == numbers[-1] > 0  # nothing more, whatever the lengths
-    assert numbers[0] == numbers[1]  # nor by the number of layers
+        assert len(graphs) == numbers[-1] > 0  # no recompilation, whatever the lengths
+    assert numbers[0] == numbers[1]  # nor does the number of layers matter
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -301,7 +301,7 @@ def test_layers_that_are_recomputed_from_the_start_are_compiled_for_that_alone(m
 
 
 def kept_bytes(model: PreTrainedModel) -> int:
-    """What the backward pass holds beside the parameters."""
+    """Return the bytes that the backward pass keeps, besides the parameters."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What others may see of choices, lines and commands; the files that hold all of it are their owner's alone."""
+"""What other users may see of choices, log lines and commands; complete files are readable by the owner only."""
 
 import os
 from collections.abc import Iterator

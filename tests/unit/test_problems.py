@@ -73,7 +73,7 @@ def test_few_problems_are_shuffled_as_a_whole_whether_they_are_a_list_or_not() -
 
 
 class Numbers:
-    """Counts what is read of it; `size` is None for no end."""
+    """Counts reads; `size` None never ends."""
 
     def __init__(self, size: int | None) -> None:
         self._size, self.num_read = size, 0
@@ -97,7 +97,7 @@ def test_problems_without_an_end_are_read_as_they_are_needed() -> None:
     assert drawn == numbers(Numbers(None), 0, 3 * WINDOW)
     assert drawn != numbers(Numbers(None), 1, 3 * WINDOW)
     assert max(drawn[:100]) < WINDOW + 100
-    assert sum(drawn[:100]) / 100 > WINDOW / 4, "from all of the window"
+    assert sum(drawn[:100]) / 100 > WINDOW / 4, "from the whole window"
 
 
 def test_problems_that_end_past_the_window_come_once_in_each_pass() -> None:
@@ -115,7 +115,7 @@ def test_a_list_is_shuffled_as_a_whole_however_long_it_is() -> None:
 
 
 class Exhausted:
-    """Gives the same problems but once."""
+    """Yields the same problems, but only once."""
 
     def __init__(self, size: int) -> None:
         self._iterator = iter(PROBLEMS[:size])

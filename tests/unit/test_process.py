@@ -28,10 +28,10 @@ def test_a_process_is_alive_until_it_ends_and_a_zombie_is_not() -> None:
     identity = ProcessIdentity.of(child.pid)
     assert identity.is_alive()
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken notice yet
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and has not been reaped yet
     assert Path(f"/proc/{child.pid}").exists()
     assert not identity.is_alive()
-    assert ProcessIdentity.of(child.pid) == identity  # a child that ends at once can still be named
+    assert ProcessIdentity.of(child.pid) == identity  # a child that ends at once can still be identified
     child.wait()
     assert not identity.is_alive()
     with pytest.raises(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Layouts by chance: what is accepted is right to the last byte, or it is refused; nothing is wrong in silence."""
+"""Random layouts: whatever is accepted is right to the last byte, the rest is refused; nothing is silently wrong."""
 
 import random
 
@@ -19,7 +19,7 @@ NUM_CASES, NUM_TESTS = 10_000, 8
 
 
 def values(server: Server, first: int) -> dict[str, Tensor]:
-    """Give every element of the model a number of its own."""
+    """Give every element of the model a distinct value."""
     made = {}
     for name, shape in server.shapes.items():
         made[name] = torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
@@ -28,7 +28,7 @@ def values(server: Server, first: int) -> dict[str, Tensor]:
 
 
 def laid_out(server: Server) -> dict[str, View] | None:
-    """Return the layout as a server and a trainer find and check it; None where they refuse it."""
+    """Return the layout as a server and a trainer find and check it; None if they refuse it."""
     model = server.model()
     try:
         views = loading.views(model, skeleton(server.shapes, torch.float32))
@@ -40,7 +40,7 @@ def laid_out(server: Server) -> dict[str, View] | None:
 
 
 def check(server: Server, views: dict[str, View]) -> None:
-    """What the trainer writes through its views is what the server had if it loaded the same, byte for byte."""
+    """Check that writing through the trainer's views gives, byte for byte, what the server would have loaded."""
     served, expected = server.model(), server.model()
     served.load_weights(values(server, 1000).items())
     held = dict(served.named_parameters())

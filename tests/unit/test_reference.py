@@ -1,4 +1,4 @@
-"""The frozen reference: an adapter switched off, a model beside the trained one, and every reason to refuse."""
+"""The frozen reference: a disabled adapter, a model beside the trained one, and every reason for a refusal."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def config_of(**choices: Any) -> TrainConfig:
 
 
 def filled(model: PreTrainedModel, **choices: Any) -> Adapter:
-    """Put an adapter into `model` that changes what it computes."""
+    """Put an adapter into `model` that changes its output."""
     adapter = Adapter(model, config_of(mode="lora_only", lora_r=8, **choices))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def filled(model: PreTrainedModel, **choices: Any) -> Adapter:
 
 
 def as_in_a_slot(adapter: Adapter) -> None:
-    """Let the matrices lie inside larger tensors, as vLLM's slots do."""
+    """Let the matrices lie inside larger tensors, as in vLLM's slots."""
     for matrices in adapter.modules.values():
         for matrix in (matrices.lora_a, matrices.lora_b):
             slots = torch.zeros(3, 1, *matrix.shape, dtype=matrix.dtype)
@@ -207,7 +207,7 @@ def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
     asked = open_reference(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
     assert asked is not None
     assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
-    assert all(parameter.requires_grad for parameter in model.parameters())  # nothing happened to this one
+    assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
 
 
 def test_without_a_divergence_there_is_no_reference() -> None:

@@ -1,4 +1,4 @@
-"""The first problems are tried before anything is started: prompts that cannot be encoded, scores that never score."""
+"""The first problems are tried before anything starts: prompts that cannot be encoded, scores that always fail."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Task:
-    """Problems without an end, scored by a function."""
+    """Endless problems, scored by a function."""
 
     function: Callable[[str], float] = float
     prompt: Any = "3+4="
@@ -52,7 +52,7 @@ class Task:
 
 
 def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, **choices: Any) -> list[str]:
-    """Return what is told."""
+    """Return the logged lines."""
     chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
     told: list[str] = []
     rehearsal.check(str(model), chosen, task, recipe or (lambda: task), told.append)

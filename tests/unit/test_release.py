@@ -1,4 +1,4 @@
-"""Gradient release: each parameter is stepped inside the backward pass, and comes out as in an ordinary step."""
+"""Gradient release: each parameter is stepped inside the backward pass, with the same result as in an ordinary step."""
 
 import math
 
@@ -16,7 +16,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 class Tied(nn.Module):
-    """A model whose embedding is its head, too."""
+    """A model whose embedding is also its head."""
 
     numbers: Tensor
 
@@ -139,7 +139,7 @@ def test_gradients_of_several_passes_add_up_in_float32() -> None:
             parameter.register_post_accumulate_grad_hook(count)
         for _ in range(64):
             model.loss().backward()
-    assert set(wide) == {0}, "no gradient stays bf16 beside those that are float32"
+    assert set(wide) == {0}, "a bf16 gradient must not stay beside float32 ones"
     assert unused.grad is None
     for parameter, one in zip(model.parameters(), alone, strict=True):
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""Sampling from a real HTTP server: what is asked, what is made of the answer, and every bad answer in one line."""
+"""Sampling from a real HTTP server: the request, the parsed answer, and every bad answer in one line."""
 
 import random
 import time
@@ -22,7 +22,7 @@ PROMPTS = [(5, 6), (7,), (8, 9, 10)]
 
 
 async def no_wait(_: float) -> None:
-    """Wait for nothing."""
+    """Do not wait."""
 
 
 def sampler(*, temperature: float = 0.7, ids_of: IdsOf | None = None, **choices: Any) -> Sampler:
@@ -45,7 +45,7 @@ def error_of(answers: Answers, **choices: Any) -> BridgeError:
 
 
 def bent_choice(**changes: Any) -> Answers:
-    """Answer with one choice changed; a value of `...` takes the key away."""
+    """Answer with one choice changed; a value of `...` removes the key."""
 
     def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
         changed = {**document["choices"][1], **changes}
@@ -94,12 +94,12 @@ def test_a_vllm_with_bridge_in_it_is_asked_by_the_route_for_rollouts() -> None:
     assert [len(group) for group in groups] == [3, 3, 3]
     assert groups[0][1].token_ids == (41, 52, 2)
     for asked in server.asked[1:]:
-        CompletionsRequest.model_validate(asked.body)  # which refuses what it does not know
+        CompletionsRequest.model_validate(asked.body)  # which refuses unknown fields
         assert (asked.path, asked.body["temperature"], asked.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
 
 
 def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() -> None:
-    """Completion i of a request gets the request's seed + i from vLLM."""
+    """In vLLM, completion i of a request gets the request's seed + i."""
     num_samples, prompts = 8, [(5,)] * 50
 
     def seeds(seed: int) -> list[int]:
@@ -163,7 +163,7 @@ def test_a_choice_that_does_not_fit_is_the_servers_fault(changes: dict[str, Any]
 @pytest.mark.parametrize("changes", [{"token_ids": None}, {"token_ids": ...}, {"logprobs": None}, {"logprobs": ...}])
 def test_a_server_without_token_ids_is_told_from_one_that_is_unwell(changes: dict[str, Any]) -> None:
     error = error_of(bent_choice(**changes))
-    assert type(error) is UsageError  # starting it again would not help
+    assert type(error) is UsageError  # restarting it would not help
     assert "token ids" in error.message
     assert "bridge serve-vllm" in error.remedy
 
@@ -184,7 +184,7 @@ def test_a_completion_of_no_tokens_is_one() -> None:
 
 
 def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **choices: Any) -> tuple[Sampler, Any]:
-    """Sample from a server that knows the protocol alone."""
+    """Sample from a server limited to the protocol."""
     ours = sampler(temperature=choices.get("temperature", 1.0), ids_of=ids_of)
     with serving(plain(text_of)) as server, ours:
         endpoint = Endpoint(url=server.url, version=choices.get("version"))

@@ -1,4 +1,4 @@
-"""The benchmark of the rollouts' client: its fake server is read as vLLM is, and its figures are of all groups."""
+"""The benchmark of the sampling client: its fake server is parsed like vLLM, and its figures cover all groups."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Servers that fail, hang, lie or die: every prompt has its own answer once, in its place, or one line says why."""
+"""Servers that fail, hang, lie or die: every prompt gets its own answer, once, or one line gives the reason."""
 
 import asyncio
 import gc
@@ -32,20 +32,20 @@ PROMPTS = [(7,) * length for length in range(1, 13)]
 NUM_SAMPLES = 3
 EXPECTED = [
     [(40 + index, 50 + len(prompt), 2) for index in range(NUM_SAMPLES)] for prompt in PROMPTS
-]  # what `openai` answers: no two of them are equal
+]  # what `openai` answers: no two are equal
 Reaction = Answer | Cut | Hang | None
 WELL = openai()
 
 
 def react(asked: Asked) -> Answer:
-    """Answer as a well server does."""
+    """Answer like a healthy server."""
     answer = WELL(asked)
     assert answer is not None
     return answer
 
 
 class Waits(list[float]):
-    """What was waited for between tries, without waiting."""
+    """Records the waits between tries, without waiting."""
 
     async def __call__(self, seconds: float) -> None:
         self.append(seconds)
@@ -84,7 +84,7 @@ def always(fault: Callable[[Asked], Reaction]) -> Script:
 
 
 def bent(bend: Callable[[list[Any]], list[Any]]) -> Callable[[Asked], Reaction]:
-    """Answer with other choices than those that were asked for."""
+    """Answer with altered choices."""
     return openai(lambda document, _: {**document, "choices": bend(document["choices"])})
 
 
@@ -108,7 +108,7 @@ def test_a_fault_that_passes_costs_a_retry_and_no_sample(fault: str) -> None:
         assert sample(ours, server) == EXPECTED
         assert ours.num_retries == len(PROMPTS)
     asked = Counter(body["seed"] for body in server.completions)
-    assert set(asked.values()) == {2}  # by the same seed each time
+    assert set(asked.values()) == {2}  # with the same seed each time
     assert sorted(asked) == [1_000_003 + NUM_SAMPLES * index for index in range(len(PROMPTS))]
 
 
@@ -118,7 +118,7 @@ def test_a_server_that_answers_500_for_a_while_is_asked_after_ever_longer_waits(
         assert sample(ours, server, prompts=PROMPTS[:1]) == EXPECTED[:1]
     assert len(waits) == 4
     assert all(0 <= wait <= longest for wait, longest in zip(waits, (0.5, 1.0, 2.0, 4.0), strict=True))
-    assert len(set(waits)) == 4  # by chance: requests that failed together do not come back together
+    assert len(set(waits)) == 4  # with jitter: requests that failed together must not come back together
 
 
 def test_waits_grow_no_further_than_their_limit() -> None:
@@ -165,7 +165,7 @@ def test_what_would_be_refused_again_is_asked_once(status: int) -> None:
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_server_that_wants_a_key_names_the_variable_that_holds_it(status: int) -> None:
     error, _ = error_of(lambda _: as_json({"error": "Unauthorized"}, status))
-    assert type(error) is UsageError  # starting it again would not help
+    assert type(error) is UsageError  # restarting it would not help
     assert "VLLM_API_KEY" in error.remedy
 
 
@@ -232,7 +232,7 @@ def test_a_busy_server_keeps_nobody_waiting_while_another_one_is_well() -> None:
 
 def test_groups_of_a_server_that_dies_in_mid_run_are_sampled_by_the_other() -> None:
     def dies(asked: Asked) -> Answer | None:
-        if asked.method == "POST" and len(one.completions) > 1:  # the first four go to both in turns
+        if asked.method == "POST" and len(one.completions) > 1:  # the first four are spread over both
             threading.Thread(target=one.stop).start()
             return None
         return react(asked)
@@ -254,7 +254,7 @@ def test_groups_of_a_server_that_hangs_are_sampled_by_the_other_which_alone_is_a
         num_hung = len(one.completions)
         assert 1 <= num_hung <= 4
         assert sample(ours, one, other) == EXPECTED
-    assert len(one.given_up) == len(one.completions) <= num_hung + 1  # one more if its rest was over
+    assert len(one.given_up) == len(one.completions) <= num_hung + 1  # one more if it was due for another try
     assert ours.num_retries == len(one.completions)
 
 
@@ -345,7 +345,7 @@ def test_no_more_requests_are_under_way_than_may_be() -> None:
         with lock:
             running += 1
             most = max(most, running)
-        both.wait(timeout=60)  # two at a time, always
+        both.wait(timeout=60)  # always two at a time
         with lock:
             running -= 1
         return react(asked)
@@ -364,7 +364,7 @@ def test_groups_are_handed_on_as_they_arrive_each_with_its_index() -> None:
 
     def script(asked: Asked) -> Answer:
         if asked.method == "POST" and len(asked.body["prompt"]) == 1:
-            last.wait(timeout=60)  # the first prompt is answered once all others were taken
+            last.wait(timeout=60)  # the first prompt is answered once all others have been taken
         return react(asked)
 
     async def take(index: int, group: tuple[Completion, ...]) -> int:
@@ -390,7 +390,7 @@ def test_a_slow_caller_holds_up_no_request() -> None:
 
 @contextmanager
 def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer]:
-    """Answer nothing, and `act` once `num_requests` hang."""
+    """Answer nothing, and call `act` once `num_requests` hang."""
 
     def script(asked: Asked) -> Reaction:
         if asked.method == "GET":
@@ -404,7 +404,7 @@ def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer
 
 
 class EnoughError(Exception):
-    """The caller has had enough."""
+    """Raised by a caller that stops early."""
 
 
 def test_a_caller_who_stops_leaves_no_request_running() -> None:
@@ -427,7 +427,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         tick.wait(0.01)
-    pytest.fail("it never came to be")
+    pytest.fail("the condition never became true")
 
 
 def interrupt(number: int) -> None:
@@ -436,7 +436,7 @@ def interrupt(number: int) -> None:
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Check that no task and no generator is left for asyncio to complain of."""
+    """Check that no task and no generator is left for asyncio to complain about."""
     yield
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
@@ -526,7 +526,7 @@ def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -576,9 +576,9 @@ def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
     async def take(_: int, group: tuple[Completion, ...]) -> None:
         taken.extend(map(weakref.ref, group))
         alive = sum(completion() is not None for completion in taken)
-        assert alive <= 2 * NUM_SAMPLES  # this group, and the one before while this one is handed on
+        assert alive <= 2 * NUM_SAMPLES  # this group, and the previous one while this one is handed over
 
-    gc.disable()  # whatever a cycle held would be held for a while in a run, too
+    gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
     try:
         with faulty(react) as server, sampler(max_concurrency=4) as ours:
             ours.run(ours.each(endpoint_of(server), [(7,)] * 60, take, num_samples=NUM_SAMPLES, seed=0))

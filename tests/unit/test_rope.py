@@ -1,4 +1,4 @@
-"""RoPE that depends on the length: what the server takes, for every sequence, whatever lies beside it."""
+"""RoPE that depends on the length: the server's variant is used for every sequence, whatever is packed beside it."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def hidden(model: PreTrainedModel, *lengths: int) -> Tensor:
 def test_a_short_sequence_beside_a_long_one_is_what_it_is_alone(max_model_len: int) -> None:
     model = made(llama(LONG))
     beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
-    assert (beside - hidden(model, SHORT_SEQUENCE)).abs().max() > 0.1  # as transformers has it
+    assert (beside - hidden(model, SHORT_SEQUENCE)).abs().max() > 0.1  # as in transformers
     rope.follow_server(model, max_model_len)
     prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail)
     beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
@@ -114,7 +114,7 @@ def test_dynamic_scaling_stays_what_it_is_within_the_models_own_length() -> None
 
 @pytest.mark.parametrize("max_model_len", [None, LONGEST])
 def test_the_check_before_training_sees_what_depends_on_the_length(max_model_len: int | None) -> None:
-    """At the positions of a few tokens it would not: they are all of the short kind."""
+    """It must test long positions: those of a few tokens all use the short factors."""
     model = made(llama(LONG | {"original_max_position_embeddings": 64}))
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
         prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, max_model_len=max_model_len)
@@ -168,7 +168,7 @@ def test_an_attached_model_follows_the_server_that_it_is_attached_to(server: Toy
     attached = attach(server.edited(max_model_len=LONGEST))
     of_long, of_short = (of_factors(name, 5, 1.4142135) for name in ("long", "short"))
     torch.testing.assert_close(turned(attached.model, 5), of_long)
-    again = attach_again(attached, server.edited(max_model_len=ORIGINAL))  # started again with another length
+    again = attach_again(attached, server.edited(max_model_len=ORIGINAL))  # restarted with another length
     torch.testing.assert_close(turned(again.model, 5, LONGEST - 1), of_short)
     with pytest.raises(UnsupportedModelError, match="vLLM runs it as TransformersForCausalLM"):
         attach(server.edited(max_model_len=LONGEST, model_class="TransformersForCausalLM"))

@@ -1,4 +1,4 @@
-"""Rounding by chance: right on average, the same for the same seed and place, nowhere else the same."""
+"""Stochastic rounding: right on average, the same for the same seed and position, and different everywhere else."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def test_a_weight_rounded_by_chance_is_right_on_average_and_one_of_its_two_neigh
         spacing = max(abs(value), 1e-30) * 2**-7
         assert (found - value).abs().max() <= spacing
         assert found.unique().numel() == (2 if value else 1)
-        assert abs(found.double().mean().item() - value) < spacing * 4 / 1000  # a deviation is 0.5 / sqrt(1,024,000)
+        assert abs(found.double().mean().item() - value) < spacing * 4 / 1000  # the deviation is 0.5 / sqrt(1,024,000)
 
 
 def test_what_bf16_holds_is_not_changed() -> None:

@@ -1,4 +1,4 @@
-"""The routes as the client sees them: who may ask, what is refused how, and the version on every answer."""
+"""The routes as the client sees them: who may call them, how requests are refused, and the version on every answer."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ ELEMENT = {"parameter": "w", "index": 3}
 
 
 def after(version: int) -> dict[str, Any]:
-    """A publication of what follows `version`."""
+    """A publication that must follow `version`."""
     return {**HOLDER, "after": version}
 
 
@@ -51,10 +51,10 @@ class FakeEngine:
         self.lacks: str | None = None
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
-        """Stand still."""
+        """Do nothing."""
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Do nothing."""
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         return self.drops
@@ -193,7 +193,7 @@ def test_a_publication_that_is_sent_twice_is_made_once(http: TestClient) -> None
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
-    """Serve `app` as vLLM does, so that a client can hang up."""
+    """Serve `app` as vLLM does, so that a client can disconnect."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

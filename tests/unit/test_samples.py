@@ -1,4 +1,4 @@
-"""Advantages from rewards and from outside, and what share of the loss a completion has, worked out by hand."""
+"""Advantages from rewards and from outside, and each completion's share of the loss, computed by hand."""
 
 import math
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def test_groups_may_differ_in_size() -> None:
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
 def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float, scale: Scale) -> None:
-    for size in range(1, 12):  # the mean of some of these differs from the reward by a rounding
+    for size in range(1, 12):  # the mean of some of these differs from the reward by a rounding error
         assert advantages([group([reward] * size), group([0, 1])], scale)[0] == [0.0] * size
 
 
@@ -194,7 +194,7 @@ def test_what_was_cut_off_is_left_out_when_asked_and_its_tokens_do_not_count(
     assert [len(sample.token_ids) for sample in made([cut], loss=loss)] == [2, 7]
     (kept,) = made([cut], loss=loss, mask_truncated=True)
     assert kept.weight == weight
-    assert kept.advantages == pytest.approx([made([cut], loss=loss)[0].advantages[0]] * 2)  # the mean is of all
+    assert kept.advantages == pytest.approx([made([cut], loss=loss)[0].advantages[0]] * 2)  # the mean is over all
 
 
 def test_a_batch_of_nothing_but_what_was_cut_off_leaves_nothing() -> None:
@@ -214,7 +214,7 @@ def test_the_weights_of_each_aggregation_sum_to_what_their_name_says() -> None:
 
 
 def turns(*sampled: bool, logprob: float = -1.0) -> Completion:
-    """A completion of as many tokens, of which the model sampled some."""
+    """A completion with one token per flag, which says whether the model sampled it."""
     length = len(sampled)
     return replace(completion(length), logprobs=(logprob,) * length, sampled=sampled)
 

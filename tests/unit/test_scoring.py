@@ -1,4 +1,4 @@
-"""What a score may return or do, and what becomes of those that failed."""
+"""What a score may return or do, and what happens to those that fail."""
 
 from decimal import Decimal
 from pathlib import Path

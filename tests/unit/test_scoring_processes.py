@@ -1,4 +1,4 @@
-"""Scores in processes of their own, that hang, crash, or lose their parent: real processes, each seen to be gone."""
+"""Scores in worker processes that hang, crash, or lose their parent: real processes, each checked to be gone."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
 
 LIMIT_S = 3.0
-"""The score's, far above what a score takes that does not hang."""
+"""Time limit of a score, far above what one takes that does not hang."""
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
 PROBLEM: Problem = {"prompt": "3+4="}
@@ -49,7 +49,7 @@ scorer.close()
 
 @dataclass
 class Scoring:
-    """A scorer, and what its processes note."""
+    """A scorer, and the log of its processes."""
 
     log: Path
     scorer: Scorer
@@ -74,7 +74,7 @@ class Scoring:
 
     @property
     def processes(self) -> set[int]:
-        """All that ever scored, and what they started."""
+        """Every process that ever scored, and its children."""
         return processes(self.log)
 
 
@@ -99,12 +99,12 @@ def scoring(folder: Path, **choices: Any) -> Iterator[Scoring]:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Return those that run; none of ours may be a zombie either, since we are asked to reap it."""
+    """Return those still running; our own must not be zombies either, as we must reap them."""
     return {pid for pid in pids if psutil.pid_exists(pid) and not _is_nobodys(pid)}
 
 
 def _is_nobodys(pid: int) -> bool:
-    """Tell whether a process has ended and waits for the system to reap it, since its parent is gone."""
+    """Return whether a process has ended and waits for init to reap it, since its parent is gone."""
     try:
         process = psutil.Process(pid)
         return process.status() == psutil.STATUS_ZOMBIE and process.ppid() != os.getpid()
@@ -333,7 +333,7 @@ def command(source: str, log: Path, *completions: str) -> list[str]:
 
 
 def output(*given: str) -> tuple[str, str]:
-    """Return what a program of ours prints, on stdout and stderr."""
+    """Return what a program prints on stdout and stderr."""
     surroundings = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(given, env=surroundings, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     return done.stdout, done.stderr

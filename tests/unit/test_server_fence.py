@@ -1,4 +1,4 @@
-"""The server's side of the fence, with an engine that notes what it is asked in which order."""
+"""The server's side of the fence, with an engine that records its calls in order."""
 
 import asyncio
 import subprocess
@@ -67,7 +67,7 @@ class FakeEngine:
 
     async def resume_generation(self) -> None:
         await self._note("resume")
-        assert self.awake, "tokens are generated without a KV cache"
+        assert self.awake, "tokens would be generated without a KV cache"
         self.paused = False
 
     async def _note(self, call: str) -> None:
@@ -445,7 +445,7 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
         await fence.publish(ME)
         assert (fence.state, fence.version, fence.last_checkpoint) == ("serving", 1, "/gone")
         await fence.pause(asking(ME, "keep"))
-        assert fence.last_checkpoint is None, "an adapter mends no weights"
+        assert fence.last_checkpoint is None, "an adapter does not restore weights"
         await fence.release(ME)
 
     try:

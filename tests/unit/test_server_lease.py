@@ -37,7 +37,7 @@ def fence(engine: FakeEngine) -> ServerFence:
 
 
 class Draining(FakeEngine):
-    """An engine whose pauses take as long as requests are in flight."""
+    """An engine whose pauses last until in-flight requests are drained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Draining(FakeEngine):
 
 
 async def begun(engine: Draining, pause: "asyncio.Future[None]") -> None:
-    """Wait until `pause` has stopped the scheduler, and waits for the requests in flight."""
+    """Wait until `pause` has stopped the scheduler and is waiting for in-flight requests."""
     await engine.begun.wait()
     assert not pause.done()
 
@@ -300,7 +300,7 @@ def test_a_trainer_that_no_longer_waits_for_its_pause_does_not_get_it(drained: b
         pause = asyncio.ensure_future(fence.pause(asking(ME, "wait"), has_left))
         await begun(engine, pause)
         left.set()
-        await fence.release(ME)  # what a trainer says that has missed the answer
+        await fence.release(ME)  # sent by a trainer that missed the answer
         if drained:
             engine.drained.set()
         with pytest.raises(AttachError, match="nothing was written"):

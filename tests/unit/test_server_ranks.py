@@ -19,7 +19,7 @@ Processes = tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """Two living ranks, the leader first."""
+    """Two live ranks, the leader first."""
     both = living(), living()
     yield both
     for process in both:
@@ -47,7 +47,7 @@ def test_ranks_pause_and_publish_as_one_whichever_of_them_calls(
     async def passage() -> None:
         fence.take_lease(ranks, "runs/first")
         await fence.pause(asking(ranks, "keep"))
-        again = Holder.model_validate_json(ranks.model_dump_json())  # as another rank sends it
+        again = Holder.model_validate_json(ranks.model_dump_json())  # as sent by another rank
         await fence.publish(again, version=7)
         assert (fence.state, fence.version, engine.calls) == ("serving", 7, [*PAUSED, "resume"])
         fence.give_lease_back(again)

@@ -1,4 +1,4 @@
-"""Shared memory: one file, two real processes, and no way to cut it short."""
+"""Shared memory: one file, two real processes, and no way to truncate it."""
 
 import errno
 import mmap
@@ -148,7 +148,7 @@ def test_a_memfd_that_could_be_cut_short_is_refused() -> None:
 
 
 def test_more_than_is_left_is_refused_before_linux_kills_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("the memory was asked for"))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was requested"))
     for left in (available_bytes(), 1000):
         monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda left=left: left)
         with pytest.raises(AttachError, match="GiB of shared memory"):

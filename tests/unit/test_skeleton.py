@@ -1,4 +1,4 @@
-"""The model without its weights: which classes are refused by name, before a weight is read."""
+"""The model without its weights: which classes are refused by name, before any weight is read."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Slabs: small parameters stepped together, large ones in pieces, with the results of stepping each alone and whole."""
+"""Slabs: stepping small parameters together and large ones in pieces gives the same results as stepping each alone."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: 
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
         optimizer = SplitMasterAdamW(weights, lr=1e-3, kind=KINDS[name])
-        monkeypatch.setattr("bridge.optimizers.split_adamw.key", lambda *numbers: numbers[-1])  # alike in all slabs
+        monkeypatch.setattr("bridge.optimizers.split_adamw.key", lambda *numbers: numbers[-1])  # the same in all slabs
         for step in range(4):
             for index, weight in enumerate(weights):
                 weight.grad = None if (step, index) == (2, 1) else torch.randn(weight.shape).bfloat16()
@@ -59,7 +59,7 @@ def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: 
     by_chance = KINDS[name].moments.by_chance
     assert one.changed_weight_share == other.changed_weight_share or by_chance
     compared = [(gathered[0], alone[0])] if by_chance else zip(gathered, alone, strict=True)
-    for weight, same in compared:  # chance goes by the place in a slab
+    for weight, same in compared:  # random numbers depend on the place in a slab
         assert torch.equal(bits(weight.detach()), bits(same.detach()))
         assert all(torch.equal(one.parts(weight)[part], value) for part, value in other.parts(same).items())
 
@@ -92,4 +92,4 @@ def test_few_calls_step_many_small_parameters_of_two_groups(monkeypatch: pytest.
     optimizer.allocate()
     monkeypatch.setattr(optimizer, "_update", counted)
     optimizer._step(1.0, 1.0)
-    assert calls - 2 == 2  # `allocate` asks for each slab's, too
+    assert calls - 2 == 2  # `allocate` requests each slab's too

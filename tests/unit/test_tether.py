@@ -1,4 +1,4 @@
-"""The tether over real trees of processes, three generations deep, whose eldest is killed."""
+"""The tether over real process trees, three generations deep, whose eldest is killed."""
 
 import signal
 import subprocess
@@ -69,7 +69,7 @@ def start(code: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def find(folder: Path, name: str) -> psutil.Process:
-    """Wait until a member of the family has noted its pid."""
+    """Wait until a member of the family has written its pid."""
     deadline = time.monotonic() + LIMIT_S
     while not (folder / name).exists():
         assert time.monotonic() < deadline, f"no {name}"
@@ -78,7 +78,7 @@ def find(folder: Path, name: str) -> psutil.Process:
 
 
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return who still lives after a while."""
+    """Return who is still alive after a while."""
     alive = psutil.wait_procs(processes, timeout=LIMIT_S)[1]
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 

@@ -19,7 +19,7 @@ from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
 
 NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
-"""Fields that are not one number."""
+"""Fields that are not a single number."""
 
 
 def metrics(step: int, **changed: Any) -> StepMetrics:
@@ -111,7 +111,7 @@ class FakeWandb(ModuleType):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that pretends that exactly these packages are installed."""
+    """Return a function that pretends that only these packages are installed."""
 
     def install(*packages: str, wandb: FakeWandb | None = None) -> FakeWandb:
         fake = wandb or FakeWandb()

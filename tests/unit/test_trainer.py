@@ -73,7 +73,7 @@ def test_each_step_asks_for_its_own_prompts_and_an_evaluation_for_the_held_out_o
     seeds = [request["seed"] for request in requests[:-1]]
     assert len(set(seeds)) == len(seeds)
     prompts = [tuple(request["prompt"]) for request in requests[1:-1]]
-    assert len(set(prompts)) == 6  # one whole pass
+    assert len(set(prompts)) == 6  # one whole epoch
 
 
 def test_completions_that_nobody_limited_fit_the_server_and_the_run_says_so(running: Running) -> None:
@@ -114,7 +114,7 @@ def test_equal_rewards_teach_nothing_and_the_run_goes_on(running: Running) -> No
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Make the gradient of these steps not finite; each has one micro-batch."""
+    """Make the gradient of these steps non-finite; each has one micro-batch."""
     original, calls = policy_loss.policy_loss, 0
 
     def bent(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ def test_an_interrupt_while_sampling_saves_the_last_published_step(running: Runn
     sent: list[int] = []
 
     def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        if asked.body["seed"] // 1_000_003 == 3 and not sent:  # the third step; a second one would stop the saving too
+        if asked.body["seed"] // 1_000_003 == 3 and not sent:  # the third step; a second one would also stop the saving
             sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return document

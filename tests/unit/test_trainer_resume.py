@@ -33,7 +33,7 @@ def comparable(rows: list[dict[str, Any]], *left_out: str) -> list[dict[str, Any
 
 
 def seed(request: dict[str, Any]) -> int:
-    """Sort concurrent requests by their seed, which grows with the step."""
+    """Sort concurrent requests by seed, which grows with the step."""
     return int(request["seed"])
 
 

@@ -80,7 +80,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def refusal(folder: Path, trained: Trained) -> str:
-    """Return the message of a refusal to read; nothing may have changed."""
+    """Return the message of a refused load; nothing may change."""
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=9)
     weights, before, random = copies(trained), state(trained, optimizer), torch.get_rng_state()
@@ -107,10 +107,10 @@ def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
     assert (len(files(tmp_path)) > 1) == (shard_bytes == 50)
 
     other = copies(trained)
-    if not kind.endswith("bit"):  # where nothing goes by chance, the order is nobody's business
+    if not kind.endswith("bit"):  # without randomness the order does not matter
         other = dict(reversed(other.items()))
     resumed = optimizer_of(other, kind=kind)
-    step(other, resumed, seed=9)  # what is read takes the place of everything
+    step(other, resumed, seed=9)  # the loaded state replaces everything
     with torch.no_grad():
         for name, parameter in trained.items():
             other[name].copy_(parameter)
@@ -179,7 +179,7 @@ def test_what_was_taken_over_is_not_the_file_any_more(tmp_path: Path) -> None:
     for path in files(tmp_path):
         path.write_bytes(bytes(path.stat().st_size))
     check_equal(before, state(trained, resumed))
-    step(trained, resumed, seed=2)  # in memory that may be written
+    step(trained, resumed, seed=2)  # in writable memory
 
 
 def test_a_parameter_without_a_gradient_so_far_has_no_state(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The proof must fail where there is a second copy: every check, with one copy and with two."""
+"""The proof must fail if there is a second copy: every check, with one copy and with two."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.unit.toy_server import ToyServer
 
 
 class FakeClient:
-    """The server's answers, from tensors that are the shared ones or a copy of them."""
+    """The server's answers, from the shared tensors or from a copy of them."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -157,7 +157,7 @@ def test_checksums_agree_with_one_copy_and_name_the_first_that_does_not(
 
 
 def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> list[float]:
-    """What the model itself gives to `token_ids` after `prompt`."""
+    """What the model itself assigns to `token_ids` after `prompt`."""
     given = torch.tensor([prompt + token_ids])
     with torch.no_grad():
         logits = attached.model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

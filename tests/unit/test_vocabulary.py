@@ -1,4 +1,4 @@
-"""The text of each token: found where it stands for one, told where it stands for several or none."""
+"""The text of each token: found if it stands for one token, reported if it stands for several or none."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.models import tiny
 
 
 class Counting:
-    """A vocabulary of a word, two halves of one character, and a word again; counts what it is asked."""
+    """A vocabulary of a word, two halves of one character, and a word again; counts calls."""
 
     def __init__(self) -> None:
         self.asked = 0

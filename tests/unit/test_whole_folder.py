@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and what is left of a writer that was killed."""
+"""Folders that appear whole or not at all, and what a killed writer leaves."""
 
 import os
 import re
@@ -201,7 +201,7 @@ def said(process: subprocess.Popen[str]) -> Path:
 
 def test_the_next_writer_removes_what_a_killed_one_left_and_leaves_a_live_one_alone(tmp_path: Path) -> None:
     with started(tmp_path / "two", "wait") as live:
-        writing = said(live)  # it has looked for leftovers already
+        writing = said(live)  # it has already looked for leftovers
         with started(tmp_path / "one", "die") as killed:
             left = said(killed)
         assert (left / "half").exists()
@@ -217,7 +217,7 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_leaves_a_live_one_al
     ("edit", "removed"),
     [
         (lambda w: w, False),  # this very process
-        (lambda w: w | {"start_ticks": "1"}, True),  # a pid that was used again
+        (lambda w: w | {"start_ticks": "1"}, True),  # a reused pid
         (lambda w: w | {"start_ticks": "1", "namespace": "1"}, False),  # another container
         (lambda w: w | {"start_ticks": "1", "host": "elsewhere"[:8]}, False),  # another host
         (lambda w: w | {"boot": "earlier0"}, True),  # before this host's last boot
@@ -246,7 +246,7 @@ def test_hidden_folders_of_others_are_left_alone(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Make the system refuse to let any file of this process grow further, as a full disk would."""
+    """Refuse to let any file of this process grow further, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""bf16 products as float32: the same numbers as bf16 gives when it rounds once, forward and backward."""
+"""bf16 products with float32 results: the same numbers as bf16 gives after one rounding, forward and backward."""
 
 import pytest
 import torch

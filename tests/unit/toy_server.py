@@ -1,4 +1,4 @@
-"""A server's side of the one copy, made by hand in the calling process: fused and padded weights in a shared file."""
+"""A hand-made server side of the one copy, in the calling process: fused and padded weights in a shared file."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from tests.unit.checks_sample import edited, manifest
 tqdm.monitor_interval = 0  # transformers' progress bars would leave a thread behind
 PADDED_ROWS = 320
 FILLER = 7.0
-"""What the rows hold that no token owns."""
+"""Value of the rows that no token owns."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -28,7 +28,7 @@ class ToyServer:
     tensors: dict[str, Tensor]
     """The server's own tensors, by vLLM's names."""
     reference: PreTrainedModel
-    """The same model, loaded by transformers into memory of its own."""
+    """The same model, loaded by transformers into its own memory."""
     slots: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Hugging Face module -> the server's own A and B of all its LoRA slots."""
 
@@ -36,7 +36,7 @@ class ToyServer:
         return [tensor[tiny.VOCABULARY :] for tensor in self.tensors.values() if len(tensor) == PADDED_ROWS]
 
     def edited(self, **changes: Any) -> Manifest:
-        """The manifest after somebody edited it."""
+        """The manifest with some fields edited."""
         return edited(self.manifest, **changes)
 
 
@@ -65,7 +65,7 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
 
 
 def with_slots(server: ToyServer, rank: int, *, num_slots: int = 2, without: str = "-") -> ToyServer:
-    """Add slots for adapters up to `rank`, filled with what they hold before; none for modules named `without`."""
+    """Add slots for adapters up to `rank`, with filler values; none for modules named `without`."""
     whole = {}
     for name, module in server.reference.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", without)):
@@ -79,7 +79,7 @@ def with_slots(server: ToyServer, rank: int, *, num_slots: int = 2, without: str
 
 
 def _layout(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return, per parameter of vLLM, the Hugging Face parameters in it in their order."""
+    """Return, per parameter of vLLM, the Hugging Face parameters in it in order."""
     fused_by = {part: fused for fused, parts in FUSED.items() for part in parts}
     layout: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():

@@ -40,7 +40,7 @@ STEPS = 3
 
 
 class Letters:
-    """Rewards that differ within every group: the last letter's place in the alphabet."""
+    """Rewards that differ within every group, by the first letter of the completion."""
 
     def __init__(self, score: Callable[[str], float] = lambda text: float(ord(text[0]) % 7)) -> None:
         self._score = score
@@ -71,7 +71,7 @@ class Killed(BaseException):
 
 @dataclass
 class FakeMode:
-    """Publishes by writing, and nothing else."""
+    """Only writes, and counts that as publishing."""
 
     server: ToyServer
     url: str
@@ -85,7 +85,7 @@ class FakeMode:
     max_model_len: int | None = None
     last_checkpoints: list[Path | None] = field(default_factory=list)
     gradients_at_revival: list[int] = field(default_factory=list)
-    """Number of gradients that the trainer held each time."""
+    """Number of gradients that the trainer held at each revival."""
     process: ServerProcess | None = None
     checkpoint_prefix = "step_"
 
@@ -158,7 +158,7 @@ class Run:
     told: list[str] = field(default_factory=list)
     """Notes, except for those below."""
     told_before: list[str] = field(default_factory=list)
-    """The note that the fake server was trained before: it starts at version 3."""
+    """The note that the fake server was trained before, as it starts at version 3."""
     report: Callable[[StepMetrics], None] = lambda _: None
 
     def train(self, environment: Letters | None = None, engine: ServerProcess | None = None, **choices: Any) -> Summary:
@@ -186,7 +186,7 @@ class Run:
             "lr": 1e-3,
             "max_new_tokens": 8,
         }
-        fixed |= {"mismatch_alarm": 99, "max_retries": 0}  # what the fake server answers is no model's; none waits
+        fixed |= {"mismatch_alarm": 99, "max_retries": 0}  # the fake server's answers are made up; nothing is retried
         folders = {"model_name": self.mode.server.manifest.model, "save_path": self.folder / "saved"}
         given = folders | fixed | choices
         return TrainConfig.model_validate({name: value for name, value in given.items() if value is not ...})
@@ -208,7 +208,7 @@ class Run:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """Request bodies, in the order of arrival."""
+        """Request bodies, in order of arrival."""
         return [asked.body for asked in self.asked if asked.method == "POST"]
 
     def saved(self) -> dict[str, dict[str, Any]]:
@@ -233,7 +233,7 @@ Running = Callable[..., AbstractContextManager[Run]]
 
 
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """Return a context manager that starts a fake server and replaces the mode by a fake one."""
+    """Return a context manager that starts a fake server and replaces the mode with a fake one."""
 
     @contextmanager
     def start(bend: Bend = unbent, folder: str = ".", version: str = "3", **choices: Any) -> Iterator[Run]:
@@ -246,7 +246,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 return mode
 
             monkeypatch.setattr(trainer, "way_of", lambda _: made)
-            if mode.dropout:  # two passes then differ
+            if mode.dropout:  # so that two passes differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)
 
