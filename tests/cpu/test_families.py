@@ -1,6 +1,6 @@
 """Every family in the table on the real vLLM on the CPU: trained in place and compared with its own checkpoint.
 
-`make test` proves one family. `make test-all` and `make families` prove all of them; the latter also writes the table.
+`make families` also writes the table of docs/families.md.
 """
 
 from pathlib import Path
@@ -14,13 +14,10 @@ from tests import family_proof, family_results, scenarios
 from tests.models import tiny
 from tests.models.families import FAMILIES
 
-QUICK = "Qwen2, Qwen2.5"
-"""Has biases and an untied head."""
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_in_place_and_equals_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -29,7 +26,6 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
         family_results.record(family, result, device="cpu")
 
 
-@pytest.mark.slow
 def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absorbed latent attention computes with derived projections, which no training step would update."""
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")

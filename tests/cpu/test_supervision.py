@@ -183,6 +183,7 @@ def running(model: Path, folder: Path, *more: str, accident: str = "pass", progr
             other.kill()
 
 
+@pytest.mark.slow
 def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.wait_for(2)

@@ -315,6 +315,7 @@ def kept_bytes(model: PreTrainedModel) -> int:
     return sum(size for place, size in kept.items() if place not in own)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
 def test_compiled_layers_keep_their_inputs_alone_and_are_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
@@ -328,6 +329,7 @@ def test_compiled_layers_keep_their_inputs_alone_and_are_not_called_again(monkey
     assert_close(gradients(model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
 def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
