@@ -19,9 +19,9 @@ import os, sys, time
 from pathlib import Path
 from bridge.core import claim
 claim.make(Path(sys.argv[1]), what="run directory", flag="--run-dir")
-child = os.fork() if "fork" in sys.argv else os.getpid()
-if child:
-    print(child, flush=True)
+if "fork" in sys.argv and os.fork():
+    time.sleep(600)
+print(os.getpid(), flush=True)
 time.sleep(600)
 """
 
