@@ -210,7 +210,15 @@ def test_requests_under_way_end_when_their_adapter_is_replaced_and_the_engine_li
     lora_llama: LiveServer, tmp_path: Path
 ) -> None:
     model = adapted(lora_llama, seed=8)
-    body = {**PROMPT, "model": "trained", "max_tokens": 2000, "ignore_eos": True, "n": 16, "stream": True}
+    body = {
+        **PROMPT,
+        "model": "trained",
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "n": 16,
+        "temperature": 1,
+        "stream": True,
+    }
     http = httpx.Client(base_url=lora_llama.manifest.url, headers=api_key.headers(), timeout=120)
     with http, BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         client.adapter("trained", saved(model, tmp_path / "adapter"))
