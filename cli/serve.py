@@ -74,7 +74,7 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
 
     Raises:
         UsageError: there is no such folder or name, no model in it, or the hub is needed and cannot be reached.
-        UnsupportedModelError: it is quantised, no causal language model, or cannot be shared.
+        UnsupportedModelError: it is quantized, no causal language model, or cannot be shared.
     """
     from bridge.core import hub
 

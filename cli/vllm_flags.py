@@ -1,6 +1,6 @@
 """vLLM's own flags (after `--`): those that Bridge refuses, those that it adds, and why.
 
-Not covered: what only shows once the model is loaded, such as a quantised checkpoint: the patches refuse that by name.
+Not covered: what only shows once the model is loaded, such as a quantized checkpoint: the patches refuse that by name.
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
 """
 
@@ -52,11 +52,11 @@ def _at_most(limit: float) -> Callable[[str], bool]:
     return lambda value: re.fullmatch(r"[0-9.]+", value) is not None and float(value) <= limit
 
 
-_QUANTISED = "quantised weights are not the bytes that a trainer updates"
+_QUANTIZED = "quantized weights are not the bytes that a trainer updates"
 _OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
-    ("--quantization",): Refusal(_QUANTISED, {"none", "None"}.__contains__),
-    ("--quantization-config",): Refusal(_QUANTISED),
+    ("--quantization",): Refusal(_QUANTIZED, {"none", "None"}.__contains__),
+    ("--quantization-config",): Refusal(_QUANTIZED),
     ("--load-format",): Refusal("this loader maps or repacks the weights differently", PLAIN_FORMATS.__contains__),
     ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
     ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),

@@ -103,10 +103,10 @@ def obstacles(config: Config) -> list[Obstacle]:
     """
     found = []
     parts = config.get("text_config")
-    if quantised := config.get("quantization_config") or (parts or {}).get("quantization_config"):
-        method = quantised.get("quant_method", "no named method") if isinstance(quantised, dict) else quantised
-        reason = f"quantised ({method}): an optimizer cannot step such weights"
-        found.append(Obstacle(reason, "use the unquantised model, in bfloat16"))
+    if quantized := config.get("quantization_config") or (parts or {}).get("quantization_config"):
+        method = quantized.get("quant_method", "no named method") if isinstance(quantized, dict) else quantized
+        reason = f"quantized ({method}): an optimizer cannot step such weights"
+        found.append(Obstacle(reason, "use the unquantized model, in bfloat16"))
     if config.get("is_encoder_decoder"):
         found.append(Obstacle("an encoder and a decoder: not a causal language model"))
     if parts:

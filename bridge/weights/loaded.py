@@ -1,6 +1,6 @@
 """A model in the trainer's own memory, for the modes that do not attach to the server's.
 
-Not covered: attaching (`attach.py`), models whose language model is a part of something larger, quantised weights.
+Not covered: attaching (`attach.py`), models whose language model is a part of something larger, quantized weights.
 """
 
 import time
@@ -38,7 +38,7 @@ def load(
     Raises:
         UsageError: no such model or device, not enough memory, weights that are missing or do not fit, or positions
             that depend on an unknown length.
-        UnsupportedModelError: it is quantised, in float16, or not a plain causal language model of transformers.
+        UnsupportedModelError: it is quantized, in float16, or not a plain causal language model of transformers.
     """
     empty = skeleton.build(model, torch.float32)
     rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded

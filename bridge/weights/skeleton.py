@@ -27,7 +27,7 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
 
     Raises:
         UsageError: there is no such model.
-        UnsupportedModelError: it is quantised, not a causal language model of transformers, or cannot be trained here.
+        UnsupportedModelError: it is quantized, not a causal language model of transformers, or cannot be trained here.
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -38,8 +38,8 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
         ) from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"{model} is quantised: an optimizer cannot step its weights",
-            remedy="use the unquantised model",
+            f"{model} is quantized: an optimizer cannot step its weights",
+            remedy="use the unquantized model",
         )
     try:
         with init_empty_weights(include_buffers=False):

@@ -200,7 +200,7 @@ def test_what_a_way_takes_of_the_host_is_told_with_one_that_takes_nothing(
     assert (unknown["recommended_without_host"], little["recommended_without_host"]) == (little["recommended"], None)
 
 
-QUANTISED = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+QUANTIZED = {"quantization_config": {"quant_method": "awq", "bits": 4}}
 ROUTER_BIAS = {"topk_method": "noaux_tc"}
 
 
@@ -208,12 +208,12 @@ ROUTER_BIAS = {"topk_method": "noaux_tc"}
 def test_what_doctor_refuses_is_not_recommended(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, given: tuple[str, ...]
 ) -> None:
-    folder = str(folder_of({**qwen2("7B"), **QUANTISED}, tmp_path / "awq"))
+    folder = str(folder_of({**qwen2("7B"), **QUANTIZED}, tmp_path / "awq"))
     assert answer(["plan", "--json", "--model", folder, "--gpu-memory", "140", *given]) != 0
     refusal = capsys.readouterr()
     assert refusal.out == ""
-    assert f"cannot be trained{' by --mode none' if given else ''}: quantised (awq)" in refusal.err
-    assert "hint: use the unquantised model" in refusal.err
+    assert f"cannot be trained{' by --mode none' if given else ''}: quantized (awq)" in refusal.err
+    assert "hint: use the unquantized model" in refusal.err
 
 
 def test_a_mode_that_doctor_refuses_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_another_model_than_the_one_served_is_refused_with_both_names(bridge: Br
     assert error == f"error: the server serves {exported.model}, expected {other} (--model-name)"
 
 
-def quantised(folder: Path) -> Path:
+def quantized(folder: Path) -> Path:
     """Write a model with packed weights."""
     config = tiny.llama()
     config.quantization_config = {"quant_method": "awq", "bits": 4}
@@ -191,9 +191,9 @@ def quantised(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run"])
-def test_a_quantised_model_is_refused_before_vllm_starts(bridge: Bridge, command: str) -> None:
-    error = bridge.refused(4, command, "--model", quantised(bridge.folder / "packed"))
-    assert error.endswith("quantised (awq): an optimizer cannot step such weights")
+def test_a_quantized_model_is_refused_before_vllm_starts(bridge: Bridge, command: str) -> None:
+    error = bridge.refused(4, command, "--model", quantized(bridge.folder / "packed"))
+    assert error.endswith("quantized (awq): an optimizer cannot step such weights")
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_a_model_that_cannot_be_shared_is_refused_by_its_configuration(
     assert words in bridge.refused(4, "serve-vllm", "--model", "./m")
 
 
-def test_a_quantised_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
-    model = quantised(bridge.folder / "packed")
+def test_a_quantized_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
+    model = quantized(bridge.folder / "packed")
     served = exported.model_copy(update={"model": str(model)})
     manifests.write(served, bridge.folder / manifests.MANIFEST_NAME)
-    assert f"{model} is quantised" in bridge.refused(4, *train(served))
+    assert f"{model} is quantized" in bridge.refused(4, *train(served))
 
 
 def test_a_model_whose_config_is_broken_is_refused_before_vllm_starts(bridge: Bridge) -> None:

@@ -27,6 +27,7 @@ from cli.serve import free_port
 from tests import scenarios
 from tests.models import tiny
 
+pytestmark = pytest.mark.slow
 STEPS = 5
 BATCH_SIZE = 8
 RUN_LIMIT_S = 800.0
@@ -183,7 +184,6 @@ def running(model: Path, folder: Path, *more: str, accident: str = "pass", progr
             other.kill()
 
 
-@pytest.mark.slow
 def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.wait_for(2)
@@ -194,7 +194,6 @@ def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path:
     assert "restarting vLLM" in run.said()
 
 
-@pytest.mark.slow
 def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "--mode", "lora_only", "--lora-r", "8") as run:
         run.wait_for(2)
@@ -209,14 +208,12 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
     assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
 
 
-@pytest.mark.slow
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
         run.finishes()
     assert "restarting vLLM" in run.said()
 
 
-@pytest.mark.slow
 def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
     accident = f"end({SERVER!r}, signal.SIGSTOP)"
     with running(model, tmp_path, accident=accident, program=LOW_LIMIT) as run:
@@ -225,7 +222,6 @@ def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
     assert "restarting vLLM" in run.said()
 
 
-@pytest.mark.slow
 def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.wait_for(2)
@@ -235,7 +231,6 @@ def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> N
         assert run.left_after(LEFT_LIMIT_S) == []
 
 
-@pytest.mark.slow
 def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         run.until(lambda: _engines(run))
@@ -244,7 +239,6 @@ def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Pa
         assert run.left_after(LEFT_LIMIT_S) == []
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
         run.until(lambda: "restarting vLLM" in run.said())

@@ -213,11 +213,11 @@ def test_a_model_that_is_gone_is_refused(llama: ToyServer) -> None:
     assert "/nowhere" in refused(llama.edited(model="/nowhere/at/all"), UsageError)
 
 
-def test_a_quantised_model_is_refused(llama: ToyServer, tmp_path: Path) -> None:
+def test_a_quantized_model_is_refused(llama: ToyServer, tmp_path: Path) -> None:
     config = tiny.llama()
     config.quantization_config = {"quant_method": "fp8"}
-    config.save_pretrained(tmp_path / "quantised")
-    assert "quantised" in refused(llama.edited(model=str(tmp_path / "quantised")), UnsupportedModelError)
+    config.save_pretrained(tmp_path / "quantized")
+    assert "quantized" in refused(llama.edited(model=str(tmp_path / "quantized")), UnsupportedModelError)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def test_float16_is_refused_before_anything_is_loaded(folder: Path) -> None:
     assert "is in float16, expected bfloat16 or float32" in error.message
 
 
-def test_a_quantised_model_is_refused(folder: Path) -> None:
+def test_a_quantized_model_is_refused(folder: Path) -> None:
     reconfigure(folder, quantization_config={"quant_method": "fp8"})
-    assert "quantised" in error_of(folder).message
+    assert "quantized" in error_of(folder).message
 
 
 def test_a_model_that_is_more_than_a_language_model_is_refused(tmp_path: Path) -> None:
