@@ -156,6 +156,10 @@ def _compare(size: ModelSize, run: RunDirectory) -> dict[str, Any]:
             f"{run.config} was not written by this Bridge: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
             remedy="use the version of Bridge that made the run",
         ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"{run.config} is damaged: {error}", remedy="name another run, or plan without --run"
+        ) from error
     lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
     steps = [json.loads(line) for line in lines if line.endswith("}")]  # a killed process may leave half a line
     if not steps:

@@ -22,7 +22,7 @@ def find(choice: Choice, name: str) -> Any:
     """Return the class of an environment or the function of a reward that `name`, `file.py:Name`, refers to.
 
     While the file is loaded its folder comes first on `sys.path`, as when Python runs the file, so it can import its
-    neighbours; imports inside functions that run later find only those that are imported already.
+    neighbors; imports inside functions that run later find only those that are imported already.
 
     Raises:
         UsageError: there is no such file, or no such class or function in it.

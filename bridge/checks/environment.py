@@ -46,7 +46,7 @@ UNSHARED = f"without {EXPANDABLE}: such memory cannot always be shared with anot
 RULES = (
     Rule("VLLM_ENABLE_SHARED_WEIGHTS", lambda value: value.lower() not in ("1", "true"),
          "1: bridge serve-vllm sets it; with this, a vllm serve started by hand exports no weights"),
-    Rule("VLLM_SKIP_WEIGHT_DAEMON", lambda value: value not in ("", "1"),
+    Rule("VLLM_SKIP_WEIGHT_DAEMON", lambda value: not _is_on(value),
          "unset or 1: there is no weight daemon, weights are written in place"),
     Rule("NUM_INFERENCE_NODES", _is_set, "unset or 0: memory is shared on one host"),
     *(Rule(name, lambda value: EXPANDABLE in value, UNSHARED, device="cuda") for name in ALLOCATOR_VARIABLES),

@@ -153,7 +153,7 @@ class Config(Section):
         Runs of earlier versions wrote flat keys and nothing derived.
         """
         chosen = {name: value for name, value in document.items() if name != "derived"}
-        return {**flattened(cls, chosen), **document.get("derived", {})}
+        return {**flattened(cls, chosen), **(document.get("derived") or {})}
 
     @model_validator(mode="before")
     @classmethod

@@ -222,6 +222,10 @@ class TrainConfig(Config):
             return self.optimizer.lr
         return ADAPTER_RATE if self.mode == "lora_only" else FULL_RATE
 
+    def settled(self) -> Self:
+        """Return these choices with the defaults that depend on others."""
+        return self.changed(lr=self.learning_rate, max_new_tokens=self.sampling.longest)
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if faults := [*self._without_effect(), *self._contradictions()]:

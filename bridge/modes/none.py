@@ -80,6 +80,11 @@ class OwnCopy(ABC):
     def _saved(self) -> Path:
         return self._run.saved(f"version_{self.version + 1}", self.save)
 
+    def _discard_versions(self, *, but: str | Path | None = None) -> None:
+        for folder in self._run.scratch.glob("version_*"):
+            if folder.absolute() != but:
+                self._run.discard(folder.name)
+
     @abstractmethod
     def _reload(self) -> float:
         """Let the server serve the newest weights, and return the seconds until it had paused."""
@@ -124,11 +129,6 @@ class Restart(OwnCopy):
         self.version, self._behind = version, 0
         self._discard_versions(but=model)
 
-    def _discard_versions(self, *, but: str | Path | None = None) -> None:
-        for folder in self._run.scratch.glob("version_*"):
-            if folder.absolute() != but:
-                self._run.discard(folder.name)
-
 
 class InPlace(OwnCopy):
     """`--reload in-place`: a patched server beside a copy of its dtype, so that it loads bitwise what was saved."""
@@ -170,6 +170,6 @@ class InPlace(OwnCopy):
         folder = self._saved()
         update = Update(lambda: model_folder.load_into(self._served, folder), last_checkpoint=folder)
         pause_s = self._server.publish(update).pause_s
-        self._run.discard(folder.name)  # not after an error: it repairs the torn server
+        self._discard_versions()  # not after an error: the newest repairs the torn server
         self._behind = 0
         return pause_s

@@ -75,7 +75,7 @@ class Slab:
         return made
 
     def pieces(self, indices: Iterable[int], steps: Mapping[Tensor, int]) -> Iterator["Piece"]:
-        """Yield the pieces of these members, in order; neighbours with as many `steps` so far share one."""
+        """Yield the pieces of these members, in order; neighbors with as many `steps` so far share one."""
         runs = groupby(enumerate(indices), key=lambda each: (each[1] - each[0], steps[self.members[each[1]].parameter]))
         for (_, step), run in runs:
             members = [self.members[index] for _, index in run]

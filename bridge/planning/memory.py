@@ -198,7 +198,7 @@ def micro_batch_tokens(config: TrainConfig) -> tuple[int, int]:
 def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -> float:
     """Return the bytes that `num_tokens` take, with the layers' activations kept or recomputed one layer at a time.
 
-    Per token and layer autograd keeps: per norm a float32 copy, the normalised and the scaled bf16 one (8 bytes);
+    Per token and layer autograd keeps: per norm a float32 copy, the normalized and the scaled bf16 one (8 bytes);
     queries, keys, values and attention's output; of the feed-forward part gate, activated gate, up and their product
     (8 bytes); a copy per expert.
     """

@@ -161,7 +161,10 @@ class RunDirectory:
             OSError: there is no `config.json`.
             ValueError: it is damaged.
         """
-        return TrainConfig.written(json.loads(self.config.read_bytes()))
+        document = json.loads(self.config.read_bytes())
+        if not isinstance(document, dict):
+            raise ValueError(f"{self.config} holds a {type(document).__name__}, expected an object")
+        return TrainConfig.written(document)
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, if they are empty."""

@@ -215,4 +215,4 @@ def _indented(text: str) -> str:
 
 
 def _shown(config: TrainConfig) -> dict[str, Any]:
-    return private.shown(flattened(TrainConfig, config.model_dump(mode="json")))
+    return private.shown(flattened(TrainConfig, config.settled().model_dump(mode="json")))

@@ -83,7 +83,7 @@ def train(
                     f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
                     f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
                 )
-            run.write_config(chosen, config.changed(lr=config.learning_rate))  # a refused run leaves no trace
+            run.write_config(chosen, config.settled())  # a refused run leaves no trace
             first = 1 if resume is None else resume.progress.step + 1
             steps = f"steps {first} to {config.training_steps}"
             run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")

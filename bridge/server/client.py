@@ -36,7 +36,7 @@ moment would be lost."""
 
 
 class Authorization(httpx.Auth):
-    """Adds the token to requests to Bridge's own routes, and the API key to all others."""
+    """Adds the token to requests to Bridge's own routes, and to all others the URL's credentials or the API key."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
@@ -48,6 +48,9 @@ class Authorization(httpx.Auth):
             request.headers.update(api_key.headers())
             if self._token is not None:
                 request.headers[protocol.TOKEN_HEADER] = self._token
+            if request.url.userinfo:  # of a proxy; httpx leaves it to an Auth if there is one
+                yield from httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request)
+                return
         yield request
 
 
@@ -117,9 +120,10 @@ class VllmClient:
 
     def check_health(self) -> None:
         """Raise ServerUnreachableError if the server reports that it is unhealthy."""
-        response = self._send("GET", "/health", limit_s=self._control_limit_s)
-        if response.is_server_error:
-            raise unreachable(self.url, f"/health answered {response.status_code}")
+        with suppress(UsageError):  # a proxy may lock this route alone
+            response = self._send("GET", "/health", limit_s=self._control_limit_s)
+            if response.is_server_error:
+                raise unreachable(self.url, f"/health answered {response.status_code}")
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return the served models and adapters."""

@@ -83,10 +83,10 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
     ),
 }  # fmt: skip
 FACTORS = {"%": 100.0, "ms": 1e3}
-COLOURS = ("#4a80dd", "#d9772b", "#239a72", "#a26be0", "#b58f1c", "#d8558c", "#1d9ab2", "#7c8797")
+COLORS = ("#4a80dd", "#d9772b", "#239a72", "#a26be0", "#b58f1c", "#d8558c", "#1d9ab2", "#7c8797")
 RAMP = ("#a9c8f0", "#86b0e8", "#6397dd", "#4479c4", "#e5bd62", "#e08e3c", "#d2603a", "#a3312b")
 TEXT, EVENT, ALARM, HEALTHY = "#757f8c", "#b87a1e", "#d0443a", "#239a72"
-"""All colours are readable on a light page, on a dark one and on paper."""
+"""All colors are readable on a light page, on a dark one and on paper."""
 MOST_EVENTS = 40
 """Events marked in the charts; more would hide the curves."""
 
@@ -95,7 +95,7 @@ class Line(NamedTuple):
     """A curve as it is drawn."""
 
     name: str
-    colour: str
+    color: str
     values: Column
     """One per step of the page; NaN is a gap."""
     is_faint: bool = False
@@ -116,7 +116,7 @@ class Drawing(NamedTuple):
     plot: figure | None = None
     """None if nothing changes during the run: the last values say it all."""
     references: Mapping[str, str] = {}
-    """What is drawn beside the lines -> its colour."""
+    """What is drawn beside the lines -> its color."""
 
 
 class Artist:
@@ -135,7 +135,7 @@ class Artist:
     def drawings(self, chart: Chart) -> Iterator[Drawing]:
         """Yield the drawings of `chart`: none if the runs have no values for it."""
         is_stacked = chart.kind == "stacked" and self._single is not None
-        palette = RAMP if chart is HISTOGRAM and is_stacked else COLOURS
+        palette = RAMP if chart is HISTOGRAM and is_stacked else COLORS
         for title, curves in self._curves(chart, is_stacked=is_stacked):
             lines = [
                 line for line in map(Line, curves, palette, curves.values())
@@ -188,12 +188,12 @@ class Artist:
         source = ColumnDataSource({"step": steps, "top": top.astype(np.float32)})
         names = [source.add(row.astype(np.float32), f"line{index}") for index, row in enumerate(rows)]
         if is_stacked:
-            plot.varea_stack(names, x="step", source=source, color=[line.colour for line in lines])
+            plot.varea_stack(names, x="step", source=source, color=[line.color for line in lines])
         for name, line, row in zip(names, lines, rows, strict=True) if not is_stacked else ():
-            plot.line("step", name, source=source, color=line.colour, alpha=0.4 if line.is_faint else 1, line_width=2)
+            plot.line("step", name, source=source, color=line.color, alpha=0.4 if line.is_faint else 1, line_width=2)
             padded = np.isfinite([np.nan, *row, np.nan])
             alone = padded[1:-1] & ~padded[:-2] & ~padded[2:]  # between two gaps there is no line
-            plot.scatter(steps[alone], row[alone], color=line.colour, size=5)
+            plot.scatter(steps[alone], row[alone], color=line.color, size=5)
         values = [(line.name, f"@{name}{{%.4g}}") for line, name in zip(lines, names, strict=True)]
         hover = HoverTool(
             renderers=[plot.line("step", "top", source=source, alpha=0)], mode="vline",
@@ -203,15 +203,15 @@ class Artist:
         return plot
 
     def _references(self, chart: Chart, plot: figure) -> Iterator[tuple[str, str]]:
-        """Add evaluations, limits and events to a plot, and yield the name and the colour of each."""
-        for (name, run), each in zip(self._runs.items(), COLOURS, strict=False):
+        """Add evaluations, limits and events to a plot, and yield the name and the color of each."""
+        for (name, run), each in zip(self._runs.items(), COLORS, strict=False):
             if chart is REWARD and run.evaluations:
-                label, colour = ("held out", COLOURS[1]) if self._single else (f"{name}, held out", each)
+                label, color = ("held out", COLORS[1]) if self._single else (f"{name}, held out", each)
                 steps, rewards = zip(*((row["step"], row["reward_mean"]) for row in run.evaluations), strict=True)
-                plot.line(steps, rewards, color=colour, alpha=0.5)
-                dots = plot.scatter(steps, rewards, color=colour, size=9)
+                plot.line(steps, rewards, color=color, alpha=0.5)
+                dots = plot.scatter(steps, rewards, color=color, size=9)
                 plot.add_tools(HoverTool(renderers=[dots], tooltips=[("step", "@x"), (label, "@y{0.[0000]}")]))
-                yield label, colour
+                yield label, color
         if chart is DIFFERENCE:
             low, high = HEALTHY_NATS
             plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))

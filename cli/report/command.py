@@ -21,7 +21,7 @@ NAME = REPORT
 HEAD_BYTES = 2048
 """A page names its generator within these; no other file is overwritten."""
 MOST_RUNS = 8
-"""The number of colours."""
+"""The number of colors."""
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False)]
 Out = Annotated[

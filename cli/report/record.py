@@ -124,7 +124,7 @@ def read(path: Path) -> Run:
         path=path, steps=steps, columns=columns, config=choices, notes=notes, about=about,
         evaluations=[found[step] for step in sorted(found)], holder=claim.holder(path.stat().st_ino),
         server=private.shown(ServeConfig.written(server)),
-        derived=[*config.get("derived", ()), *server.get("derived", ())],
+        derived=[*(config.get("derived") or ()), *(server.get("derived") or ())],
         events=list(_events(files, steps, columns)),
         summary=summary if summary.get("steps") == steps[-1] else {},
     )  # fmt: skip
@@ -132,7 +132,8 @@ def read(path: Path) -> Run:
 
 def has_step(row: Mapping[str, Any]) -> bool:
     """Return whether a line names the step that it belongs to."""
-    return isinstance(row.get("step"), int)
+    step = row.get("step")
+    return isinstance(step, int) and step >= 0
 
 
 def json_objects(
@@ -146,7 +147,7 @@ def json_objects(
         for line in file:
             if (row := json_object(line)) and is_usable(row):
                 yield offset, row
-            else:
+            elif line.strip():
                 skipped += 1
             offset += len(line)
     if skipped:
@@ -154,10 +155,14 @@ def json_objects(
 
 
 def json_object(text: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None if `text` is anything else."""
+    """Parse a JSON object, with None for NaN and infinity; None if `text` is anything else."""
     try:
-        row = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_INT else digits)
-    except ValueError:
+        row = json.loads(
+            text,
+            parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_INT else digits,
+            parse_constant=lambda _: None,
+        )
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

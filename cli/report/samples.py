@@ -68,7 +68,7 @@ def read(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Sample
 
 def _is_group(row: Mapping[str, Any]) -> bool:
     """Return whether a line has what the page shows of a group, in the right types."""
-    parts = [row.get("completions"), row.get("unscored")]
+    parts = [row.get("completions"), row.get("unscored", [])]  # runs of earlier versions have none
     are_lists = all(isinstance(part, list) and all(isinstance(each, dict) for each in part) for part in parts)
     if not (are_lists and has_step(row) and isinstance(row.get("problem"), dict)):
         return False
@@ -91,7 +91,9 @@ def _series(file: BinaryIO, places: Mapping[int, list[int]], longest: int) -> Se
 
 def _step(number: int, rows: Sequence[Mapping[str, Any]]) -> Step:
     every = [each | {"problem": row["problem"]} for row in rows for each in row["completions"]]
-    unscored = [each | {"problem": row["problem"], "label": "unscored"} for row in rows for each in row["unscored"]]
+    unscored = [
+        each | {"problem": row["problem"], "label": "unscored"} for row in rows for each in row.get("unscored", [])
+    ]
     scored = sorted((each for each in every if each.get("reward") is not None), key=lambda each: each["reward"])
     rewards = [each["reward"] for each in scored]
     picked = {"best": -1, "median": len(scored) // 2, "worst": 0}

@@ -104,5 +104,5 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
         ("make no-such-target", ["make no-such-target"]),
     ],
 )
-def test_a_stale_name_is_recognised(text: str, found: list[str]) -> None:
+def test_a_stale_name_is_recognized(text: str, found: list[str]) -> None:
     assert list(stale(text, Path(__file__))) == found

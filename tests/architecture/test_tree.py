@@ -78,7 +78,7 @@ def test_no_file_names_a_place_beside_the_checkout() -> None:
         ("a homeplace/notes", []),
     ],
 )
-def test_a_place_beside_the_checkout_is_recognised(text: str, found: list[str]) -> None:
+def test_a_place_beside_the_checkout_is_recognized(text: str, found: list[str]) -> None:
     assert _foreign_paths(text, Path("/place/checkout")) == found
 
 

@@ -51,9 +51,9 @@ def found(result: Result) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in map(json.loads, result.stdout.splitlines())}
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, colour: bool = False) -> str:
+def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, color: bool = False) -> str:
     page = io.StringIO()
-    people = Console(file=page, width=width, highlight=False, soft_wrap=True, force_terminal=colour)
+    people = Console(file=page, width=width, highlight=False, soft_wrap=True, force_terminal=color)
     monkeypatch.setattr(console, "people", people)
     doctor.report(SECTIONS)
     return page.getvalue()
@@ -159,9 +159,9 @@ def test_what_needs_mending_shows_what_was_expected_and_the_remedy(monkeypatch: 
 
 def test_no_color_leaves_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[1;31mFAIL" in printed(monkeypatch, colour=True)
+    assert "\x1b[1;31mFAIL" in printed(monkeypatch, color=True)
     monkeypatch.setenv("NO_COLOR", "1")
-    page = printed(monkeypatch, colour=True)
+    page = printed(monkeypatch, color=True)
     assert "FAIL" in page
     assert "31m" not in page
 

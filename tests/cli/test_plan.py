@@ -319,6 +319,9 @@ def test_a_run_that_measured_something_else_is_not_compared(
     [
         ({}, "is not a run"),
         ({"config.json": "{}"}, "was not written by this Bridge"),
+        ({"config.json": '{"derived": null}'}, "was not written by this Bridge"),
+        ({"config.json": "{"}, "is damaged"),
+        ({"config.json": "[]"}, "is damaged"),
         ({"config.json": '{"model_name": "m"}'}, "has no step"),
         ({"config.json": '{"model_name": "m"}', "metrics.jsonl": '{"st'}, "has no step"),
     ],

@@ -197,8 +197,9 @@ def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -
 def test_any_other_file_may_be_missing_or_broken(missing: str, tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     path: Path = getattr(run, missing)
-    path.write_bytes(b"\xff\x00 no json {")
-    written(run.path, out=tmp_path / "page.html")
+    for broken in (b"\xff\x00 no json {", b"[" * 100_000, b'{"derived": null, "reward_before": NaN}\n\n'):
+        path.write_bytes(broken)
+        written(run.path, out=tmp_path / "page.html")
     path.unlink()
     written(run.path, out=tmp_path / "page.html")
 
@@ -332,7 +333,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.startswith(f"error: cannot read {run.path}: ")
 
 
-def test_more_runs_than_colours_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_runs_than_colors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(tmp_path / str(number)) for number in range(9)]
     assert main.answer(["report", *runs]) == 2
     assert "9 runs do not fit on one page" in capsys.readouterr().err

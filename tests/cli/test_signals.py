@@ -96,7 +96,7 @@ def test_a_full_disk_is_told() -> None:
         Surviving(Broken(errno.ENOSPC, -1)).write("lost")
 
 
-@pytest.mark.parametrize("stays", [False, True], ids=["ends", "nohup"])
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "nohup"])
 def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_nohup(
     tmp_path: Path, stays: bool
 ) -> None:

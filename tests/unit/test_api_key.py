@@ -29,11 +29,12 @@ KEY = "the key"
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    def answers(one: Asked) -> Answer | None:
-        return openai()(one) if one.path in {"/v1/completions", "/v1/models"} else as_json({})
-
     with serving(locked(answers, KEY)) as server:
         yield server
+
+
+def answers(one: Asked) -> Answer | None:
+    return openai()(one) if one.path in {"/v1/completions", "/v1/models"} else as_json({})
 
 
 def adapters(url: str) -> None:
@@ -140,6 +141,16 @@ def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monk
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     stream.longest_sequence(server.url, 1024)
     assert server.asked[-1].headers["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_credentials_of_a_url_are_sent_to_the_proxy_that_asks_for_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, KEY)
+    with serving(answers) as server:
+        CLIENTS[name](server.url.replace("http://", "http://user:pass@"))
+        assert {one.headers["authorization"] for one in server.asked} == {"Basic dXNlcjpwYXNz"}
 
 
 def test_the_fence_is_asked_by_the_manifests_token_alone(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:

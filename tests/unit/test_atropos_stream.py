@@ -326,7 +326,7 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
         ref_logprobs=[[0.0], [0.0]],
         distill_token_ids=[[[1]], [[1]]],
         generation_params={"temperature": 0.5, "top_p": 0.9, "top_k": -1, "presence_penalty": 0.0, "stop": ["x"]},
-        overrides=[{"colour": "red"}, {"set_advantage_to_zero": False}],
+        overrides=[{"color": "red"}, {"set_advantage_to_zero": False}],
     )
     with running(model, FakeApi(batches=[[odd, odd], [odd]]), eval_samples=2, mask_truncated=True) as run:
         assert len(run.step()) == 1
@@ -340,7 +340,7 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
         "sends distill_token_ids",
         "at temperature 0.5, and --temperature is 1.0",
         "samples with top_p=0.9; ",
-        "overrides colour",
+        "overrides color",
     ]
     assert [sum(part in line for line in run.said) for part in parts] == [1] * len(parts)
     assert len(run.said) == len(parts) + 1

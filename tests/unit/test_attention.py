@@ -238,6 +238,7 @@ def test_the_kernel_is_told_what_completions_see(family: str) -> None:
     assert_same(ours, expected, model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
 def test_compiled_layers_share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")

@@ -268,7 +268,7 @@ def test_a_disk_that_refuses_is_one_line_and_leaves_nothing_half(limit_bytes: in
     assert newest(tmp_path, "step_")[0] == (Found(tmp_path / "step_3", progress(3)) if older else None)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_killed_while_saving_or_removing_leaves_whole_checkpoints_alone(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.killed_saver", str(tmp_path), str(seed)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})

@@ -295,8 +295,9 @@ def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
         client.models()
 
 
-def test_a_server_without_a_route_for_its_health_counts_as_healthy() -> None:
-    with serving(lambda _: Answer("Not Found", 404)) as server, VllmClient(server.url) as client:
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_without_a_route_for_its_health_counts_as_healthy(status: int) -> None:
+    with serving(lambda _: Answer("not for you", status)) as server, VllmClient(server.url) as client:
         client.check_health()
 
 

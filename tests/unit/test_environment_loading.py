@@ -53,10 +53,10 @@ def test_a_class_of_a_file_is_loaded(write: Write) -> None:
     assert [environment.score(PROBLEM, completion) for completion in ("7", "8")] == [1.0, 1.0]
 
 
-def test_a_file_imports_its_neighbours_and_leaves_the_path_as_it_was(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "neighbour_of_task.py").write_text("PROMPT = 'from next door'\n")
+def test_a_file_imports_its_neighbors_and_leaves_the_path_as_it_was(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "neighbor_of_task.py").write_text("PROMPT = 'from next door'\n")
     path = write(
-        "from neighbour_of_task import PROMPT\nclass Task:\n"
+        "from neighbor_of_task import PROMPT\nclass Task:\n"
         "    def __iter__(self):\n        return iter([{'prompt': PROMPT}])\n" + SCORES
     )
     before = list(sys.path)

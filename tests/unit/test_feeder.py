@@ -178,7 +178,7 @@ def test_no_group_is_sampled_with_the_seeds_of_another(model: Path) -> None:
     assert len({seed + index for seed in seeds for index in range(GROUP)}) == GROUP * len(seeds)
 
 
-def test_an_environment_does_not_sample_what_its_neighbour_does_with_another_seed(model: Path) -> None:
+def test_an_environment_does_not_sample_what_its_neighbor_does_with_another_seed(model: Path) -> None:
     """Environment 3 with `--seed 1` started where environment 4 with `--seed 0` does."""
     fed = Fed(model, FakeApi(num_steps=1), seed=1)
     seeds = [asked.body["seed"] for asked in fed.vllm.asked if asked.path == "/v1/completions"]

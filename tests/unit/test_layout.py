@@ -120,7 +120,7 @@ def test_right_layouts_pass_and_every_single_mistake_is_refused() -> None:
     assert num_cases > 2000
 
 
-def test_a_padding_that_reaches_into_the_neighbour_is_refused() -> None:
+def test_a_padding_that_reaches_into_the_neighbor_is_refused() -> None:
     """A negative padding would let a view extend past its parameter into other memory."""
     layout = Layout({"embed": (4, 2)}, {"embed": (3, 2)}, {"embed": rows("embed", (4, 2), 0, 4)}, {"embed": -2})
     assert "embed" in layout.refused()

@@ -325,6 +325,13 @@ def test_in_place_the_saved_model_is_loaded_between_pause_and_publish(in_place: 
     assert not running.scratch.exists()
 
 
+def test_in_place_what_a_reload_that_failed_has_left_goes_with_the_next(in_place: Callable[..., Attached]) -> None:
+    running = in_place()
+    (running.scratch / "version_7").mkdir(parents=True)
+    running.publish()
+    assert running.scratch_folders() == []
+
+
 def test_in_place_the_trainer_writes_into_a_copy_of_its_own(in_place: Callable[..., Attached]) -> None:
     running = in_place(vllm_restart_interval=2)
     before = running.live()

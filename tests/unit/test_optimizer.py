@@ -88,7 +88,7 @@ def test_500_steps_at_a_tiny_rate_equal_a_float32_master_and_plain_bf16_stalls(
     assert (split_weight.detach().float() - start.float()).norm() > 0.9 * learnt
 
 
-def test_views_of_rows_are_written_in_place_and_their_neighbours_are_left_alone() -> None:
+def test_views_of_rows_are_written_in_place_and_their_neighbors_are_left_alone() -> None:
     fused = torch.randn(12, 8).bfloat16()
     before, pointer = fused.clone(), fused.data_ptr()
     query, value = parameter(fused[:6], torch.ones(6, 8)), parameter(fused[8:10], torch.ones(2, 8))

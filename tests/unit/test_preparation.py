@@ -255,7 +255,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_layers_share_one_form_and_give_the_same_gradients(
     recomputed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +279,7 @@ def test_compiled_layers_share_one_form_and_give_the_same_gradients(
     assert numbers[0] == numbers[1]  # nor does the number of layers matter
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
 def test_layers_that_are_recomputed_from_the_start_are_compiled_for_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")

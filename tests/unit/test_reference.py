@@ -134,6 +134,7 @@ def test_between_a_forward_and_its_backward_pass_no_gradient_is_lost() -> None:
     assert all(one is not None and other is not None for one, other in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_layers_notice_that_the_adapter_is_off_and_compile_for_it_once() -> None:
     model = base()
     without = model(IDS).logits

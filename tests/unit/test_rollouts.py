@@ -114,7 +114,7 @@ def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() 
     assert max(seeds(2**63 - 1)) < 2**63
 
 
-def test_runs_of_neighbouring_seeds_are_far_apart_and_seed_0_begins_at_0() -> None:
+def test_runs_of_neighboring_seeds_are_far_apart_and_seed_0_begins_at_0() -> None:
     firsts = sorted(seed_of(run, 0) for run in range(1000))
     gaps = [after - before for before, after in pairwise([*firsts, NUM_CALLS])]
     assert firsts[0] == 0

@@ -24,7 +24,7 @@ def test_the_bits_are_of_the_key_and_the_place_alone() -> None:
         assert abs(same_bits.float().mean().item() - 0.5) < 1e-3
 
 
-def test_every_bit_is_as_often_set_as_not_and_neighbours_know_nothing_of_each_other() -> None:
+def test_every_bit_is_as_often_set_as_not_and_neighbors_know_nothing_of_each_other() -> None:
     bits = bits_of(key(5)) >> torch.arange(32).view(-1, 1, 1) & 1
     assert ((bits.float().mean((1, 2)) - 0.5).abs() < 5e-3).all()
     numbers = uniform(bits_of(key(5)))
@@ -33,7 +33,7 @@ def test_every_bit_is_as_often_set_as_not_and_neighbours_know_nothing_of_each_ot
         assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 1e-2
 
 
-def test_a_weight_rounded_by_chance_is_right_on_average_and_one_of_its_two_neighbours() -> None:
+def test_a_weight_rounded_by_chance_is_right_on_average_and_one_of_its_two_neighbors() -> None:
     for value in (1.0 + 2**-9, -3.3, 1e-5, -(2.0 - 2**-12), 0.0):
         rounded = round_by_chance(torch.full((4000, 256), value), bits_of(key(7), shape=(4000, 256))).view(
             torch.bfloat16

@@ -65,7 +65,7 @@ def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_neighbours_in_a_fused_tensor_and_padding_rows_are_left_alone(name: str) -> None:
+def test_neighbors_in_a_fused_tensor_and_padding_rows_are_left_alone(name: str) -> None:
     torch.manual_seed(0)
     fused = torch.randn(40, 33).bfloat16()
     before = fused.clone()

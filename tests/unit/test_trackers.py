@@ -250,6 +250,7 @@ def test_wandb_goes_on_with_the_run_that_the_directory_knows(tmp_path: Path, ins
     assert (first["resume"], first["project"], first["dir"]) == ("allow", "bridge", str(tmp_path))
     assert first["config"]["training_steps"] == 10
     assert first["config"]["start_command"] == "***"
+    assert (first["config"]["lr"], first["config"]["max_new_tokens"]) == (1e-6, 256)
     assert [each["step"] for each in fake.logged] == [1, 2]
     assert "&lt;b&gt;5" in fake.logged[0]["sample"]
     assert fake.finished == [0, 0]
