@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from benchmarks import _results
 from benchmarks._sides import BRIDGE
 from bridge.run.run_directory import RunDirectory
@@ -120,7 +122,8 @@ def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str,
     made = RunDirectory(folder)
     places = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
     share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
-    command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *places, *flags, *share]
+    eager = [] if torch.cuda.is_available() else ["--", "--enforce-eager"]  # compiling takes longer than all steps
+    command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *places, *flags, *share, *eager]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     steps = [json.loads(line) for line in made.metrics.read_text().splitlines()]
     return steps, json.loads(made.summary.read_text())

@@ -47,9 +47,16 @@ ADAPTER_PARITY_LIMIT = 0.06
 EAGER = ("--enforce-eager",)
 """vLLM starts faster by a third with it on the CPU.
 
-Tests of faults, fences, routes and modes use it, as they look at nothing inside the model's graph. A family's proof
-runs without it, like a user's server.
+Tests of faults, fences, routes and modes use it, as they look at nothing inside the model's graph.
 """
+IN_THE_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""vLLM on the CPU then computes in the engine's process, as it does on one GPU.
+
+By default it has a worker process there, which takes another third of the start and polls for work; `bridge demo` and
+the end of all processes of `bridge run` are tested with it.
+"""
+TRACED = ("--compilation-config", '{"mode": 2, "backend": "eager"}')
+"""vLLM's graph is traced, as for its compiler, which takes a third of a family's proof, and then run as it is."""
 LR = 3e-3
 """Learning rate at which three steps move a tiny model far."""
 LORA_RANK = 8
@@ -139,12 +146,7 @@ def _group(url: str, answer: httpx.Response) -> Group:
 
 
 def in_the_engine(command: ServerCommand) -> ServerCommand:
-    """Let vLLM on the CPU compute in the engine's process, as it does on one GPU.
-
-    By default it has a worker process there, which takes another third of the start and polls for work; `bridge demo`
-    and `bridge run` are tested with it.
-    """
-    return replace(command, environment={**command.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    return replace(command, environment={**command.environment, **IN_THE_ENGINE})
 
 
 @contextmanager

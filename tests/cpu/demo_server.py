@@ -52,12 +52,12 @@ class DemoServer:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[DemoServer]:
+def served(folder: Path, *flags: str) -> Iterator[DemoServer]:
     """Run a server for the demo's model, which is built once and kept."""
     model = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None)
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)
-    command = in_the_engine(ServerCommand.of(config, EAGER))
+    command = in_the_engine(ServerCommand.of(config, [*flags, *EAGER]))
     with StartedServer(command, folder / "serve.log", limit_s=START_LIMIT_S).running() as engine:
         assert engine.pid is not None
         yield DemoServer(exported, model, engine.pid)

@@ -4,11 +4,14 @@ Not covered: each mode by itself (`test_one_copy.py`, `test_lora_only.py`, `test
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scenarios import IN_THE_ENGINE
 
 STEPS, RESTARTS = 40, 2
 
@@ -17,7 +20,8 @@ STEPS, RESTARTS = 40, 2
 @pytest.mark.timeout(1800)
 def test_the_modes_go_the_same_way_and_every_one_learns(tmp_path: Path) -> None:
     flags = ["--steps", str(STEPS), "--restarts", str(RESTARTS), "--out", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "benchmarks.compare", *flags], check=True, timeout=1700)
+    environment = {**os.environ, **IN_THE_ENGINE}
+    subprocess.run([sys.executable, "-m", "benchmarks.compare", *flags], env=environment, check=True, timeout=1700)
     (result,) = tmp_path.glob("*.json")
     document = json.loads(result.read_text())["results"]
     rows = {row["mode"]: row for row in document["rows"]}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from cli.leash import GRACE_S
 from cli.serve import free_port
 from tests import scenarios
 from tests.models import tiny
+from tests.scenarios import IN_THE_ENGINE
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -153,20 +154,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(model: Path, folder: Path, *more: str, accident: str = "pass", program: str = COMMAND) -> Iterator[Run]:
+def running(
+    model: Path,
+    folder: Path,
+    *more: str,
+    accident: str = "pass",
+    program: str = COMMAND,
+    environment: Mapping[str, str] = IN_THE_ENGINE,
+) -> Iterator[Run]:
     """Run `bridge run` in `folder`; `accident` is executed before the first score of step 3."""
     text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
     (folder / "accident.py").write_text(text)
     port = free_port("127.0.0.1")
     flags = ["--model", str(model), "--port", str(port), "--max-model-len", "2048", "--training-steps", str(STEPS)]
     flags += ["--environment", "accident.py:Accident", "--batch-size", str(BATCH_SIZE), "--group-size", "4"]
-    flags += ["--lr", "1e-3", "--max-new-tokens", "800", "--run-dir", "run", "--save-path", "saved"]
+    flags += ["--lr", "1e-3", "--max-new-tokens", "240", "--run-dir", "run", "--save-path", "saved"]
     eager = () if torch.cuda.is_available() else ("--", *scenarios.EAGER)
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-c", program, "run", *flags, *more, "--vllm-config-path", "run", *eager],
             cwd=folder,
-            env={**os.environ, "NO_COLOR": "1"},
+            env={**os.environ, "NO_COLOR": "1", **environment},
             stdout=subprocess.DEVNULL,
             stderr=said,
             text=True,
@@ -223,7 +231,7 @@ def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path) as run:
+    with running(model, tmp_path, environment={}) as run:
         run.wait_for(2)
         assert _engines(run)
         run.process.kill()
@@ -232,7 +240,7 @@ def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> N
 
 
 def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path) as run:
+    with running(model, tmp_path, environment={}) as run:
         run.until(lambda: _engines(run))
         run.process.kill()
         run.process.wait()
