@@ -21,7 +21,7 @@ from cli.serve import free_port
 from cli.server_command import ServerCommand
 from cli.server_process import StartedServer
 from environments import registry
-from tests.scenarios import EAGER, START_LIMIT_S, in_the_engine
+from tests.scenarios import EAGER, START_LIMIT_S, with_forked_engine
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def served(folder: Path, *flags: str) -> Iterator[DemoServer]:
     model = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None)
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)
-    command = in_the_engine(ServerCommand.of(config, [*flags, *EAGER]))
+    command = with_forked_engine(ServerCommand.of(config, [*flags, *EAGER]))
     with StartedServer(command, folder / "serve.log", limit_s=START_LIMIT_S).running() as engine:
         assert engine.pid is not None
         yield DemoServer(exported, model, engine.pid)

@@ -47,7 +47,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     config = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), max_model_len=2048, max_lora_rank=scenarios.LORA_RANK
     )
-    command = scenarios.in_the_engine(ServerCommand.of(config, scenarios.EAGER, shares_weights=False))
+    command = scenarios.with_forked_engine(ServerCommand.of(config, scenarios.EAGER, shares_weights=False))
     with StartedServer(command, folder / "serve.log", limit_s=scenarios.START_LIMIT_S).running() as engine:
         yield Stock(engine, model, config.port)
 
