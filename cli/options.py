@@ -22,6 +22,9 @@ from bridge.errors import UsageError
 PANELS: Mapping[str | None, tuple[str, ...]] = {
     None: ("model", "model_name", "mode", "environment", "data", "training_steps", "save_path", "device"),
     "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
+    "Continuous rollouts": (
+        "max_staleness", "groups_in_flight", "in_flight_kv", "skip_groups_without_signal", "max_oversampling",
+    ),
     "Problems and rewards": (
         "prompt_column", "answer_column", "system_prompt", "reward", "reward_timeout_s", "reward_processes",
         "max_unscored_share",

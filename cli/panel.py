@@ -23,6 +23,7 @@ from cli.steps import duration, or_dash, tokens_per_s
 NARROWEST, LOWEST = 80, 24
 """Columns and rows of the smallest terminal that gets a panel."""
 CHART_HEIGHT = 7
+TIMES_WIDTH = 20
 FIGURES_WIDTH, CURVE_WIDTH = 42, 12
 MOST_SAMPLE_LINES = 12
 ROWS_FOR_LINES = 9
@@ -85,7 +86,7 @@ def render(seen: Seen, *, now: float, width: int, height: int) -> Text:
     """Return the panel for a terminal of that size; nothing if it is too small."""
     if width < NARROWEST or height < LOWEST:
         return Text()
-    lines = [_header(seen, width), *_curves(seen, width), _status(seen, now, width)]
+    lines = [_header(seen, width), *_curves(seen, width), *_times(seen), _status(seen, now, width)]
     room = min(height - ROWS_FOR_LINES - len(lines) - 1, MOST_SAMPLE_LINES)
     if seen.sample is not None:
         lines += _sample(seen.sample, seen.steps[-1].step if seen.steps else 0, width, room)
@@ -137,6 +138,22 @@ def _figure(seen: Seen, figure: Figure) -> Text:
     if value is not None:
         line.append(sparkline([value(step) for step in seen.steps[-CURVE_WIDTH:]]), "cyan")
     return line
+
+
+def _times(seen: Seen) -> Iterator[Text]:
+    """Yield where the last step's time went, and what is in flight, if the server samples throughout."""
+    if not seen.steps or not seen.steps[-1].groups_in_flight:
+        return
+    last, begun = seen.steps[-1], 0
+    parts = [("wait", last.rollout_s, "yellow"), ("train", last.train_s, "green"), ("fence", last.fence_s, "red")]
+    whole, line = math.fsum(seconds for _, seconds, _ in parts), Text.assemble((" time   ", LABEL))
+    for place, (_, _, color) in enumerate(parts, start=1):
+        end = round(TIMES_WIDTH * math.fsum(seconds for _, seconds, _ in parts[:place]) / whole) if whole else 0
+        line.append("━" * (end - begun), color)
+        begun = end
+    shares = "  ".join(f"{name} {seconds / whole:.0%}" for name, seconds, _ in parts if whole)
+    age = f", tokens up to {last.staleness:.0f} versions old" if math.isfinite(last.staleness) else ""
+    yield line.append(f"  {shares}  {last.groups_in_flight} groups in flight{age}", LABEL)
 
 
 def _status(seen: Seen, now: float, width: int) -> Text:

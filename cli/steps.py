@@ -74,8 +74,8 @@ def summary_line(summary: "Summary") -> str:
 
 
 def tokens_per_s(metrics: StepMetrics) -> float:
-    """Return the sampled tokens per second of rollouts."""
-    return metrics.tokens_generated / metrics.rollout_s if metrics.rollout_s else 0.0
+    """Return the sampled tokens per second of sampling."""
+    return metrics.tokens_generated / metrics.sampling_s if metrics.sampling_s else 0.0
 
 
 def duration(seconds: float) -> str:

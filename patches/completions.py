@@ -9,7 +9,8 @@ Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -19,6 +20,7 @@ from bridge.errors import AttachError
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from patches import ranks
 from patches.generate import CLIENT_GONE
+from patches.logprobs_wire import ROLLOUT
 
 PINS = """
 vllm.v1.engine.async_llm
@@ -32,7 +34,7 @@ vllm.sampling_params
 vllm.outputs
     RequestOutput: outputs
     CompletionOutput: index, token_ids, logprobs, finish_reason
-vllm.logprobs: FlatLogprobs: start_indices, logprobs
+vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 """
 TAIL = 32
 """Tokens of the prompt decoded before a completion: some tokenizers drop the space that a text begins with."""
@@ -54,7 +56,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
     try:
         answers = engine.generate(
-            {"prompt_token_ids": list(body.prompt)}, _params(body), f"bridge-{uuid.uuid4().hex}", lora_request=adapter
+            {"prompt_token_ids": list(body.prompt)}, _params(body), f"{ROLLOUT}{uuid.uuid4().hex}", lora_request=adapter
         )
         answer = await _unless_hung_up(request, answers)
     except ValueError as error:  # vLLM refuses the request
@@ -79,10 +81,16 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
             "finish_reason": output.finish_reason,
             "token_ids": list(output.token_ids),
             "logprobs": {"token_logprobs": each},
+            "versions": _runs(output.logprobs.ranks[start] for start in output.logprobs.start_indices),
         }
         for output, each, text in zip(outputs, logprobs, texts, strict=True)
     ]
     return JSONResponse({"choices": choices})
+
+
+def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:
+    """Return each version with the number of tokens in a row that have it."""
+    return [(version, sum(1 for _ in run)) for version, run in groupby(versions)]
 
 
 def _adapter(request: Request, name: str) -> Any:

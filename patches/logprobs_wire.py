@@ -1,19 +1,28 @@
-"""Send a step's log-probabilities from the engine as raw bytes, not array by array.
+"""Send a step's log-probabilities from the engine as raw bytes, and with them the version of the weights.
 
 Symptom: with log-probabilities, 64 completions of a 1.5B model take an H200 a third longer.
 Cause: every completion sends three one-element arrays per step, and msgspec calls back into Python for each of them, in
 a thread that delays the one that launches the next step.
 Why this is safe: these are the bytes that vLLM's own encoder makes of these arrays, and vLLM's own decoder reads them.
 Log-probabilities of prompts, which are sent once, are left alone.
-Seen in vLLM 0.26 to 0.33, `vllm/v1/outputs.py` and `vllm/v1/serial_utils.py`.
+
+A rollout has no use for the third array, the ranks of its tokens in the vocabulary: it gets the version that sampled
+each token instead. A paused engine has no output left to send, so a step's outputs are all of one version.
+Seen in vLLM 0.26 to 0.33: `vllm/v1/outputs.py`, `vllm/v1/serial_utils.py`, `vllm/v1/core/sched/scheduler.py`.
 """
 
 import math
 from functools import wraps
 from typing import Any
 
+import numpy as np
+
 PINS = """
-vllm.v1.engine.core: wrap EngineCoreProc.process_output_sockets()
+vllm.v1.engine.core
+    wrap EngineCoreProc.process_output_sockets()
+    EngineCore  # gets a method for `call_utility_async`
+vllm.v1.engine: EngineCoreOutput: request_id, new_logprobs
+vllm.v1.core.sched.scheduler: wrap Scheduler.update_from_output(scheduler_output, model_runner_output)
 vllm.v1.outputs
     # Three arrays, and where each request's rows begin.
     LogprobsLists: logprob_token_ids, logprobs, sampled_token_ranks, cu_num_generated_tokens
@@ -23,11 +32,17 @@ vllm.v1.serial_utils
     call MsgpackEncoder._encode_ndarray(obj)  # what we do in its place
     call MsgpackDecoder._decode_ndarray(arr)
 """
+ROLLOUT = "bridge-rollout-"
+"""Part of the ids of requests whose tokens get versions; vLLM adds more at both ends."""
+SERVE_VERSION = "bridge_serve_version"
+"""Method of the engine: from now on it samples with this version."""
+
+_version = 0
 
 
 def patch() -> None:
     """Wrap the thread that sends an engine's outputs; a process without one is unaffected."""
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     original = EngineCoreProc.process_output_sockets
 
@@ -36,12 +51,18 @@ def patch() -> None:
         send_bytes()
         return original(self, *args, **kwargs)
 
+    def serve_version(_: Any, version: int) -> None:
+        global _version  # noqa: PLW0603  a process has one engine at most
+        _version = version
+
     EngineCoreProc.process_output_sockets = process_output_sockets
+    setattr(EngineCore, SERVE_VERSION, serve_version)
 
 
 def send_bytes() -> None:
-    """Replace how this process slices a request's part out of a step's log-probabilities."""
+    """Replace how this process slices a request's part out of a step's log-probabilities, and add the versions."""
     from msgspec.msgpack import Ext
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
 
@@ -59,7 +80,21 @@ def send_bytes() -> None:
             wires.append((dtype, (len(part) // row_bytes, *shape), Ext(CUSTOM_TYPE_RAW_VIEW, part)))
         return LogprobsLists(*wires)
 
-    LogprobsLists.slice_request = slice_request
+    original = Scheduler.update_from_output
+
+    @wraps(original)
+    def update_from_output(*args: Any, **kwargs: Any) -> Any:
+        sent = original(*args, **kwargs)
+        for outputs in sent.values():
+            for output in outputs.outputs:
+                lists = output.new_logprobs
+                if lists is not None and ROLLOUT in output.request_id:
+                    dtype, (count,), _ = lists.sampled_token_ranks
+                    versions = Ext(CUSTOM_TYPE_RAW_VIEW, np.full(count, _version, dtype).tobytes())
+                    output.new_logprobs = lists._replace(sampled_token_ranks=(dtype, (count,), versions))
+        return sent
+
+    LogprobsLists.slice_request, Scheduler.update_from_output = slice_request, update_from_output
 
 
 def _as_bytes(array: Any) -> tuple[str, tuple[int, ...], bytes, int]:

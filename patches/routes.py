@@ -33,7 +33,8 @@ vllm.plugins.endpoint_plugins.interface
     EndpointPlugin: name, required_tasks
     replace EndpointPlugin.attach_router(app)
     replace async EndpointPlugin.init_state(engine_client, state, args)
-vllm.v1.engine.async_llm: AsyncLLM: model_config
+vllm.v1.engine.async_llm: AsyncLLM: model_config, vllm_config
+vllm.config.vllm: VllmConfig: kv_transfer_config
 """
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
 """Environment variable: where the manifest is written, if not at the default place."""
@@ -64,7 +65,8 @@ class BridgeRoutes:
         state.bridge_sweeper = asyncio.create_task(sweep_heads(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
         can_sleep = memory_pool.can_sleep(engine_client.model_config)
-        state.bridge_fence = ServerFence(engine_client, exported, can_sleep=can_sleep)
+        can_keep_kv = engine_client.vllm_config.kv_transfer_config is None  # a connector finds blocks by their tokens
+        state.bridge_fence = ServerFence(engine_client, exported, can_sleep=can_sleep, can_keep_kv=can_keep_kv)
         state.bridge_engine = engine_client
         sampling_watch.watch(engine_client)
         state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence.lease)

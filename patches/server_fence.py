@@ -17,6 +17,7 @@ from typing import Any, Literal
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import FenceState, Holder, Lease, PauseRequest, Status, Written
+from patches.logprobs_wire import SERVE_VERSION
 
 PINS = """
 vllm.v1.engine.async_llm
@@ -28,6 +29,7 @@ vllm.v1.engine.async_llm
 vllm.v1.engine.core_client
     call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
     call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
+    call async AsyncMPClient.call_utility_async(method)
 """
 HasLeft = Callable[[], Awaitable[bool]]
 """Whether the caller no longer waits for the answer."""
@@ -102,9 +104,9 @@ class ServerLease:
 class ServerFence:
     """Pauses and resumes one engine, counts versions, and knows who paused it and what would repair it."""
 
-    def __init__(self, engine: Any, exported: Manifest, *, can_sleep: bool = False) -> None:
+    def __init__(self, engine: Any, exported: Manifest, *, can_sleep: bool = False, can_keep_kv: bool = True) -> None:
         self.version = 0
-        self.can_sleep = can_sleep
+        self.can_sleep, self.can_keep_kv = can_sleep, can_keep_kv
         self.lease = ServerLease()
         self.holder: Holder | None = None
         self.writes: Written = "weights"
@@ -143,6 +145,7 @@ class ServerFence:
             writes="nothing" if self._phase is Phase.READING else self.writes,
             last_checkpoint=self.last_checkpoint,
             can_sleep=self.can_sleep,
+            can_keep_kv=self.can_keep_kv,
             lease=self.lease.held,
         )
 
@@ -160,8 +163,9 @@ class ServerFence:
     async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        Frozen requests recompute their keys and values under the new weights. A sleeping KV cache frees its memory
-        until the engine resumes. A holder that dies, or `has_left` before the answer, does not get the fence.
+        Frozen requests recompute their keys and values under the new weights, or keep them. A sleeping KV cache frees
+        its memory until the engine resumes, and keeps none. A holder that dies, or `has_left` before the answer, does
+        not get the fence.
 
         Raises:
             FenceBusyError: another living process holds the fence.
@@ -260,9 +264,10 @@ class ServerFence:
 
     async def _stand_still(self, asked: PauseRequest) -> None:
         await self._engine.engine_core.pause_scheduler_async(mode=asked.in_flight, clear_cache=False)
+        recomputes = asked.sleep or not (asked.keep_kv and self.can_keep_kv)
         ranks, is_dropped = await asyncio.gather(
             self._engine.collective_rpc("bridge_settle"),
-            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            self._engine.reset_prefix_cache(reset_running_requests=recomputes, reset_connector=True),
         )
         moved = sorted({name for names in ranks for name in names})
         if moved:
@@ -281,6 +286,7 @@ class ServerFence:
 
     async def _resume(self) -> None:
         await self._wake()
+        await self._engine.engine_core.call_utility_async(SERVE_VERSION, self.version)
         await self._engine.resume_generation()
         self.enter(Phase.SERVING, None)
 

@@ -30,6 +30,10 @@ FIRST_REPORT_S = 30.0
 class AtroposStream:
     """The batches of one API."""
 
+    skipped: tuple[Group, ...] = ()
+    num_in_flight = 0
+    """What is in flight belongs to the environments."""
+
     def __init__(self, config: TrainConfig, note: Callable[[str], None], *, run_name: str) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
 

@@ -117,6 +117,9 @@ class PublishingConfig(Section):
     """Free vLLM's KV cache during training; `auto` does so when training needs the memory."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What an update does with other clients' in-flight requests: keep, drain or abort them."""
+    in_flight_kv: Literal["auto", "keep", "recompute"] = "auto"
+    """What becomes of the KV cache of in-flight requests at an update: keep it, or recompute it under the new weights;
+    `auto` keeps it with --max-staleness."""
     restart_interval: int = Field(default=1, ge=1)
     """Steps between two reloads of the server."""
     reload: Literal["restart", "in-place"] = "restart"
@@ -239,6 +242,7 @@ class TrainConfig(Config):
                 yield f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, {only}"
 
     def _contradictions(self) -> Iterator[str]:
+        yield from self._unfit_stream()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
         passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
@@ -271,11 +275,20 @@ class TrainConfig(Config):
                 " reference"
             )
 
+    def _unfit_stream(self) -> Iterator[str]:
+        num_groups = self.rollouts.batch_size // self.sampling.group_size
+        at_once, most = self.rollouts.groups_in_flight, num_groups * (self.rollouts.max_staleness + 1)
+        if at_once is not None and not num_groups <= at_once <= most:
+            yield (
+                f"--groups-in-flight {at_once} must be at least the {num_groups} groups of a batch, and at most {most}:"
+                f" more could not be trained on within --max-staleness {self.rollouts.max_staleness}"
+            )
+
 
 EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trainer_device": ("mode", ("lora_only", "none")),
     "reference_model": ("mode", ("shared_vllm", "none")),
-    "kv_sleep": ("mode", ("shared_vllm", "lora_only")),
+    **dict.fromkeys(("kv_sleep", "in_flight_kv"), ("mode", ("shared_vllm", "lora_only"))),
     **{LoraConfig.key(field): ("mode", ("lora_only",)) for field in LoraConfig.model_fields},
     **dict.fromkeys(("vllm_restart_interval", "reload", "start_command"), ("mode", ("none",))),
     **{
@@ -283,7 +296,10 @@ EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
         for field in TaskConfig.model_fields
         if field != "max_unscored_share"
     },
-    "max_concurrency": ("rollouts", ("environment",)),
+    **dict.fromkeys(
+        ("max_concurrency", "max_staleness", "groups_in_flight", "skip_groups_without_signal", "max_oversampling"),
+        ("rollouts", ("environment",)),
+    ),
     "atropos_url": ("rollouts", ("atropos",)),
     "atropos_timeout_s": ("rollouts", ("atropos",)),
 }

@@ -36,6 +36,7 @@ class LoraDisk:
         self._manifest, self._why_copied = _find_manifest(config)
         self._attached: AttachedModel | None = None
         self.version = -1
+        self._starts = 0
         self._client = self._connect()
         found = self._manifest
         self.max_model_len = max_model_len(self._client.url) if found is None else found.max_model_len
@@ -43,7 +44,7 @@ class LoraDisk:
     @property
     def endpoint(self) -> Endpoint:
         """The server and the newest adapter, whose name contains the version."""
-        return Endpoint(url=self._client.url, model=_versioned(self.version), version=self.version)
+        return Endpoint(url=self._client.url, model=_versioned(self.version), version=self.version, starts=self._starts)
 
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
@@ -77,6 +78,7 @@ class LoraDisk:
         """Restart the server with the base, and let it load the adapter, which this process still has."""
         self._client.close()
         self._run.restart_server(self._config.model_name)
+        self._starts += 1
         if self._manifest is not None:  # the new server has another token
             self._manifest = manifest.load(self._config.server.config_path)
             if self._attached is not None:

@@ -94,6 +94,7 @@ class Restart(OwnCopy):
     """`--reload restart`: a server that reports no versions, so they are counted here."""
 
     version = 0
+    _starts = 0
 
     def __init__(self, config: TrainConfig, run: RunContext) -> None:
         if run.process is None:
@@ -107,7 +108,7 @@ class Restart(OwnCopy):
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(url=self._url, version=self.version)
+        return Endpoint(url=self._url, version=self.version, starts=self._starts)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model_folder.load_into(self._model, checkpoint)
@@ -126,6 +127,7 @@ class Restart(OwnCopy):
 
     def _start(self, model: str | Path, version: int) -> None:
         self._process.restart(model)
+        self._starts += 1
         self.version, self._behind = version, 0
         self._discard_versions(but=model)
 

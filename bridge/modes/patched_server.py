@@ -6,14 +6,14 @@ from pathlib import Path
 
 from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import ManifestError
+from bridge.errors import ManifestError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import ADAPTER, Written
+from bridge.server.protocol import ADAPTER, Status, Written
 from bridge.weights import skeleton
 from bridge.weights.attach import attach, attach_again
 from bridge.weights.opened_model import OpenedModel
@@ -26,6 +26,7 @@ class PatchedServer:
         self, config: TrainConfig, run: RunContext, manifest: Manifest, *, writes: Written = "weights"
     ) -> None:
         self._config, self._run, self._writes = config, run, writes
+        self._starts = 0
         self.version = self._connect(manifest)
 
     def attach(self) -> OpenedModel:
@@ -37,7 +38,9 @@ class PatchedServer:
         in_flight = "keep" if update.takeover else self._config.publishing.in_flight
         served = None if update.takeover else self.version
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            times = fence.publish(self.client, update, in_flight=in_flight, served=served, writes=self._writes)
+            times = fence.publish(
+                self.client, update, in_flight=in_flight, keep_kv=self._keeps_kv, served=served, writes=self._writes
+            )
             self.version = times.version
         return times
 
@@ -52,6 +55,7 @@ class PatchedServer:
         """Restart the dead server with `model`, and point the attached parameters at its memory."""
         self.close()
         self._run.restart_server(model)
+        self._starts += 1
         self._connect(manifest.load(self._config.server.config_path))
         self._attached = attach_again(self._attached, self.manifest)
 
@@ -69,20 +73,33 @@ class PatchedServer:
 
         Raises:
             AttachError: another trainer has the lease, or something is half-written that this run does not rewrite.
+            UsageError: the server cannot do what was chosen.
         """
         self.manifest, self.max_model_len = manifest, manifest.max_model_len
         url = self._config.server.url(manifest.url)
-        self.endpoint = Endpoint(url=url, model=ADAPTER if self._writes == "adapter" else None)
+        self.endpoint = Endpoint(url=url, model=ADAPTER if self._writes == "adapter" else None, starts=self._starts)
         self.client = BridgeClient(manifest, timeout_s=self._config.sampling.request_timeout_s, url=url)
         try:
             status = fence.when_free(lambda: self.client.take_lease(self._run.name))
             if not (self._run.resumes and status.writes == self._writes):
                 status.refuse_torn()
+            self._keeps_kv = self._may_keep_kv(status)
         except BaseException:
             self.close()
             raise
         self.can_sleep = status.can_sleep
         return status.version
+
+    def _may_keep_kv(self, status: Status) -> bool:
+        """Return whether requests in flight keep their keys and values; UsageError if they should and cannot."""
+        chosen = self._config.publishing.in_flight_kv
+        wanted = chosen == "keep" or (chosen == "auto" and self._config.rollouts.max_staleness > 0)
+        if wanted and not status.can_keep_kv:
+            why = "the server's KV connector would store what older weights computed, and find it by its tokens"
+            if chosen == "keep":
+                raise UsageError(f"--in-flight-kv keep: {why}", remedy="serve without a KV connector, or recompute")
+            self._run.note(f"requests in flight recompute their keys and values at every update: {why}")
+        return wanted and status.can_keep_kv
 
 
 def manifest_of(config: TrainConfig, found: Manifest | None = None) -> Manifest:

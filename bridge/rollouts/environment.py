@@ -1,16 +1,21 @@
 """The stream of a run's own environment: samples its problems in order, and scores the completions.
 
-A step's groups are sampled together, and none is in flight between two steps. Each is scored as soon as it arrives,
-while others are still being sampled.
+Without staleness a step's groups are sampled together, and none is in flight between two steps. With it, groups begin
+whenever there is room, a step takes those that are done, and the server goes on with the others under new weights. In
+both cases each is scored as soon as it arrives, while others are still being sampled.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count, islice
 
 from bridge.config import TrainConfig
-from bridge.rollouts import problems
+from bridge.errors import BridgeError
+from bridge.rollouts import in_flight, problems
+from bridge.rollouts.in_flight import InFlight
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, seed_of
+from bridge.rollouts.servers import WRITTEN
 from bridge.scoring.score import FailedScore, FailedScores, Score, Scores
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
@@ -19,9 +24,8 @@ from bridge.weights import skeleton
 
 EVALUATION = 2**31
 """Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
-
-Numbered = tuple[int | None, Problem]
-"""A problem with its number in the endless order; None if it is held out."""
+SEND_LIMIT_S = 1.0
+"""Longest wait until the requests that are to run while a step is computed are on their way."""
 
 
 class EnvironmentStream:
@@ -46,12 +50,16 @@ class EnvironmentStream:
             UsageError: the model has no tokenizer.
         """
         self.num_retries = 0
+        self.skipped: list[Group] = []
         self._config, self._note, self._noted, self._progress = config, note, set[str](), progress
         self._tokenizer = skeleton.tokenizer(config.model_name)
         self._held_out = problems.held_out(environment) if config.evaluation.samples else []
         self._order = enumerate(problems.endless(environment, config.seed))
         self._trained = TrainedProblems()
-        self._step, self._drawn = 0, list[Numbered]()
+        self._step = 0
+        self._in_flight: list[InFlight] = []
+        self._again: list[InFlight] = []
+        """What was in flight when a server was lost or a step failed, to begin again."""
         self._earlier_retries = 0
         """Requests that were sent again before this step."""
         self._scorer = Scorer(
@@ -61,26 +69,33 @@ class EnvironmentStream:
         )
         self._sampler = Sampler(config.sampling, ids_of=Vocabulary(self._tokenizer))
 
-    def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  nothing in flight can become stale
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
+        if self._in_flight and endpoint.starts != self._endpoint.starts:
+            self._sampler.run(self._stop(keep_sampled=True))
         self._endpoint = endpoint
+        self._servers = self._sampler.servers_at([endpoint])
 
     def resume(self, trained: TrainedProblems) -> None:
         self._trained = trained
 
     def take(self, count: int, *, step: int) -> list[Group]:
-        """Sample and score the next `count` problems; a repeated step gets the same problems and seeds.
+        """Return `count` groups, as soon as none of those in flight has to be among them; all of one step have seeds.
+
+        A step that failed may be taken again, and gets groups of the same problems with the same seeds.
 
         Raises:
             BridgeError: a server cannot be sampled from.
             RewardError: too many completions have no reward, or the problems cannot be read.
         """
         if step != self._step:
-            untrained = (pair for pair in self._order if pair[0] not in self._trained)
-            self._drawn, self._step = list(islice(untrained, count)), step
+            self._step, self.skipped = step, []
             self._earlier_retries = self._sampler.num_retries
-        seed = seed_of(self._config.seed, step)
         try:
-            return self._roll_out(self._drawn, self._config.sampling.group_size, seed=seed, batch=f"step {step}")
+            return self._sampler.run(self._taken(count, step))
         finally:
             self.num_retries = self._sampler.num_retries - self._earlier_retries
 
@@ -88,8 +103,21 @@ class EnvironmentStream:
         """Sample and score the held-out problems, with the same seeds each time."""
         if not self._held_out:
             return None
-        pairs, seed = [(None, problem) for problem in self._held_out], seed_of(self._config.seed, EVALUATION)
-        return self._roll_out(pairs, self._config.evaluation.samples, seed=seed, batch=f"evaluation after step {step}")
+        num_samples, seed = self._config.evaluation.samples, seed_of(self._config.seed, EVALUATION)
+        prompts = [problems.encode(self._tokenizer, problem) for problem in self._held_out]
+        failures = self._failures_of(f"evaluation after step {step}", len(prompts), num_samples)
+        num_scored = count(1)
+
+        async def scored(index: int, completions: Sequence[Completion]) -> Group:
+            group = await self._scored(None, self._held_out[index], prompts[index], completions, failures)
+            self._progress(next(num_scored), len(prompts))
+            return group
+
+        groups = self._sampler.run(
+            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
+        )
+        self._report(failures)
+        return groups
 
     def close(self) -> None:
         try:
@@ -97,29 +125,105 @@ class EnvironmentStream:
         finally:
             self._scorer.close()
 
-    def _roll_out(self, pairs: Sequence[Numbered], num_samples: int, *, seed: int, batch: str) -> list[Group]:
-        prompts = [problems.encode(self._tokenizer, problem) for _, problem in pairs]
-        failures = FailedScores(
-            batch, num_completions=len(pairs) * num_samples, max_share=self._config.task.max_unscored_share
-        )
-        num_scored = count(1)
+    async def _taken(self, count: int, step: int) -> list[Group]:
+        max_staleness = self._config.rollouts.max_staleness
+        self._failures = self._failures_of(f"step {step}", count, self._config.sampling.group_size)
+        try:
+            while True:
+                self._begin(count, step, num_steps=max_staleness + 1)
+                if taken := in_flight.next_of(self._in_flight, count, step=step, max_staleness=max_staleness):
+                    break
+                pending = [each.task for each in self._in_flight if not each.is_sampled]
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                self._skip(count)
+        except BaseException as error:
+            await self._stop(keep_sampled=bool(max_staleness) and isinstance(error, BridgeError))
+            raise
+        self._in_flight = [each for each in self._in_flight if each not in taken]
+        self._begin(count, step, num_steps=max_staleness)
+        self._report(self._failures)
+        sent = [asyncio.ensure_future(each.sent.wait()) for each in self._in_flight]
+        if sent:  # they are sampled while this process trains
+            _, late = await asyncio.wait(sent, timeout=SEND_LIMIT_S)
+            for one in late:
+                one.cancel()
+        return [each.task.result() for each in taken]
 
-        async def scored(index: int, completions: Sequence[Completion]) -> Group:
-            number, problem = pairs[index]
-            results = await self._scorer.score(problem, [completion.text for completion in completions])
-            failures.add(results)
-            self._progress(next(num_scored), len(pairs))
-            return _group(number, problem, prompts[index], completions, results)
+    def _begin(self, count: int, step: int, *, num_steps: int) -> None:
+        """Send as many further groups as there is room for."""
+        at_once = self._config.rollouts.groups_in_flight or count * (self._config.rollouts.max_staleness + 1)
+        room = in_flight.room(self._in_flight, count, num_steps=num_steps, at_once=at_once)
+        if room <= 0:
+            return
+        begun, self._again = self._again[:room], self._again[room:]
+        untrained = (pair for pair in self._order if pair[0] not in self._trained)
+        for number, problem in islice(untrained, room - len(begun)):
+            prompt = problems.encode(self._tokenizer, problem)
+            begun.append(InFlight(number=number, problem=problem, prompt=prompt, begun=step))
+        for each in begun:
+            each.begun = step
+            each.task = asyncio.create_task(self._sampled(each, count))
+            self._in_flight.append(each)
 
-        groups = self._sampler.run(
-            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
+    async def _sampled(self, asked: InFlight, count: int) -> Group:
+        WRITTEN.set(asked.sent.set)
+        step, index = divmod(asked.number, count)
+        completions = await self._sampler.one(
+            self._servers,
+            asked.prompt,
+            num_samples=self._config.sampling.group_size,
+            seed=seed_of(self._config.seed, step + 1),
+            index=index,
         )
+        group = await self._scored(asked.number, asked.problem, asked.prompt, completions, self._failures)
+        self._progress(min(count, 1 + sum(each.is_sampled for each in self._in_flight)), count)
+        return group
+
+    async def _scored(
+        self,
+        number: int | None,
+        problem: Problem,
+        prompt: tuple[int, ...],
+        completions: Sequence[Completion],
+        failures: FailedScores,
+    ) -> Group:
+        results = await self._scorer.score(problem, [completion.text for completion in completions])
+        failures.add(results)
+        return _group(number, problem, prompt, completions, results)
+
+    def _skip(self, count: int) -> None:
+        """Let other groups take the place of those whose rewards are all equal, within the bound."""
+        rollouts = self._config.rollouts
+        if not rollouts.skip_groups_without_signal:
+            return
+        for each in [each for each in self._in_flight if each.is_sampled]:
+            group = each.task.result()
+            if len(set(group.rewards)) < 2 and len(self.skipped) < (rollouts.max_oversampling - 1) * count:
+                self._in_flight.remove(each)
+                self.skipped.append(group)
+
+    async def _stop(self, *, keep_sampled: bool) -> None:
+        """End what is in flight; it begins again with the next step, but for what is kept."""
+        ended = [each for each in self._in_flight if not (keep_sampled and each.is_sampled)]
+        for each in ended:
+            each.task.cancel()
+        await asyncio.gather(*(each.task for each in ended), return_exceptions=True)
+        self._in_flight = [each for each in self._in_flight if each not in ended]
+        self._again = [*ended, *self._again]
+
+    def _failures_of(self, batch: str, num_groups: int, num_samples: int) -> FailedScores:
+        return FailedScores(
+            batch, num_completions=num_groups * num_samples, max_share=self._config.task.max_unscored_share
+        )
+
+    def _report(self, failures: FailedScores) -> None:
         failures.note(self._note, self._noted)
         for line in self._sampler.lacks:
             if line not in self._noted:
                 self._noted.add(line)
                 self._note(line)
-        return groups
 
 
 def _group(

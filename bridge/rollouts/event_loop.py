@@ -2,6 +2,9 @@
 
 A signal handler may raise KeyboardInterrupt anywhere, even in the loop's own code, which may then lose a step of a
 task. Here a signal cancels the running coroutine, and what its handler raised is raised once the coroutine has ended.
+
+Tasks that a coroutine leaves behind stand still until the next call, and so does the loop's clock: their time limits
+count only the time in which they could have read an answer.
 """
 
 import asyncio
@@ -19,20 +22,39 @@ PATIENCE_S = 5.0
 """Longest wait for cancelled tasks: one that a second interrupt broke may never end."""
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop whose clock can be held."""
+
+    _held_at: float | None = None
+    _behind_s = 0.0
+
+    def time(self) -> float:
+        return (self._held_at or super().time()) - self._behind_s
+
+    def hold(self) -> None:
+        self._held_at = super().time()
+
+    def go_on(self) -> None:
+        self._behind_s += super().time() - (self._held_at or super().time())
+        self._held_at = None
+
+
 class EventLoop:
     """Runs coroutines, one call after the other."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that outlives none of its tasks; SIGINT and SIGTERM cancel it."""
+        """Run a coroutine; SIGINT and SIGTERM cancel it."""
+        self._loop.go_on()
         task = self._loop.create_task(coroutine)
         try:
             with _cancelled_by_signals(task):
                 return self._loop.run_until_complete(task)
         finally:
             _cancel(task)  # not done if a signal came before its first step, or a second one
+            self._loop.hold()
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel everything that is left, then run `last`, and close."""
@@ -47,6 +69,7 @@ class EventLoop:
             await self._loop.shutdown_asyncgens()
             await self._loop.shutdown_default_executor()
 
+        self._loop.go_on()
         task = self._loop.create_task(end())
         try:
             self._loop.run_until_complete(task)

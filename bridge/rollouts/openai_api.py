@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, Literal
 
 from pydantic import BaseModel, FiniteFloat
@@ -68,6 +69,8 @@ class Choice(BaseModel):
     finish_reason: FinishReason
     token_ids: tuple[int, ...] | None = None
     logprobs: Logprobs | None = None
+    versions: tuple[tuple[int, int], ...] | None = None
+    """Bridge's own route: each version of the weights, with the number of tokens in a row that it sampled."""
 
 
 class Completions(BaseModel):
@@ -125,7 +128,8 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
 def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> Completion:
     """Return a choice as a completion; `version` is the server's version header.
 
-    A request that was in flight during a publication has a range such as `3-4`, which says nothing of a single token.
+    Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
+    nothing of a single one.
 
     Raises:
         UsageError: the server returns no token ids, or text that stands for no token or several.
@@ -138,12 +142,17 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> 
         token_ids = tuple(_token_id(url, token, ids_of) for token in written.tokens or ())
     if len(token_ids) != len(written.token_logprobs):
         raise RequestFailed(f"{len(token_ids)} tokens with {len(written.token_logprobs)} log-probabilities", "once")
+    versions: tuple[int | None, ...] = (int(version) if version.isdecimal() else None,) * len(token_ids)
+    if choice.versions is not None:
+        versions = tuple(chain.from_iterable(repeat(number, count) for number, count in choice.versions))
+        if len(versions) != len(token_ids):
+            raise RequestFailed(f"{len(token_ids)} tokens with {len(versions)} versions", "once")
     return Completion(
         token_ids=token_ids,
         logprobs=written.token_logprobs,
         text=choice.text,
         finish_reason=choice.finish_reason,
-        versions=(int(version) if version.isdecimal() else None,) * len(token_ids),
+        versions=versions,
     )
 
 

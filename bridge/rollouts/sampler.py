@@ -85,6 +85,7 @@ class Sampler:
         self._health: dict[str, Health] = {}
         self._servers: Sequence[Server] = ()
         self._turns = asyncio.Semaphore(config.max_concurrency)
+        self._places = asyncio.Semaphore(AHEAD * config.max_concurrency)
         self._loop, self._connections = EventLoop(), Connections()
 
     def __enter__(self) -> Self:
@@ -118,8 +119,21 @@ class Sampler:
         return self.run(self.each(endpoints, prompts, unchanged, num_samples=num_samples, seed=seed))
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that awaits `each`; Ctrl-C cancels it. When it has ended, no request is in flight."""
+        """Run a coroutine that awaits `each` or `one`; Ctrl-C cancels it, and tasks that it leaves stand still."""
         return self._loop.run(coroutine)
+
+    def servers_at(self, endpoints: Sequence[Endpoint]) -> Sequence[Server]:
+        """Return the servers for further requests."""
+        self._servers = [Server(one, self._health.setdefault(one.url, Health())) for one in endpoints]
+        return self._servers
+
+    async def one(
+        self, servers: Sequence[Server], prompt: tuple[int, ...], *, num_samples: int, seed: int, index: int = 0
+    ) -> tuple[Completion, ...]:
+        """Return `num_samples` completions of the prompt that has this index among those that share a seed."""
+        first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
+        async with self._places:
+            return await self._completions(servers, {"prompt": prompt, "n": num_samples, "seed": first % 2**62})
 
     async def each(
         self,
@@ -135,16 +149,10 @@ class Sampler:
         Raises:
             BridgeError: as `sample`, or by `then`; everything else is cancelled first.
         """
-        servers = [Server(one, self._health.setdefault(one.url, Health())) for one in endpoints]
-        self._servers = servers
-        places = asyncio.Semaphore(AHEAD * self._config.max_concurrency)
-        first = seed * CALL_SEEDS  # vLLM gives the i-th completion of a request the request's seed + i
+        servers = self.servers_at(endpoints)
 
         async def one(index: int, prompt: tuple[int, ...]) -> Result:
-            body = {"prompt": prompt, "n": num_samples, "seed": (first + index * num_samples) % 2**62}
-            async with places:
-                completions = await self._completions(servers, body)
-            return await then(index, completions)
+            return await then(index, await self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index))
 
         tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
         try:

@@ -5,9 +5,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -42,6 +44,16 @@ REST_LIMIT_S = 60.0
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
+WRITTEN: ContextVar[Callable[[], None] | None] = ContextVar("WRITTEN", default=None)
+"""Called when a request of this task that asks for completions is on its way."""
+
+
+async def _announce(written: Callable[[], None], event: str, _: object) -> None:
+    """Pass on one of httpcore's trace events."""
+    if event.endswith("send_request_body.complete"):
+        written()
+
+
 class Connections:
     """Connections to any number of servers, kept between requests; one per request in flight."""
 
@@ -56,9 +68,10 @@ class Connections:
             UsageError: the server rejects the request because of its content or its key.
             AttachError: the server cannot sample, for example because its weights are NaN.
         """
+        extensions = {"trace": partial(_announce, written)} if body and (written := WRITTEN.get()) else {}
         try:
             with self._client(url) as http:
-                response = await http.request(method, f"{url.rstrip('/')}{route}", json=body)
+                response = await http.request(method, f"{url.rstrip('/')}{route}", json=body, extensions=extensions)
         except (httpx.TransportError, httpx.InvalidURL, httpx.DecodingError) as error:
             is_no_address = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL)
             reason = f"{type(error).__name__}: {error}".rstrip(": ")

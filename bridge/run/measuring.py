@@ -7,6 +7,7 @@ import hashlib
 import math
 import resource
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from bridge.learn.learner import Learnt
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal
+from bridge.rollouts.stream import Stream
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
@@ -29,7 +31,7 @@ def step(
     times: FenceTimes,
     *,
     served: int,
-    retries: int,
+    stream: Stream,
     rollout_s: float,
     train_s: float,
     changed_weight_share: float,
@@ -37,7 +39,7 @@ def step(
 ) -> StepMetrics:
     """Return the metrics of one step, whose batch was complete when the server had version `served`."""
     completions = _sampled(groups)
-    mismatch = learnt.mismatch
+    mismatch, by_lag = learnt.mismatch, lags(completions, served)
     if device.type == "cuda":
         peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
     else:
@@ -47,7 +49,7 @@ def step(
         weight_version=times.version,
         **_of_rollouts(groups),
         no_signal_share=share(sum(not has_signal(group) for group in groups), len(groups)),
-        retries=retries,
+        retries=stream.num_retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
         updates=learnt.num_updates,
@@ -62,7 +64,11 @@ def step(
         corrected_share=mismatch.changed_share,
         importance_weight=mismatch.weight_mean,
         effective_share=mismatch.effective_share,
-        staleness=staleness(completions, served),
+        staleness=float(max(by_lag, default=math.nan)),
+        staleness_mean=share(sum(lag * count for lag, count in by_lag.items()), by_lag.total()),
+        lag_shares=tuple(share(by_lag[lag], by_lag.total()) for lag in range(max(by_lag, default=-1) + 1)),
+        groups_in_flight=stream.num_in_flight,
+        skipped_groups=len(stream.skipped),
         changed_weight_share=changed_weight_share if learnt.num_updates else 0.0,
         rollout_s=rollout_s,
         train_s=train_s + times.prepare_s,
@@ -128,10 +134,11 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     return f"step {metrics.step} has nothing to learn from: in each group all rewards are equal; likely cause: {cause}"
 
 
-def staleness(completions: Sequence[Completion], served: int) -> float:
-    """Return by how many versions the oldest token of known version is older than `served`; NaN if none is known."""
-    known = {version for completion in completions for version in completion.versions if version is not None}
-    return float(served - min(known)) if known else math.nan
+def lags(completions: Sequence[Completion], served: int) -> Counter[int]:
+    """Count the tokens of known version by how many versions older than `served` they are."""
+    return Counter(
+        served - version for completion in completions for version in completion.versions if version is not None
+    )
 
 
 def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:

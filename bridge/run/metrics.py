@@ -109,10 +109,18 @@ class StepMetrics:
 
     Over the tokens whose version is known; not finite when none is.
     """
+    staleness_mean: float = metric("Staleness, mean", "versions", curve="rollout/staleness_mean", default=math.nan)
+    """Mean of the same over these tokens."""
+    lag_shares: tuple[float, ...] = ()
+    """Share of these tokens that are 0, 1, 2, ... versions old."""
+    groups_in_flight: int = metric("Groups in flight", over="sum", curve="rollout/groups_in_flight", default=0)
+    """Groups begun and not trained on, while this step was computed."""
+    skipped_groups: int = metric("Groups replaced", over="sum", curve="rollout/skipped_groups", default=0)
+    """Groups without signal that others took the place of, with --skip-groups-without-signal."""
     changed_weight_share: float = share("Weights changed", curve="train/changed_weight_share")
     """Share of the weights whose bytes this step changed."""
     rollout_s: float = metric("Rollouts", "s", over="max", curve="rollout/seconds")
-    """Time spent on sampling and scoring."""
+    """Time spent on waiting for groups that are sampled and scored."""
     train_s: float = metric("Training", "s", over="max", curve="train/seconds")
     """Time spent on forward and backward passes."""
     fence_pause_s: float = metric("Pause", "ms", scale=1e3, over="max", curve="fence/pause_ms")
@@ -143,6 +151,13 @@ class StepMetrics:
         return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
 
     @property
+    def sampling_s(self) -> float:
+        """Seconds in which the tokens were sampled: the whole step, if groups are in flight throughout."""
+        if not self.groups_in_flight:
+            return self.rollout_s
+        return self.rollout_s + self.train_s + self.fence_s - self.fence_prepare_s  # which is part of training
+
+    @property
     def is_published(self) -> bool:
         """Whether the server got the weights of this step."""
         return self.fence_publish_s > 0
@@ -151,8 +166,8 @@ class StepMetrics:
         """Return the finite points of this step by the names of their curves."""
         shares = zip(BINS, self.logprob_diff_histogram, strict=False)
         more = {f"logprob_diff_share/{name}": value for name, value in shares} | {"fence/total_ms": 1e3 * self.fence_s}
-        if self.rollout_s:
-            more["rollout/tokens_per_s"] = self.tokens_generated / self.rollout_s
+        if self.sampling_s:
+            more["rollout/tokens_per_s"] = self.tokens_generated / self.sampling_s
         return _points(self, "reward/part/", more)
 
 

@@ -247,6 +247,7 @@ def _group_record(step: int, group: Group) -> dict[str, Any]:
     problem: dict[str, Any] = {**group.problem}
     return {
         "step": step,
+        "number": group.number,
         "problem": {key: problem[key] for key in ("prompt", "answer") if key in problem},  # others may be of any size
         "completions": [
             {

@@ -229,12 +229,12 @@ class Trainer:
             learnt = self._learner.learnt()
             metrics = measuring.step(
                 step, groups, learnt, times,
-                served=served, retries=self._stream.num_retries, rollout_s=seconds[0], train_s=seconds[1],
+                served=served, stream=self._stream, rollout_s=seconds[0], train_s=seconds[1],
                 changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._opened.device,
             )  # fmt: skip
             self._steps.append(metrics)
             if self._config.tracking.save_rollouts:
-                self._run.append_rollouts(step, groups)
+                self._run.append_rollouts(step, [*groups, *self._stream.skipped])
             self._run.append(metrics)
         self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
         self._watch("signal", measuring.nothing_learnt(metrics))
@@ -247,7 +247,8 @@ class Trainer:
         self._half_written = True
         self._learner.write()
         self._written, self._half_written = step, False
-        self._trained = self._trained.including(group.number for group in groups if group.number is not None)
+        used = [group.number for group in (*groups, *self._stream.skipped) if group.number is not None]
+        self._trained = self._trained.including(used)
 
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
@@ -286,7 +287,8 @@ class Trainer:
         if self._sleeps is None:
             self._sleeps = self._learner.wants_sleep()
             if self._sleeps:
-                self._run.note("the server's KV cache sleeps while training, which needs its memory")
+                then = "; requests in flight recompute theirs" if self._config.rollouts.max_staleness else ""
+                self._run.note(f"the server's KV cache sleeps while training, which needs its memory{then}")
         return bool(self._sleeps)
 
     def _surviving(self, operation: Callable[[], Result]) -> Result:

@@ -232,6 +232,7 @@ class BridgeClient(VllmClient):
         writes: Written = "weights",
         takeover: bool = False,
         sleep: bool = False,
+        keep_kv: bool = False,
     ) -> Status:
         """Stop generation and take the fence; with `wait` this may take as long as a request does.
 
@@ -245,6 +246,7 @@ class BridgeClient(VllmClient):
             writes=writes,
             takeover=takeover,
             sleep=sleep,
+            keep_kv=keep_kv,
         )
         limit_s = None if in_flight == "wait" else self._control_limit_s
         paused = self._answer("POST", "/bridge/pause", Status, body, limit_s=limit_s)

@@ -74,10 +74,11 @@ def publish(
     update: Update,
     *,
     in_flight: InFlight = "keep",
+    keep_kv: bool = False,
     served: int | None = None,
     writes: Written = "weights",
 ) -> FenceTimes:
-    """Run `update` inside the fence.
+    """Run `update` inside the fence; requests that are kept in flight may keep their keys and values, too.
 
     The server refuses if it does not serve version `served`; None: any.
 
@@ -93,6 +94,7 @@ def publish(
         writes=writes,
         takeover=update.takeover,
         sleep=update.sleep,
+        keep_kv=keep_kv,
     )
 
     def publish() -> int:

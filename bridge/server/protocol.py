@@ -88,6 +88,8 @@ class Status(Record):
     """Absolute path of the last checkpoint that a writer named; None: none did since the server loaded."""
     can_sleep: bool = False
     """Whether a pause can free the KV cache."""
+    can_keep_kv: bool = True
+    """Whether in-flight requests may keep their keys and values during an update."""
     lease: Lease | None = None
     """The lease of a running trainer; None: it is free."""
 
@@ -145,6 +147,8 @@ class PauseRequest(HolderRequest):
     """Take the fence although something is torn. Only for a caller that rewrites all of it."""
     sleep: bool = False
     """Free the KV cache's memory until the server resumes."""
+    keep_kv: bool = False
+    """Let frozen requests continue with the keys and values that they have; otherwise they compute them again."""
 
 
 class PublishRequest(HolderRequest):

@@ -9,7 +9,7 @@ from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 
 from bridge.types import HEALTHY_NATS
-from cli.report.record import Column, Run, visible
+from cli.report.record import MOST_LAGS, Column, Run, visible
 
 
 class Chart(NamedTuple):
@@ -65,16 +65,22 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
         Chart("Importance weights", "", "Mean, and effective sample size: both are 1 if the engines agree.",
               {"importance_weight": "mean", "effective_share": "effective share"}),
         Chart("Corrected tokens", "%", "Importance weight truncated, or token masked.", {"corrected_share": "tokens"}),
-        Chart("Staleness", "versions", "Age of the oldest completion's weights.", {"staleness": "staleness"}, "plain"),
+        Chart("Staleness", "versions", "Age of the weights that sampled the tokens.",
+              {"staleness": "oldest", "staleness_mean": "mean"}, "plain"),
+        Chart("Tokens by age", "%", "Share of the tokens that are so many versions old.",
+              {"older_share": "1 and more"} | {f"lag_shares/{lag}": f"{lag}" for lag in range(1, MOST_LAGS)},
+              "stacked"),
+        Chart("Groups in flight", "", "Begun and not trained on; replaced ones had no signal.",
+              {"groups_in_flight": "in flight", "skipped_groups": "replaced"}, "plain"),
     ),
     "Time and memory": (
-        Chart("Where a step's time goes", "s", "Rollouts, forward and backward passes, fence.",
+        Chart("Where a step's time goes", "s", "Waiting for rollouts, forward and backward passes, fence.",
               {"step_s": "in all", "rollout_s": "rollouts", "train_s": "training", "fence_after_training_s": "fence"},
               "stacked"),
         Chart("The fence", "ms", "The server generates nothing meanwhile.",
               {"fence_s": "in all", "fence_pause_s": "pause", "fence_prepare_s": "passes", "fence_write_s": "write",
                "fence_publish_s": "publish"}, "stacked"),
-        Chart("Tokens per second", "", "Generated during rollouts, trained during the passes.",
+        Chart("Tokens per second", "", "Generated while they are sampled, trained during the passes.",
               {"generated_per_s": "generated", "trained_per_s": "trained"}),
         Chart("Tokens per step", "", "Those without an advantage, or masked, are not trained on.",
               {"tokens_generated": "generated", "tokens_trained": "trained"}),

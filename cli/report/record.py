@@ -25,16 +25,18 @@ from bridge.run.run_directory import RunDirectory
 
 Column = NDArray[np.float64]
 """One value per step; NaN where it is missing."""
+MOST_LAGS = 9
 FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
 SUMS = {
     "fence_s": (*FENCE, "fence_prepare_s"),
     "fence_after_training_s": FENCE,  # `fence_prepare_s` is part of `train_s`
     "step_s": ("rollout_s", "train_s", *FENCE),
     "clipped_share": ("clipped_low_share", "clipped_high_share"),
+    "older_share": tuple(f"lag_shares/{lag}" for lag in range(1, MOST_LAGS)),
     "logprob_diff_large_share": tuple(f"logprob_diff_histogram/{index}" for index in (5, 6, 7)),
 }
 """Derived column -> the columns it adds up."""
-RATES = {"generated_per_s": ("tokens_generated", "rollout_s"), "trained_per_s": ("tokens_trained", "train_s")}
+RATES = {"generated_per_s": ("tokens_generated", "sampling_s"), "trained_per_s": ("tokens_trained", "train_s")}
 """Derived column -> amount and seconds."""
 CLOCK_SLACK_S = 60.0
 """Tolerance between the time of an event and the time of the metrics file."""
@@ -184,10 +186,19 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     for name, parts in SUMS.items():
         if found := [columns[part] for part in parts if part in columns]:
             columns[name] = np.where(np.isnan(found).all(axis=0), np.nan, np.nansum(found, axis=0))
+    columns |= _sampling(columns)
     for name, (amount, seconds) in RATES.items():
         if amount in columns and seconds in columns:
             columns[name] = columns[amount] / np.where(columns[seconds] > 0, columns[seconds], np.nan)
     return columns
+
+
+def _sampling(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the time in which tokens were sampled: whole steps, if groups are in flight throughout."""
+    if "rollout_s" not in columns:
+        return {}
+    streams = columns["groups_in_flight"] > 0 if "groups_in_flight" in columns else False
+    return {"sampling_s": np.where(streams, columns["step_s"], columns["rollout_s"])}
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

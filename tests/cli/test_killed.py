@@ -7,8 +7,10 @@ random moments (`tests/unit/test_checkpoint.py`).
 
 import json
 import os
+import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,18 +86,21 @@ class Run:
 
     def train(self, *flags: str, expect: int, by: Disturbance | str = UNDISTURBED) -> list[str]:
         """Run one trainer to its end, and return the lines that it printed to stderr."""
+        program = disturbed.program(by) if isinstance(by, Disturbance) else f"{PRELUDE}{by}\n{forked.BRIDGE}"
+        done = forked.ended(self.arguments(*flags), self.folder, program=program, limit_s=LIMIT_S)
+        assert done.returncode == expect, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stderr.splitlines()
+
+    def arguments(self, *flags: str) -> list[str | Path]:
+        """Return those of `bridge`, and write the environment that they name."""
         (self.folder / "numbered.py").write_text(ENVIRONMENT)
-        arguments: list[str | Path] = [
+        return [
             *("train", "--model-name", self.server.manifest.model, "--vllm-config-path", self.server.path),
             *("--environment", "numbered.py:Numbered", "--mismatch-alarm", "99", "--lr", "1e-3"),
             *("--training-steps", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--max-new-tokens", "48"),
             *("--batch-size", str(BATCH_SIZE), "--group-size", "4", "--save-path", "saved", *flags),
         ]
-        program = disturbed.program(by) if isinstance(by, Disturbance) else f"{PRELUDE}{by}\n{forked.BRIDGE}"
-        done = forked.ended(arguments, self.folder, program=program, limit_s=LIMIT_S)
-        assert done.returncode == expect, done.stderr
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.stderr.splitlines()
 
     def killed(self, by: Disturbance | str) -> None:
         """Start a run and kill it in step 6; the last checkpoint is whole and the server still serves."""
@@ -128,6 +133,26 @@ class Run:
         assert (served.state, served.version) == ("serving", rows[-1]["weight_version"])
         assert different(self.server, self.saved / f"step_{STEPS}") == []
         assert running_in(self.folder) == []
+
+
+def killed_at_random(run: Run, flags: Sequence[str], chance: random.Random) -> int:
+    """Resume a trainer, kill it some steps later at any moment, and return how many steps its metrics have then."""
+    metrics = run.folder / "run" / "metrics.jsonl"
+    before = num_lines(metrics)
+    trainer = forked.Command(run.arguments("--resume", *flags), run.folder)
+    try:
+        while num_lines(metrics) < before + chance.randint(4, 9):
+            assert trainer.poll() is None, trainer.stderr
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.05))
+    finally:
+        trainer.kill()
+        trainer.wait()
+    return num_lines(metrics)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def visible(folder: Path) -> list[Path]:
@@ -226,3 +251,20 @@ def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
     assert run.lost() == [3, 4]
     assert run.problems() == problems
     run.check_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_stream_that_is_killed_twenty_times_trains_on_every_problem_once(server: LiveServer, tmp_path: Path) -> None:
+    run, chance, num_steps = Run(server, tmp_path), random.Random(0), 200
+    flags = ("--max-staleness", "3", "--training-steps", str(num_steps), "--save-interval", "1", "--keep-last", "2")
+    for _ in range(20):
+        killed_at_random(run, ("--run-dir", "run", *flags), chance)
+    run.train("--run-dir", "run", "--resume", *flags, expect=0)
+    rows = scenarios.metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    lines = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    numbers = [json.loads(line)["number"] for line in lines]
+    num_groups = num_steps * BATCH_SIZE // 4
+    assert len(set(numbers)) == len(numbers) == num_groups
+    assert max(numbers) < num_groups + 3 * BATCH_SIZE // 4, "a problem was passed over"

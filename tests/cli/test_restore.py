@@ -55,6 +55,9 @@ class FakeEngine:
         self.paused = True
         self.in_flight.append(mode)
 
+    async def call_utility_async(self, method: str, version: int) -> None:
+        assert self.paused
+
     async def resume_generation(self) -> None:
         self.paused = False
 

@@ -1,8 +1,10 @@
-"""The fast prefix-cache reset on vLLM's own block pool.
+"""The prefix cache at a publication, on vLLM's own pool of blocks, cache manager and scheduler.
 
-Not covered: that a server uses it (`test_one_copy.py` shows that a cached prefix is dropped).
+Not covered: that a server uses them (`test_one_copy.py`, `test_torn_tokens.py`).
 """
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,22 +12,54 @@ import pytest
 from patches import prefix_cache
 
 NUM_BLOCKS = 1000
+BLOCK = 16
+"""Tokens in a block."""
+
+
+@pytest.fixture
+def _unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what is patched after the test."""
+    from vllm.v1.core.block_pool import BlockPool  # takes four seconds, too slow for collection
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for owner in (BlockPool, KVCacheManager, Scheduler):
+        for name in ("reset_prefix_cache", "cache_full_blocks", "get_computed_blocks"):
+            if name in vars(owner):
+                monkeypatch.setattr(owner, name, vars(owner)[name])
 
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"])
-def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm.v1.core.block_pool import BlockPool  # takes four seconds, too slow for collection
+def pool(request: pytest.FixtureRequest, _unpatched: None) -> Any:
+    from vllm.v1.core.block_pool import BlockPool
 
-    monkeypatch.setattr(BlockPool, "reset_prefix_cache", BlockPool.reset_prefix_cache)  # restored after the test
     if request.param:
         prefix_cache.patch()
-    return BlockPool(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=16)
+    return BlockPool(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+
+
+@pytest.fixture
+def manager(_unpatched: None) -> Any:
+    """A cache manager whose blocks are found by their tokens."""
+    import torch
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    prefix_cache.patch()
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    config = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return KVCacheManager(
+        config, max_model_len=512, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=True
+    )
 
 
 def remember(pool: Any, number: int, digest: bytes) -> None:
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-    pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(digest), 0), pool.blocks[number], 16)
+    pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(digest), 0), pool.blocks[number], BLOCK)
 
 
 def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> None:
@@ -40,12 +74,15 @@ def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> Non
     assert not pool.cached_block_hash_to_block._cache
 
 
-def test_a_pool_in_use_keeps_its_cache(pool: Any) -> None:
+def test_a_pool_in_use_forgets_its_hashes_too_where_vllm_refuses(pool: Any) -> None:
     remember(pool, 999, b"b")
-    pool.get_new_blocks(2)
-    assert pool.reset_prefix_cache() is False
-    assert pool.blocks[999].block_hash is not None
+    taken = pool.get_new_blocks(2)
+    is_patched = hasattr(type(pool).reset_prefix_cache, "__wrapped__")
+    assert pool.reset_prefix_cache() is is_patched
+    assert (pool.blocks[999].block_hash is None) is is_patched
     assert len(pool.blocks) == NUM_BLOCKS
+    pool.free_blocks(taken)
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
 def test_only_blocks_with_a_hash_are_visited(pool: Any) -> None:
@@ -53,3 +90,95 @@ def test_only_blocks_with_a_hash_are_visited(pool: Any) -> None:
     seen = prefix_cache.HashedBlocks(pool)
     assert [block.block_id for block in seen] == [7]
     assert (len(seen), seen[3].block_id, seen[-1].block_id) == (NUM_BLOCKS, 3, 999)
+
+
+numbers: Iterator[int] = iter(range(10**6))
+
+
+def asked(num_tokens: int) -> Any:
+    """Return a request for the first of always the same tokens."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=str(next(numbers)), prompt_token_ids=list(range(num_tokens)),
+        sampling_params=SamplingParams(max_tokens=200), pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )  # fmt: skip
+
+
+def compute(manager: Any, request: Any, num_tokens: int) -> int:
+    """Let `request` compute up to `num_tokens` tokens; return how many it found in the cache."""
+    found, num_found = manager.get_computed_blocks(request)[:2]
+    new = num_tokens - num_found - request.num_computed_tokens
+    assert manager.allocate_slots(request, new, num_found, found) is not None
+    request.num_computed_tokens = num_tokens
+    return int(num_found)
+
+
+def go_on(manager: Any, request: Any, num_tokens: int) -> None:
+    """Let `request` generate up to `num_tokens` tokens, and compute all but the last."""
+    request.append_output_token_ids(list(range(request.num_tokens, num_tokens)))
+    assert manager.allocate_slots(request, num_tokens - request.num_computed_tokens) is not None
+    request.num_computed_tokens = num_tokens
+
+
+def test_what_ran_across_a_reset_is_never_found_and_what_began_later_is(manager: Any) -> None:
+    before = asked(40)
+    assert compute(manager, before, 40) == 0
+    assert compute(manager, asked(40), 40) == 2 * BLOCK, "otherwise nothing would be found in any case"
+    assert manager.reset_prefix_cache()
+    go_on(manager, before, 80)  # fills the block that was half full at the reset, and two more
+    later = asked(100)
+    assert compute(manager, later, 100) == 0
+    go_on(manager, before, 130)
+    manager.free(before)
+    assert compute(manager, asked(130), 130) == 6 * BLOCK, "what `later` computed"
+    manager.free(later)
+    assert compute(manager, asked(130), 130) == 8 * BLOCK
+
+
+def test_what_begins_again_after_a_reset_is_found(manager: Any) -> None:
+    before = asked(40)
+    compute(manager, before, 40)
+    assert manager.reset_prefix_cache()
+    manager.free(before)  # as when it is preempted
+    before.num_computed_tokens = 0
+    assert compute(manager, before, 40) == 0
+    assert compute(manager, asked(40), 40) == 2 * BLOCK
+
+
+def test_no_block_leaks(manager: Any) -> None:
+    num_free = manager.block_pool.get_num_free_blocks()
+    running = [asked(40), asked(40)]
+    for request in running:
+        compute(manager, request, 40)
+    assert manager.reset_prefix_cache()
+    for request in running:
+        go_on(manager, request, 100)
+        manager.free(request)
+    assert manager.block_pool.get_num_free_blocks() == num_free
+    assert manager.reset_prefix_cache()
+
+
+@pytest.mark.usefixtures("_unpatched")
+def test_a_reset_restarts_what_has_no_token_yet_and_leaves_the_rest_alone() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    seen: list[Any] = []
+
+    def stock(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        seen.append((list(scheduler.running), reset_running_requests, reset_connector))
+        scheduler.running.clear()
+        return True
+
+    Scheduler.reset_prefix_cache = stock
+    prefix_cache.patch()
+    young, old = SimpleNamespace(num_output_tokens=0), SimpleNamespace(num_output_tokens=3)
+    scheduler: Any = SimpleNamespace(running=[old, young])
+    assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=False, reset_connector=True)
+    assert (seen, scheduler.running) == ([([young], True, True)], [old])
+    assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=True, reset_connector=True)
+    assert (seen[1], scheduler.running) == (([old], True, True), [])

@@ -20,6 +20,7 @@ LOAD = Load(
     fence_every_s=0.05, dtype="float32", tolerance=1e-4,
 )  # fmt: skip
 HALF = replace(LOAD, num_tokens=5_000, num_fences=5)
+MANY = replace(LOAD, num_tokens=100_000, num_fences=100)
 FEWER = replace(LOAD, num_tokens=2_000, num_fences=2)
 
 
@@ -35,6 +36,13 @@ def test_server_and_transformers_agree_while_the_weights_are_left_alone(alternat
 
 def test_ten_thousand_tokens_are_each_of_one_published_state(alternation: Alternation) -> None:
     assert torn_tokens.finds_no_torn_token(alternation, LOAD).spanning > 0
+
+
+@pytest.mark.parametrize("load", [HALF, pytest.param(MANY, marks=pytest.mark.slow)], ids=["5,000", "100,000"])
+def test_tokens_of_requests_that_keep_their_cache_are_of_the_version_that_they_name(
+    alternation: Alternation, load: Load
+) -> None:
+    torn_tokens.keeps_what_is_in_flight(alternation, load)
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])

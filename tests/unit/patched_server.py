@@ -51,12 +51,15 @@ class Engine:
         self._running.clear()
         await asyncio.sleep(PENDING_S)
 
+    async def call_utility_async(self, method: str, version: int) -> None:
+        """Do nothing: the toy's completions name no version."""
+
     async def resume_generation(self) -> None:
         await asyncio.sleep(PENDING_S)
         self._running.set()
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
-        return reset_running_requests and reset_connector
+        return reset_connector
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "bridge_settle":

@@ -37,7 +37,8 @@ class Backend:
 
 def output(index: int, finish_reason: str, logprobs: list[float]) -> Any:
     """Return a completion from the engine, with a likelier alternative to the first token."""
-    flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], start_indices=[0, 2, 3][: len(logprobs)])
+    starts = [0, 2, 3][: len(logprobs)]
+    flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], ranks=[3, 1, 3, 4], start_indices=starts)
     ids = tuple(10 * (place + 1) + index for place in range(len(logprobs)))
     return SimpleNamespace(index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason)
 
@@ -104,6 +105,7 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, "3", None)
     assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
+    assert made.versions == (3, 3, 4), "the engine's own, not the header's"
     assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the stop token is not part of the text"
     assert (second.text, second.finish_reason) == ("<11><21><31>", "length")
 
@@ -246,7 +248,7 @@ def test_a_character_that_the_prompt_began_is_nobodys() -> None:
 
 
 def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
-    ended = SimpleNamespace(logprobs=[], start_indices=[])
+    ended = SimpleNamespace(logprobs=[], ranks=[], start_indices=[])
     engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort")]
     (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1}).json()["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")

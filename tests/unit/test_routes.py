@@ -53,6 +53,9 @@ class FakeEngine:
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         """Do nothing."""
 
+    async def call_utility_async(self, method: str, version: int) -> None:
+        """Do nothing."""
+
     async def resume_generation(self) -> None:
         """Do nothing."""
 

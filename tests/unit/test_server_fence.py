@@ -13,6 +13,7 @@ import pytest
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.protocol import Holder, InFlight, PauseRequest
 from patches import server_fence
+from patches.logprobs_wire import SERVE_VERSION
 from patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 
@@ -30,6 +31,7 @@ class FakeEngine:
         self.awake = True
         self.missing: list[str | None] = [None, None]
         """What each rank lacks to wake up."""
+        self.version = 0
         self.engine_core = self
         self._moved = moved or [[]]
         self._dropped = dropped
@@ -61,9 +63,13 @@ class FakeEngine:
     async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         await self._note("reset")
         assert self.paused, "the cache was dropped while the scheduler could still fill it"
-        assert reset_running_requests
         assert reset_connector
+        self.kept_kv = not reset_running_requests
         return self._dropped
+
+    async def call_utility_async(self, method: str, version: int) -> None:
+        assert method == SERVE_VERSION
+        self.version = version
 
     async def resume_generation(self) -> None:
         await self._note("resume")
@@ -615,3 +621,21 @@ def test_a_holder_that_pauses_once_more_may_let_the_kv_cache_sleep_then() -> Non
         assert engine.calls[-2:] == ["wake", "resume"]
 
     run(passage())
+
+
+@pytest.mark.parametrize(
+    ("keep_kv", "sleep", "can_keep", "kept"),
+    [(True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False)],
+)
+def test_keys_and_values_in_flight_are_kept_if_asked_for_and_possible(
+    keep_kv: bool, sleep: bool, can_keep: bool, kept: bool
+) -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest(), can_sleep=True, can_keep_kv=can_keep)
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep", keep_kv=keep_kv, sleep=sleep))
+        await fence.publish(ME)
+
+    run(passage())
+    assert (engine.kept_kv, engine.version) == (kept, fence.version)
