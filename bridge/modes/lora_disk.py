@@ -37,6 +37,8 @@ class LoraDisk:
         self._attached: AttachedModel | None = None
         self.version = -1
         self._starts = 0
+        self._served: list[str] = []
+        """Adapters that the server has, the oldest first."""
         self._client = self._connect()
         found = self._manifest
         self.max_model_len = max_model_len(self._client.url) if found is None else found.max_model_len
@@ -118,15 +120,17 @@ class LoraDisk:
             if self._manifest.shard(0).lora_slots:  # an earlier run may have trained in one of them
                 self._client.release_adapter()
         self._client.unload_earlier_adapters()
+        self._served.clear()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
         self._serve(self.version + 1)
 
     def _serve_next(self, version: int) -> int:
-        """Let the server load the adapter, then drop the previous version, which vLLM may read until then."""
-        before = _versioned(self.version)
+        """Let the server load the adapter, then drop the versions that no request in flight may name any more."""
         self._serve(version)
-        self._client.unload_adapter(before)
-        self._run.discard(before)
+        while len(self._served) > 1 + self._config.rollouts.max_staleness:  # vLLM may read a file later than it loads
+            before = self._served.pop(0)
+            self._client.unload_adapter(before)
+            self._run.discard(before)
         return version
 
     def _serve(self, version: int) -> None:
@@ -136,6 +140,7 @@ class LoraDisk:
         except UsageError:  # a refused run leaves nothing behind
             self._run.discard(folder.name)
             raise
+        self._served.append(folder.name)
         self.version = version
 
 

@@ -204,7 +204,10 @@ class Server:
         route = openai_api.ROUTES[self.dialect]
         answer, header = await connections.send("POST", self.endpoint.url, route, body, openai_api.Completions)
         self.reports_versions = bool(header)
-        return answer, header if self.endpoint.version is None else str(self.endpoint.version)
+        if self.endpoint.version is None:
+            return answer, header
+        choices = tuple(choice.model_copy(update={"versions": None}) for choice in answer.choices)  # not the base's
+        return openai_api.Completions(choices=choices), str(self.endpoint.version)
 
     def lacks(self, temperature: float) -> Iterator[str]:
         """Yield what training lacks with this server, a sentence each; nothing before its first answer."""

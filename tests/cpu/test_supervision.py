@@ -168,18 +168,8 @@ def running(
     port = free_port("127.0.0.1")
     flags = ["--model", str(model), "--port", str(port), "--max-model-len", "2048", "--training-steps", str(STEPS)]
     flags += ["--environment", "accident.py:Accident", "--batch-size", str(BATCH_SIZE), "--group-size", "4"]
-    flags += [
-        "--reward-processes",
-        "0",
-        "--lr",
-        "1e-3",
-        "--max-new-tokens",
-        "240",
-        "--run-dir",
-        "run",
-        "--save-path",
-        "saved",
-    ]
+    flags += ["--lr", "1e-3", "--max-new-tokens", "240", "--run-dir", "run", "--save-path", "saved"]
+    flags += ["--reward-processes", "0"]  # the accident looks for the children of its own process
     eager = () if torch.cuda.is_available() else ("--", *scenarios.EAGER)
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
