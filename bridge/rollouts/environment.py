@@ -58,6 +58,7 @@ class EnvironmentStream:
         self._trained = TrainedProblems()
         self._step = 0
         self._in_flight: list[InFlight] = []
+        self._endpoint: Endpoint
         self._again: list[InFlight] = []
         """What was in flight when a server was lost or a step failed, to begin again."""
         self._earlier_retries = 0
