@@ -27,7 +27,7 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     ),
     "Problems and rewards": (
         "prompt_column", "answer_column", "system_prompt", "reward", "reward_timeout_s", "reward_processes",
-        "max_unscored_share",
+        "max_unscored_share", "overlong_buffer", "overlong_penalty",
     ),
     "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (

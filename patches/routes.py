@@ -34,7 +34,8 @@ vllm.plugins.endpoint_plugins.interface
     replace EndpointPlugin.attach_router(app)
     replace async EndpointPlugin.init_state(engine_client, state, args)
 vllm.v1.engine.async_llm: AsyncLLM: model_config, vllm_config
-vllm.config.vllm: VllmConfig: kv_transfer_config
+vllm.config.vllm: VllmConfig: kv_transfer_config, cache_config
+vllm.config.cache: CacheConfig: num_gpu_blocks, block_size
 """
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
 """Environment variable: where the manifest is written, if not at the default place."""
@@ -65,8 +66,15 @@ class BridgeRoutes:
         state.bridge_sweeper = asyncio.create_task(sweep_heads(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
         can_sleep = memory_pool.can_sleep(engine_client.model_config)
-        can_keep_kv = engine_client.vllm_config.kv_transfer_config is None  # a connector finds blocks by their tokens
-        state.bridge_fence = ServerFence(engine_client, exported, can_sleep=can_sleep, can_keep_kv=can_keep_kv)
+        cache = engine_client.vllm_config.cache_config
+        state.bridge_fence = ServerFence(
+            engine_client,
+            exported,
+            can_sleep=can_sleep,
+            can_keep_kv=engine_client.vllm_config.kv_transfer_config
+            is None,  # a connector finds blocks by their tokens
+            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
+        )
         state.bridge_engine = engine_client
         sampling_watch.watch(engine_client)
         state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence.lease)

@@ -104,9 +104,17 @@ class ServerLease:
 class ServerFence:
     """Pauses and resumes one engine, counts versions, and knows who paused it and what would repair it."""
 
-    def __init__(self, engine: Any, exported: Manifest, *, can_sleep: bool = False, can_keep_kv: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        exported: Manifest,
+        *,
+        can_sleep: bool = False,
+        can_keep_kv: bool = True,
+        kv_tokens: int | None = None,
+    ) -> None:
         self.version = 0
-        self.can_sleep, self.can_keep_kv = can_sleep, can_keep_kv
+        self.can_sleep, self.can_keep_kv, self.kv_tokens = can_sleep, can_keep_kv, kv_tokens
         self.lease = ServerLease()
         self.holder: Holder | None = None
         self.writes: Written = "weights"
@@ -145,6 +153,7 @@ class ServerFence:
             writes="nothing" if self._phase is Phase.READING else self.writes,
             last_checkpoint=self.last_checkpoint,
             can_sleep=self.can_sleep,
+            kv_tokens=self.kv_tokens,
             can_keep_kv=self.can_keep_kv,
             lease=self.lease.held,
         )

@@ -29,10 +29,12 @@ from safetensors.torch import save_file
 
 from bridge.optimizers import split_adamw
 from bridge.optimizers.split_adamw import Piece, SplitMasterAdamW
+from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import Sampler
 from bridge.run import trainer_state
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
+from bridge.types import Group
 
 ENGINE = "VLLM::EngineCor"
 """The name of the engine's process, as truncated by the kernel."""
@@ -164,19 +166,19 @@ def foreign(trainer: Trainer) -> None:
 
 def while_it_samples(trainer: Trainer) -> None:
     """Strike when the first completions of the step have arrived, and others have not."""
-    each = Sampler.each
+    take, one = EnvironmentStream.take, Sampler.one
 
-    async def disturbed(self: Sampler, endpoints: Any, prompts: Any, then: Callable[..., Any], **choices: Any) -> Any:
+    def counted(self: EnvironmentStream, count: int, *, step: int) -> list[Group]:
         trainer.num_streams += 1
+        return take(self, count, step=step)
 
-        async def struck(*arrived: Any) -> Any:
-            if trainer.num_streams == trainer.disturbance.step:
-                trainer.strike()
-            return await then(*arrived)
+    async def disturbed(self: Sampler, *request: Any, **choices: Any) -> Any:
+        arrived = await one(self, *request, **choices)
+        if trainer.num_streams == trainer.disturbance.step:
+            trainer.strike()
+        return arrived
 
-        return await each(self, endpoints, prompts, struck, **choices)
-
-    Sampler.each = disturbed  # type: ignore[method-assign]
+    EnvironmentStream.take, Sampler.one = counted, disturbed  # type: ignore[method-assign]
 
 
 def while_pending(trainer: Trainer, name: str) -> None:

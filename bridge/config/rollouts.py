@@ -73,11 +73,15 @@ class RolloutConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """Train on completions begun up to N versions ago, while longer ones go on under new weights; 0: wait for all."""
     groups_in_flight: int | None = Field(default=None, ge=1)
-    """Groups sampled at once (default: a batch for each version of --max-staleness, and one)."""
+    """Groups sampled at once (default: what fits the KV cache, up to a batch for each version and one)."""
     skip_groups_without_signal: bool = False
     """Sample another group in place of one whose rewards are all equal."""
     max_oversampling: float = Field(default=3.0, ge=1)
     """Sample at most this many times the groups of a step to replace those without signal."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before --max-new-tokens over which the reward falls by --overlong-penalty (DAPO; 0: none)."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """What a completion of --max-new-tokens loses of its reward."""
     atropos_url: Urls = "http://127.0.0.1:8000"
     """URL of the Atropos API."""
     atropos_timeout_s: float = Field(default=600.0, gt=0)

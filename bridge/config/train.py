@@ -242,7 +242,7 @@ class TrainConfig(Config):
                 yield f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, {only}"
 
     def _contradictions(self) -> Iterator[str]:
-        yield from self._unfit_stream()
+        yield from self._unfit_rollouts()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
         passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
@@ -275,8 +275,13 @@ class TrainConfig(Config):
                 " reference"
             )
 
-    def _unfit_stream(self) -> Iterator[str]:
+    def _unfit_rollouts(self) -> Iterator[str]:
         num_groups = self.rollouts.batch_size // self.sampling.group_size
+        if self.rollouts.overlong_buffer > self.sampling.longest:
+            yield (
+                f"--overlong-buffer {self.rollouts.overlong_buffer} is longer than the longest completion,"
+                f" {self.sampling.longest} tokens (--max-new-tokens)"
+            )
         at_once, most = self.rollouts.groups_in_flight, num_groups * (self.rollouts.max_staleness + 1)
         if at_once is not None and not num_groups <= at_once <= most:
             yield (
@@ -297,7 +302,15 @@ EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
         if field != "max_unscored_share"
     },
     **dict.fromkeys(
-        ("max_concurrency", "max_staleness", "groups_in_flight", "skip_groups_without_signal", "max_oversampling"),
+        (
+            "max_concurrency",
+            "max_staleness",
+            "groups_in_flight",
+            "skip_groups_without_signal",
+            "max_oversampling",
+            "overlong_buffer",
+            "overlong_penalty",
+        ),
         ("rollouts", ("environment",)),
     ),
     "atropos_url": ("rollouts", ("atropos",)),

@@ -77,13 +77,14 @@ class PatchedServer:
         """
         self.manifest, self.max_model_len = manifest, manifest.max_model_len
         url = self._config.server.url(manifest.url)
-        self.endpoint = Endpoint(url=url, model=ADAPTER if self._writes == "adapter" else None, starts=self._starts)
         self.client = BridgeClient(manifest, timeout_s=self._config.sampling.request_timeout_s, url=url)
         try:
             status = fence.when_free(lambda: self.client.take_lease(self._run.name))
             if not (self._run.resumes and status.writes == self._writes):
                 status.refuse_torn()
             self._keeps_kv = self._may_keep_kv(status)
+            model = ADAPTER if self._writes == "adapter" else None
+            self.endpoint = Endpoint(url=url, model=model, kv_tokens=status.kv_tokens, starts=self._starts)
         except BaseException:
             self.close()
             raise

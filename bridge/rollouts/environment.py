@@ -7,6 +7,7 @@ both cases each is scored as soon as it arrives, while others are still being sa
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count, islice
 
 from bridge.config import TrainConfig
@@ -154,8 +155,7 @@ class EnvironmentStream:
 
     def _begin(self, count: int, step: int, *, num_steps: int) -> None:
         """Send as many further groups as there is room for."""
-        at_once = self._config.rollouts.groups_in_flight or count * (self._config.rollouts.max_staleness + 1)
-        room = in_flight.room(self._in_flight, count, num_steps=num_steps, at_once=at_once)
+        room = in_flight.room(self._in_flight, count, num_steps=num_steps, at_once=self._at_once(count))
         if room <= 0:
             return
         begun, self._again = self._again[:room], self._again[room:]
@@ -168,6 +168,21 @@ class EnvironmentStream:
             each.task = asyncio.create_task(self._sampled(each, count))
             self._in_flight.append(each)
 
+    def _at_once(self, count: int) -> int:
+        """Return how many groups to sample at once: as chosen, or as many as may wait and fit into the KV cache.
+
+        They fit if completions are half as long as the longest on average.
+        """
+        rollouts, sampling, kv_tokens = self._config.rollouts, self._config.sampling, self._endpoint.kv_tokens
+        if rollouts.groups_in_flight is not None:
+            return rollouts.groups_in_flight
+        most = count * (rollouts.max_staleness + 1)
+        fitting = most if kv_tokens is None else 2 * kv_tokens // (sampling.group_size * sampling.longest)
+        at_once = min(most, max(count, fitting))
+        if rollouts.max_staleness:
+            self._tell(f"up to {at_once} groups in flight (--groups-in-flight)")
+        return at_once
+
     async def _sampled(self, asked: InFlight, count: int) -> Group:
         WRITTEN.set(asked.sent.set)
         step, index = divmod(asked.number, count)
@@ -179,6 +194,7 @@ class EnvironmentStream:
             index=index,
         )
         group = await self._scored(asked.number, asked.problem, asked.prompt, completions, self._failures)
+        group = penalized(group, self._config)
         self._progress(min(count, 1 + sum(each.is_sampled for each in self._in_flight)), count)
         return group
 
@@ -222,9 +238,30 @@ class EnvironmentStream:
     def _report(self, failures: FailedScores) -> None:
         failures.note(self._note, self._noted)
         for line in self._sampler.lacks:
-            if line not in self._noted:
-                self._noted.add(line)
-                self._note(line)
+            self._tell(line)
+
+    def _tell(self, line: str) -> None:
+        """Note a line, once."""
+        if line not in self._noted:
+            self._noted.add(line)
+            self._note(line)
+
+
+def penalized(group: Group, config: TrainConfig) -> Group:
+    """Lower the rewards of completions that end in the buffer before the longest length, or reach that.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+    buffer, penalty = config.rollouts.overlong_buffer, config.rollouts.overlong_penalty
+    if not buffer:
+        return group
+    begin = config.sampling.longest - buffer
+    parts = tuple(-min(max(len(each.token_ids) - begin, 0) / buffer, 1.0) for each in group.completions)
+    return replace(
+        group,
+        rewards=tuple(reward + penalty * part for reward, part in zip(group.rewards, parts, strict=True)),
+        reward_parts={**group.reward_parts, "overlong": parts},
+    )
 
 
 def _group(

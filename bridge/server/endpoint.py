@@ -12,5 +12,7 @@ class Endpoint:
     """The name in a request; None: the first that the server lists."""
     version: int | None = None
     """Version of the weights behind it, for a server that does not report one; None: the server reports it."""
+    kv_tokens: int | None = None
+    """Tokens that its KV cache holds; None: unknown."""
     starts: int = 0
     """How often this run has started the server again: what was in flight before is lost."""

@@ -88,6 +88,8 @@ class Status(Record):
     """Absolute path of the last checkpoint that a writer named; None: none did since the server loaded."""
     can_sleep: bool = False
     """Whether a pause can free the KV cache."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache holds; None: unknown."""
     can_keep_kv: bool = True
     """Whether in-flight requests may keep their keys and values during an update."""
     lease: Lease | None = None

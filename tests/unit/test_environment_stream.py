@@ -308,3 +308,23 @@ def test_an_interrupt_while_scoring_ends_the_step_and_leaves_no_process(model: P
     scoring = {int(line.split()[0]) for line in log.read_text().splitlines()}
     assert scoring
     assert not any(psutil.pid_exists(pid) for pid in scoring)
+
+
+def test_a_completion_that_ends_near_the_limit_loses_reward(model: Path) -> None:
+    """Lengths 3, 6, 7 and 8 of at most 8, with a buffer of 4."""
+    lengths = (3, 6, 7, 8, 3, 3, 3, 3)
+
+    def bend(document: dict[str, Any], _: Asked) -> Any:
+        for choice in document["choices"]:
+            length = lengths[choice["index"]]
+            choice |= {"token_ids": [40] * length, "logprobs": {"token_logprobs": [-1.0] * length}}
+        return document
+
+    with sampled(model, Task(lambda *_: 1.0), bend, overlong_buffer=4, overlong_penalty=0.5, eval_samples=8) as ours:
+        (group, *_) = ours.groups()
+        assert group.rewards == (1.0, 0.75, 0.625, 0.5, 1.0, 1.0, 1.0, 1.0)
+        assert group.reward_parts == {"overlong": (0.0, -0.5, -0.75, -1.0, 0.0, 0.0, 0.0, 0.0)}
+        (held_out, *_) = ours.stream.evaluate(step=1) or []
+        assert set(held_out.rewards) == {1.0}
+    with pytest.raises(ValueError, match="--overlong-buffer 9 is longer than the longest completion, 8 tokens"):
+        TrainConfig.of(model_name="m", max_new_tokens=8, overlong_buffer=9)
