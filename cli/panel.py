@@ -23,7 +23,7 @@ from cli.steps import duration, or_dash, tokens_per_s
 NARROWEST, LOWEST = 80, 24
 """Columns and rows of the smallest terminal that gets a panel."""
 CHART_HEIGHT = 7
-TIMES_WIDTH = 20
+TIMES_WIDTH = 10
 FIGURES_WIDTH, CURVE_WIDTH = 42, 12
 MOST_SAMPLE_LINES = 12
 ROWS_FOR_LINES = 9
@@ -152,8 +152,8 @@ def _times(seen: Seen) -> Iterator[Text]:
         line.append("━" * (end - begun), color)
         begun = end
     shares = "  ".join(f"{name} {seconds / whole:.0%}" for name, seconds, _ in parts if whole)
-    age = f", tokens up to {last.staleness:.0f} versions old" if math.isfinite(last.staleness) else ""
-    yield line.append(f"  {shares}  {last.groups_in_flight} groups in flight{age}", LABEL)
+    age = f", staleness {last.staleness:.0f}" if math.isfinite(last.staleness) else ""
+    yield line.append(f"  {shares}  {last.groups_in_flight} in flight{age}", LABEL)
 
 
 def _status(seen: Seen, now: float, width: int) -> Text:

@@ -90,6 +90,16 @@ def test_a_step_in_which_nothing_was_trained_on_leaves_a_gap_and_no_error() -> N
     assert re.search(r"\|dlogprob\|\s+-\s+max\s+-", text)
 
 
+def test_with_groups_in_flight_it_shows_where_the_time_goes_and_how_old_they_are() -> None:
+    view = fed()
+    more = {"groups_in_flight": 240, "staleness": 12.0, "fence_write_s": 0.25, "fence_publish_s": 0.0, "rollout_s": 0.5}
+    view.step(step(5, fence_pause_s=0.0, fence_prepare_s=0.0, **more), [group()])
+    (line,) = [line for line in shown(view, 80, 30) if line.startswith(" time ")]
+    assert line.endswith("  wait 50%  train 25%  fence 25%  240 in flight, staleness 12")
+    assert line.count("━") == panel.TIMES_WIDTH
+    assert len(line) <= 80
+
+
 def test_a_view_of_nothing_yet_is_one_too() -> None:
     lines = shown(live.View(terminal(), 9))
     assert "9 steps to take" in lines[0]

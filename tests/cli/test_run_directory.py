@@ -28,6 +28,7 @@ def metrics(step: int, **changed: float) -> StepMetrics:
         "step": step,
         "weight_version": step,
         "tokens_generated": 9,
+        "groups_in_flight": 0,
         "rollouts": "0a1b",
         "device": "cpu",
     }
@@ -150,7 +151,7 @@ def test_every_group_of_a_step_is_one_object_with_what_was_asked_answered_and_th
     unscored = (Unscored(completion=completion("?"), fault="score raised ValueError"),)
     run.append_rollouts(3, [group("4", "5", reward_parts=parts, unscored=unscored), group()])
     full, empty = map(json.loads, run.rollouts.read_text().splitlines())
-    assert list(full) == ["step", "problem", "completions", "unscored"]
+    assert list(full) == ["step", "number", "problem", "completions", "unscored"]
     assert (full["step"], full["problem"]) == (3, {"prompt": "2+3=", "answer": "5"})
     assert full["unscored"] == [{"text": "?", "fault": "score raised ValueError"}]
     right = {"text": "5", "reward": 1.0, "parts": {"exact": 1.0, "short": None}, "tokens": 2}

@@ -18,7 +18,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
 
-NOT_DRAWN = {"step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
+NOT_DRAWN = {"lag_shares", "step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
 """Fields that are not a single number."""
 
 
