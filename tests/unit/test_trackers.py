@@ -137,7 +137,7 @@ def test_every_figure_of_a_step_has_a_curve_of_its_own() -> None:
     assert declared(StepMetrics).keys() == {each.name for each in dataclasses.fields(StepMetrics)} - NOT_DRAWN
     assert len(set(names)) == len(names)
     assert all(names)
-    values = metrics(1, fence_pause_s=0.004).curves()
+    values = metrics(1, fence_pause_s=0.004, groups_in_flight=0).curves()
     assert (values["fence/pause_ms"], values["rollout/tokens_per_s"], values["reward/part/exact"]) == (4.0, 4.0, 0.25)
     shares = {name: value for name, value in values.items() if name.startswith("logprob_diff_share/")}
     assert [*shares][:1] + [*shares][-1:] == ["logprob_diff_share/below_0.001", "logprob_diff_share/from_1"]
