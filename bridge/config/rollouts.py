@@ -74,7 +74,7 @@ class RolloutConfig(Section):
     """Train on completions begun up to N versions ago, while longer ones go on under new weights; 0: wait for all."""
     groups_in_flight: int | None = Field(default=None, ge=1)
     """Groups sampled at once (default: what fits the KV cache, up to a batch for each version and one)."""
-    skip_groups_without_signal: bool = False
+    skip_without_signal: bool = False
     """Sample another group in place of one whose rewards are all equal."""
     max_oversampling: float = Field(default=3.0, ge=1)
     """Sample at most this many times the groups of a step to replace those without signal."""

@@ -187,7 +187,12 @@ class TrackingConfig(Section):
 class TrainConfig(Config):
     """One training run."""
 
-    synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name", "port": "vllm_port", "weight_bridge_mode": "mode"}
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "model": "model_name",
+        "port": "vllm_port",
+        "weight_bridge_mode": "mode",
+        "skip_groups_without_signal": "skip_without_signal",
+    }
     aliases: ClassVar[Mapping[str, str]] = TRAIN_ALIASES
 
     model_name: str
@@ -306,7 +311,7 @@ EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "max_concurrency",
             "max_staleness",
             "groups_in_flight",
-            "skip_groups_without_signal",
+            "skip_without_signal",
             "max_oversampling",
             "overlong_buffer",
             "overlong_penalty",

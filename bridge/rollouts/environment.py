@@ -213,7 +213,7 @@ class EnvironmentStream:
     def _skip(self, count: int) -> None:
         """Let other groups take the place of those whose rewards are all equal, within the bound."""
         rollouts = self._config.rollouts
-        if not rollouts.skip_groups_without_signal:
+        if not rollouts.skip_without_signal:
             return
         for each in [each for each in self._in_flight if each.is_sampled]:
             group = each.task.result()

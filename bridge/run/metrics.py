@@ -116,7 +116,7 @@ class StepMetrics:
     groups_in_flight: int = metric("Groups in flight", over="sum", curve="rollout/groups_in_flight", default=0)
     """Groups begun and not trained on, while this step was computed."""
     skipped_groups: int = metric("Groups replaced", over="sum", curve="rollout/skipped_groups", default=0)
-    """Groups without signal that others took the place of, with --skip-groups-without-signal."""
+    """Groups without signal that others took the place of, with --skip-without-signal."""
     changed_weight_share: float = share("Weights changed", curve="train/changed_weight_share")
     """Share of the weights whose bytes this step changed."""
     rollout_s: float = metric("Rollouts", "s", over="max", curve="rollout/seconds")

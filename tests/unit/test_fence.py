@@ -44,6 +44,7 @@ class FakeClient:
         writes: Written = "weights",
         takeover: bool = False,
         sleep: bool = False,
+        keep_kv: bool = False,
     ) -> Status:
         self.believed, self.named = version, last_checkpoint
         others = self.lease is not None and self.lease.holder != Holder.current()

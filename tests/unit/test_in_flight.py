@@ -193,7 +193,7 @@ def test_what_was_in_flight_when_the_server_was_restarted_begins_again(model: Pa
 
 def test_groups_without_signal_are_replaced_within_the_bound(model: Path) -> None:
     task = Task(lambda problem, text: float(len(text)) if problem["prompt"] == "say!" else 1.0)
-    choices = {"max_staleness": 0, "skip_groups_without_signal": True, "max_oversampling": 2.0}
+    choices = {"max_staleness": 0, "skip_without_signal": True, "max_oversampling": 2.0}
     with streaming(model, lambda document, _: document, task=task, **choices) as ours:
         groups = ours.groups(1, 2)
         skipped = ours.stream.skipped
