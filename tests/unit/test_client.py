@@ -55,7 +55,7 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
     holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3}
     pause = {
         "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
-        "takeover": False, "sleep": False,
+        "takeover": False, "sleep": False, "keep_kv": False,
     }  # fmt: skip
     publish, resume = {"holder": holder, "after": 7, "version": None}, {"holder": holder}
     assert [asked.body for asked in server.asked] == [
