@@ -24,7 +24,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 TIMES = {"rollout_s", "train_s", "peak_memory_gib"}
-VERSIONS = "weight_version", "staleness"
+VERSIONS = "weight_version", "staleness", "staleness_mean", "lag_shares"
 """Fields that differ on another server."""
 
 
