@@ -33,7 +33,7 @@ vllm.v1.core.kv_cache_manager
     KVCacheManager: block_pool
 vllm.v1.core.sched.scheduler
     wrap Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
-    Scheduler: running
+    Scheduler: running, kv_cache_manager
 vllm.v1.request: Request: num_output_tokens
 """
 
@@ -69,7 +69,8 @@ def patch() -> None:
     @wraps(reset_all)
     def reset_prefix_cache(pool: Any) -> bool:
         blocks = pool.blocks
-        if pool.num_gpu_blocks - pool.get_num_free_blocks() != 1:  # more than the null block is in use
+        is_in_use = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1  # the null block always is
+        if is_in_use and getattr(pool, "bridge_keeps", False):
             _forget(pool)
             return True
         pool.blocks = HashedBlocks(pool)
@@ -93,11 +94,14 @@ def patch() -> None:
     def reset(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:
             return bool(reset_scheduler(scheduler, True, reset_connector))
+        pool = scheduler.kv_cache_manager.block_pool
         kept = [request for request in scheduler.running if request.num_output_tokens]
         scheduler.running = [request for request in scheduler.running if not request.num_output_tokens]
+        pool.bridge_keeps = True
         try:
             return bool(reset_scheduler(scheduler, True, reset_connector))
         finally:
+            pool.bridge_keeps = False
             scheduler.running = [*kept, *scheduler.running]
 
     BlockPool.reset_prefix_cache, BlockPool.cache_full_blocks = reset_prefix_cache, cache_blocks_of_one_version

@@ -85,7 +85,7 @@ class EnvironmentStream:
         self._trained = trained
 
     def take(self, count: int, *, step: int) -> list[Group]:
-        """Return `count` groups, as soon as none of those in flight has to be among them; all of one step have seeds.
+        """Return `count` groups, as soon as so many are sampled and no other one would become too old.
 
         A step that failed may be taken again, and gets groups of the same problems with the same seeds.
 
@@ -165,6 +165,7 @@ class EnvironmentStream:
             begun.append(InFlight(number=number, problem=problem, prompt=prompt, begun=step))
         for each in begun:
             each.begun = step
+            each.sent.clear()
             each.task = asyncio.create_task(self._sampled(each, count))
             self._in_flight.append(each)
 

@@ -112,6 +112,7 @@ class FailedScores:
     def __init__(self, batch: str, *, num_completions: int, max_share: float) -> None:
         """`batch` names it in messages; at most `max_share` of its `num_completions` may fail."""
         self._batch, self._num_completions, self._max_share = batch, num_completions, max_share
+        self._num_scored = 0
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         """The first line of each kind."""
@@ -123,14 +124,16 @@ class FailedScores:
             RewardError: too many of the batch failed.
         """
         for result in results:
+            self._num_scored += 1
             if isinstance(result, FailedScore):
                 self._counts[result.kind] += 1
                 self._examples.setdefault(result.kind, result.line)
-        if self._counts.total() <= self._max_share * self._num_completions:
+        num_completions = max(self._num_completions, self._num_scored)  # groups of later batches may be among them
+        if self._counts.total() <= self._max_share * num_completions:
             return
         kind, count = self._counts.most_common(1)[0]
         raise RewardError(
-            f"{self._batch}: at least {self._counts.total()} of {_completions(self._num_completions)} without a reward,"
+            f"{self._batch}: at least {self._counts.total()} of {_completions(num_completions)} without a reward,"
             f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
             remedy="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
             " --max-unscored-share allows more completions without a reward",

@@ -51,9 +51,11 @@ def manager(_unpatched: None) -> Any:
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    return KVCacheManager(
+    manager = KVCacheManager(
         config, max_model_len=512, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=True
     )
+    manager.block_pool.bridge_keeps = True
+    return manager
 
 
 def remember(pool: Any, number: int, digest: bytes) -> None:
@@ -77,6 +79,8 @@ def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> Non
 def test_a_pool_in_use_forgets_its_hashes_too_where_vllm_refuses(pool: Any) -> None:
     remember(pool, 999, b"b")
     taken = pool.get_new_blocks(2)
+    assert pool.reset_prefix_cache() is False, "nobody asked to keep what is in use"
+    pool.bridge_keeps = True
     is_patched = hasattr(type(pool).reset_prefix_cache, "__wrapped__")
     assert pool.reset_prefix_cache() is is_patched
     assert (pool.blocks[999].block_hash is None) is is_patched
@@ -177,8 +181,9 @@ def test_a_reset_restarts_what_has_no_token_yet_and_leaves_the_rest_alone() -> N
     Scheduler.reset_prefix_cache = stock
     prefix_cache.patch()
     young, old = SimpleNamespace(num_output_tokens=0), SimpleNamespace(num_output_tokens=3)
-    scheduler: Any = SimpleNamespace(running=[old, young])
+    pool = SimpleNamespace()
+    scheduler: Any = SimpleNamespace(running=[old, young], kv_cache_manager=SimpleNamespace(block_pool=pool))
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=False, reset_connector=True)
-    assert (seen, scheduler.running) == ([([young], True, True)], [old])
+    assert (seen, scheduler.running, pool.bridge_keeps) == ([([young], True, True)], [old], False)
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=True, reset_connector=True)
     assert (seen[1], scheduler.running) == (([old], True, True), [])

@@ -186,10 +186,18 @@ def test_past_a_share_of_the_batch_faults_end_the_run_and_the_commonest_is_named
     assert "--max-unscored-share" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("share", "add"), [(0.0, 1), (1.0, 9)])
-def test_the_share_may_be_none_or_all(share: float, add: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "num_scored", "num_allowed"),
+    [(0.0, 0, 0), (0.5, 0, 4), (0.25, 36, 9)],
+    ids=["none", "half of a batch", "a quarter of what was scored, groups of later batches among it"],
+)
+def test_no_more_than_the_share_may_fail(share: float, num_scored: int, num_allowed: int) -> None:
     batch = FailedScores("step 1", num_completions=8, max_share=share)
-    for _ in range(add - 1):
-        batch.add([FailedScore(kind="a", line="a")])
+    batch.add([Score(reward=1.0, parts={})] * (num_scored - num_allowed))
+    batch.add([FailedScore(kind="a", line="a")] * num_allowed)
     with pytest.raises(RewardError):
         batch.add([FailedScore(kind="a", line="a")])
+
+
+def test_all_may_fail_if_the_share_is_all() -> None:
+    FailedScores("step 1", num_completions=8, max_share=1.0).add([FailedScore(kind="a", line="a")] * 8)
