@@ -1,4 +1,4 @@
-"""Medians over steps, the table, and whether the target is reached."""
+"""Averages over steps, the table, and whether the target is reached."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from benchmarks._stamped import Run
 PARTS = ("generation_s", "training_s", "optimizer_s", "sync_s")
 """Parts that do not overlap; the rest of a step is `other_s`."""
 SPEED_AIM = 1.4
-"""Minimum of TRL's step time over Bridge's."""
+"""Minimum of Bridge's tokens per second over TRL's."""
 COLUMNS = {
-    "num_steps": "steps", "tokens": "tokens",
+    "num_steps": "steps", "tokens": "tokens", "tokens_per_s": "tokens/s",
     "step_s": "step s", "generation_s": "generate", "training_s": "train", "optimizer_s": "optimizer",
     "sync_s": "sync, fence", "other_s": "other", "speed": "speed", "peak_device_gib": "peak GiB",
     "kv_cache_gib": "KV cache", "peak_without_kv_gib": "without KV",
@@ -30,19 +30,25 @@ def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
     return [{**step, "other_s": step["step_s"] - sum(step[part] for part in PARTS)} for step in steps]
 
 
-def row(side: Side, runs: Sequence[Run], *, warm_up: int) -> Row:
-    """Return the figures of one side over all its runs; unknown ones are left out."""
+def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) -> Row:
+    """Return the figures of one side over all its runs; unknown ones are left out.
+
+    Medians over steps, or means where the work of steps may `differ`.
+    """
+    average = statistics.fmean if differ else statistics.median
     steps = [step for run in runs for step in steps_of(side, run, warm_up)]
     names = [name for name in (steps[0] if steps else {}) if name.endswith("_s")]
     known = {
-        **{name: statistics.median(step[name] for step in steps) for name in names},
-        "tokens": statistics.median(step["tokens"] for step in steps) if steps else None,
+        **{name: average([step[name] for step in steps]) for name in names},
+        "tokens": average([step["tokens"] for step in steps]) if steps else None,
         "peak_allocated_gib": max((step["peak_allocated_gib"] for step in steps), default=None),
         "peak_device_gib": max((run.peak_gib for run in runs if run.peak_gib is not None), default=None),
         "kv_cache_gib": max((run.kv_cache_gib for run in runs if run.kv_cache_gib is not None), default=None),
     }
     if known["peak_device_gib"] is not None and known["kv_cache_gib"] is not None:
         known["peak_without_kv_gib"] = known["peak_device_gib"] - known["kv_cache_gib"]
+    if steps:
+        known["tokens_per_s"] = known["tokens"] / known["step_s"]
     return {
         "side": side.name, "variant": side.variant, "num_steps": len(steps),
         **{name: value for name, value in known.items() if value is not None},
@@ -54,17 +60,17 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int) -> Row:
 
 def compare(rows: Sequence[Row], *, weights_gib: float) -> list[Row]:
     """Return the rows with Bridge's gain over the fastest TRL row, if there is one."""
-    rivals = [row for row in rows if row["side"] == "trl" and "step_s" in row]
+    rivals = [row for row in rows if row["side"] == "trl" and "tokens_per_s" in row]
     if not rivals:
         return list(rows)
-    rival = min(rivals, key=lambda row: row["step_s"])
+    rival = max(rivals, key=lambda row: row["tokens_per_s"])
     return [_against(row, rival, weights_gib) for row in rows]
 
 
 def _against(row: Row, rival: Row, weights_gib: float) -> Row:
-    if "step_s" not in row:
+    if "tokens_per_s" not in row:
         return row
-    gained: Row = {"speed": rival["step_s"] / row["step_s"]}
+    gained: Row = {"speed": row["tokens_per_s"] / rival["tokens_per_s"]}
     if "peak_without_kv_gib" in row and "peak_without_kv_gib" in rival:
         gained["memory_saved_gib"] = rival["peak_without_kv_gib"] - row["peak_without_kv_gib"]
     if row["side"] == "bridge":

@@ -41,7 +41,7 @@ SHARD_BYTES = 4 * 10**9
 def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config:
     """Return the configuration of one size."""
     config = Qwen2Config(
-        **SIZES[size], max_position_embeddings=4096, bos_token_id=None, eos_token_id=eos_token_id, dtype="bfloat16"
+        **SIZES[size], max_position_embeddings=32768, bos_token_id=None, eos_token_id=eos_token_id, dtype="bfloat16"
     )
     config.architectures = ["Qwen2ForCausalLM"]
     return config

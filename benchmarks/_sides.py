@@ -3,6 +3,7 @@
 Both get the same engine settings and the same KV cache, which stays allocated during training.
 """
 
+import math
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks import _work
+from benchmarks import _lengths, _work
 from bridge.run.run_directory import RunDirectory
 from cli.serve import free_port
 
@@ -22,7 +23,7 @@ BRIDGE = "from cli.main import main; main()"
 """The console script, which is not on every PATH."""
 ENGINE_FLAGS = ("--max-num-seqs", "{completions}", "--max-num-batched-tokens", "4096", "--no-enable-log-requests")
 """TRL's vLLM settings."""
-MAX_MODEL_LEN = "1024"
+ROOT = Path(__file__).parent.parent
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 
 
@@ -35,9 +36,16 @@ class Work:
     group: int = 8
     """Completions per prompt."""
     tokens: int = 256
-    """Tokens per completion, exactly."""
+    """Tokens per completion, exactly; with `lengths`, of the longest."""
+    lengths: str | None = None
+    """Lengths that differ, as `_lengths.Lognormal` reads them."""
     share: float = 0.3
     """Share of GPU memory for vLLM."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the longest sequence, in blocks of 128 tokens."""
+        return max(1024, math.ceil((_work.PROMPT_TOKENS + self.tokens) / 128) * 128)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Side:
     name: Literal["trl", "bridge"]
     """`trl` or `ours`."""
     variant: str
-    """TRL: completions per pass and flags of `_trl.py`. Bridge: the optimizer and flags of `bridge run`."""
+    """TRL: completions per pass, flags of `_trl.py`. Bridge: the optimizer, flags of `bridge run`, after -- vLLM's."""
     engine: tuple[str, ...] = ()
     """Bridge: further flags of vLLM."""
 
@@ -79,23 +87,29 @@ class Side:
         return [
             sys.executable, "-m", "benchmarks._trl", *shlex.split(self.variant), "--model", str(model),
             "--steps", str(steps), "--completions", str(work.completions), "--group", str(work.group),
-            "--tokens", str(work.tokens), "--share", str(work.share),
+            "--tokens", str(work.tokens), "--share", str(work.share), "--max-model-len", str(work.max_model_len),
+            *(["--lengths", work.lengths] if work.lengths else []),
         ]  # fmt: skip
 
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
         engine = [flag.format(completions=work.completions) for flag in ENGINE_FLAGS]
+        engine += ["--middleware", _lengths.MIDDLEWARE] if work.lengths else []
+        chosen = shlex.split(self.variant)
+        place = chosen.index("--") if "--" in chosen else len(chosen)
         return [
             sys.executable, "-c", BRIDGE, "run", "--json", "--mode", "shared_vllm", "--model-name", str(model),
             "--environment", f"{_work.__file__}:{_work.Hashed.__name__}", "--training-steps", str(steps),
             "--batch-size", str(work.completions), "--group-size", str(work.group), "--max-new-tokens",
-            str(work.tokens), "--max-model-len", MAX_MODEL_LEN, "--port", str(free_port("127.0.0.1")), *share,
+            str(work.tokens), "--max-model-len", str(work.max_model_len), "--port", str(free_port("127.0.0.1")), *share,
             "--run-dir", str(folder / "run"), "--save-path", str(folder / "saved"), "--no-save-optimizer",
             "--vllm-config-path", str(folder / "manifest.json"), "--kv-sleep", "never", "--optimizer",
-            *shlex.split(self.variant), "--", *engine, *self.engine,
+            *chosen[:place], "--", *engine, *self.engine, *chosen[place + 1 :],
         ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of both sides: vLLM logs its memory, and loads no unnamed plugin."""
-    return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+def environment(work: Work) -> dict[str, str]:
+    """Return the environment of both sides: vLLM logs its memory, finds this package, and knows the lengths."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    fixed = {"VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    return {**os.environ, **fixed, **({_lengths.VARIABLE: work.lengths} if work.lengths else {})}

@@ -13,7 +13,8 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +22,8 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from benchmarks import _work
+from benchmarks._lengths import Lognormal
+from bridge.rollouts import problems
 
 
 def main() -> None:
@@ -34,10 +37,12 @@ def main() -> None:
         model=str(options.model),
         reward_funcs=clock.reward,
         args=trl.GRPOConfig(**settings(options)),
-        train_dataset=datasets.Dataset.from_dict({"prompt": _work.prompts()}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
         processing_class=AutoTokenizer.from_pretrained(options.model),
     )
     watch(trainer, clock)
+    if options.lengths:
+        limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
     trainer.add_callback(Lines(clock, lines))
     trainer.train()
 
@@ -50,6 +55,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--completions", type=int, default=64, help="completions of one step")
     parser.add_argument("--group", type=int, default=8, help="completions of one prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of one completion")
+    parser.add_argument("--lengths", help="as grpo.py")
+    parser.add_argument("--max-model-len", type=int, default=1024, help="longest sequence")
     parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
     parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
@@ -57,6 +64,12 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
     parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
     return parser
+
+
+def prompts() -> list[str]:
+    """Return the prompts in the order in which Bridge takes them."""
+    order = islice(problems.endless(_work.Hashed(), seed=0), _work.NUM_PROMPTS)
+    return [str(problem["prompt"]) for problem in order]
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +81,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": options.completions // options.batch,
         "num_generations": options.group, "max_completion_length": options.tokens, "temperature": 1.0,
         "use_vllm": not options.no_vllm, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
-        "vllm_max_model_length": 1024, "vllm_enable_sleep_mode": options.sleep,
+        "vllm_max_model_length": options.max_model_len, "shuffle_dataset": False,
+        "vllm_enable_sleep_mode": options.sleep,
         "vllm_importance_sampling_correction": not options.no_correction,
         "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
@@ -121,6 +135,20 @@ def watch(trainer: Any, clock: Clock) -> None:
         return (forward if torch.is_grad_enabled() else without_gradient)(*positional, **named)
 
     trainer._get_per_token_logps_and_entropies = either
+
+
+def limit(llm: Any, lengths: Lognormal) -> None:
+    """Give each completion a length of its own; TRL asks for one completion per prompt, and repeats the prompts."""
+    generate = llm.generate
+
+    def limited(asked: Sequence[Mapping[str, Any]], sampling_params: Any, **named: Any) -> Any:
+        caps = lengths.of_each([each["prompt_token_ids"] for each in asked])
+        each = [sampling_params.clone() for _ in caps]
+        for one, cap in zip(each, caps, strict=True):
+            one.max_tokens = min(one.max_tokens, cap)
+        return generate(asked, sampling_params=each, **named)
+
+    llm.generate = limited
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]

@@ -2,6 +2,8 @@ r"""GRPO on one GPU: Bridge against TRL's colocate mode, back to back on the sam
 
     python -m benchmarks.grpo --sizes 1.5b 7b --steps 8
     python -m benchmarks.grpo --sizes 7b --trl 16 "8 --no-checkpointing" "16 --liger" --ours adamw adamw-8bit
+    python -m benchmarks.grpo --sizes 7b --lengths lognormal:600:0.6:4096 --trl 4 --ours "adamw-4bit" \
+        "adamw-4bit --max-staleness 8 --groups-in-flight 32 -- --max-num-seqs 256"
     python -m benchmarks.grpo --sizes 32b --dummy-weights --trl --share 0.6 --completions 32 --steps 3 --warm-up 1 \
         --ours "adamw-4bit --gradient-release --updates-per-batch 2 --kv-sleep always --no-compile-layers"
 
@@ -11,6 +13,11 @@ end token that cannot be sampled. Each side runs in its own processes, alone on 
 end of every step, and NVML reports the memory of the whole GPU. Warm-up steps are excluded. The difference: TRL's
 AdamW keeps bf16 moments and rounds every update to bf16; Bridge loses no update, and `--ours` selects the moments. All
 prompts have one length, so TRL pads nothing.
+
+With `--lengths`, completions end at lengths with a long tail: a cap for each completion of a prompt, the same on both
+sides, which take the prompts in the same order. Steps then differ, and figures are means instead of medians; TRL pads
+a batch to its longest completion. With staleness, `generate` is the time that the trainer waited for completions;
+give enough warm-up steps, because the first of a stream take its shortest completions.
 
 Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
 by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is
@@ -32,6 +39,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import _figures, _gpu_memory, _results, _sides, _stamped
+from benchmarks._lengths import Lognormal
 from benchmarks._models import DUMMY, SIZES, weight_bytes
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
@@ -54,6 +62,11 @@ def main() -> None:
     """Measure every size; write all results so far after every run."""
     flags = _flags()
     options = flags.parse_args()
+    if options.lengths:
+        try:
+            options.tokens = Lognormal.parse(options.lengths).cap
+        except ValueError as error:
+            flags.error(f"--lengths {error}")
     if options.dummy_weights and options.trl:
         flags.error("--dummy-weights are vLLM's alone, and TRL reads files: give an empty --trl")
     bench = Bench(options, deadline=time.monotonic() + options.limit_s)
@@ -79,6 +92,9 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
     flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
     flags.add_argument("--tokens", type=int, default=work.tokens, help="tokens of a completion")
+    flags.add_argument(
+        "--lengths", metavar="lognormal:MEDIAN:SIGMA:CAP", help="lengths in tokens, in place of --tokens"
+    )
     flags.add_argument("--share", type=float, default=work.share, help="share of the GPU for vLLM")
     flags.add_argument("--run-limit-s", type=float, default=600, help="seconds of one run, its start included")
     flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
@@ -129,7 +145,7 @@ class Bench:
         steps = self.options.warm_up + self.options.steps
         argv, log = side.argv(self._work(), model, folder, steps), folder / "log"
         run = _stamped.run(
-            argv, _sides.environment(), log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes
+            argv, _sides.environment(self._work()), log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes
         )
         if self.used_bytes is not None:
             _gpu_memory.settle(self.used_bytes, run.baseline_bytes + GIB, limit_s=30)
@@ -145,7 +161,8 @@ class Bench:
             copyfile(log, kept / name)
 
     def _tell(self, size: str, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
-        rows = [_figures.row(side, of_side, warm_up=self.options.warm_up) for side, of_side in runs.items()]
+        warm_up, differ = self.options.warm_up, bool(self.options.lengths)
+        rows = [_figures.row(side, of_side, warm_up=warm_up, differ=differ) for side, of_side in runs.items()]
         rows = _figures.compare(rows, weights_gib=weights_gib)
         self.results[size] = {"work": asdict(self._work()), "weights_gib": weights_gib, "rows": rows}
         path = _results.write("grpo", self.results, self.options.out)

@@ -23,7 +23,8 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     None: ("model", "model_name", "mode", "environment", "data", "training_steps", "save_path", "device"),
     "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
     "Continuous rollouts": (
-        "max_staleness", "groups_in_flight", "in_flight_kv", "skip_without_signal", "max_oversampling",
+        "max_staleness", "groups_in_flight", "in_flight_kv", "pause_while_training", "skip_without_signal",
+        "max_oversampling",
     ),
     "Problems and rewards": (
         "prompt_column", "answer_column", "system_prompt", "reward", "reward_timeout_s", "reward_processes",

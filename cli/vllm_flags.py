@@ -4,6 +4,7 @@ Not covered: what only shows once the model is loaded, such as a quantized check
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,10 @@ REFUSED_VARIABLES: Mapping[str, str] = {
 }
 """Environment variable -> why vLLM cannot run with it."""
 OFF = ("", "0")
+WEIGHTLESS_DRAFTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no weights."""
+EXACT_REJECTION = ("standard", "block")
+"""Ways of rejecting drafts that keep the model's distribution; vLLM's third one, `synthetic`, is for benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,16 @@ class Refusal:
 
 def _at_most(limit: float) -> Callable[[str], bool]:
     return lambda value: re.fullmatch(r"[0-9.]+", value) is not None and float(value) <= limit
+
+
+def _drafts_without_weights(value: str) -> bool:
+    """Return whether the JSON of a speculation names a method that reads its drafts from the tokens themselves."""
+    try:
+        chosen = json.loads(value)
+    except json.JSONDecodeError:
+        return False
+    is_exact = isinstance(chosen, dict) and chosen.get("rejection_sample_method", "standard") in EXACT_REJECTION
+    return is_exact and chosen.get("method") in WEIGHTLESS_DRAFTS and not chosen.get("model")
 
 
 _QUANTIZED = "quantized weights are not the bytes that a trainer updates"
@@ -75,7 +90,9 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ),
     ("--moe-backend",): Refusal("its kernels read repacked experts", {"auto", "triton"}.__contains__),
     ("--speculative-config", "--speculative-model", "--spec-model", "--spec-method"): Refusal(
-        "the draft model is a second set of weights, which would not be trained"
+        "a draft model is a second set of weights, which would not be trained; exact without one:"
+        """ --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'""",
+        _drafts_without_weights,
     ),
     ("--cpu-offload-gb", "--offload-group-size"): Refusal(_OFFLOADED, _at_most(0)),
     ("--offload-backend",): Refusal(_OFFLOADED),

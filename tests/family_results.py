@@ -71,9 +71,9 @@ REFUSED = (
     ("experts packed for a kernel", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
     ("a weight with another dtype than the model", "its bytes differ from the trained ones", "`--dtype`"),
     (
-        "speculative decoding, expert parallelism, offloading",
-        "a second set of weights, or weights that move",
-        "turn it off",
+        "expert parallelism, offloading, speculation with a draft model",
+        "weights that move, or a second set of them",
+        "turn it off; speculate by `ngram`",
     ),
     (
         "Llama 4's text model and ModernBERT's decoder; MPT, BLOOM",

@@ -174,23 +174,49 @@ class Alternation:
 
     def misfits(self, answers: Sequence[Answer], tolerance: float) -> int:
         """Return the number of tokens that kept keys and values of the versions that they name do not explain."""
-        expected = (self._with_kept_kv(answer) for answer in answers)
-        pairs = zip(answers, expected, strict=True)
-        return sum(int(((answer.logprobs - found).abs() > tolerance).sum()) for answer, found in pairs)
+
+        def states(answer: Answer) -> tuple[int, ...]:
+            return tuple(self.published[version] for version, _ in answer.runs)
+
+        alike = itertools.groupby(sorted(answers, key=lambda each: (states(each), len(each.tokens))), states)
+        num_misfits = 0
+        for _, group in alike:
+            while batch := list(islice(group, JUDGED_AT_ONCE)):
+                for answer, found in zip(batch, self._with_kept_kv(batch), strict=True):
+                    num_misfits += int(((answer.logprobs - found).abs() > tolerance).sum())
+        return num_misfits
 
     @torch.no_grad()
-    def _with_kept_kv(self, answer: Answer) -> torch.Tensor:
-        """Return the log-probabilities of a completion, each run of tokens over what the runs before have cached."""
-        ids = torch.tensor([answer.tokens], device=self.states[0].device)
-        cache, taken, found = DynamicCache(), 0, list[torch.Tensor]()
-        end = start = len(answer.tokens) - len(answer.logprobs)
-        for version, count in answer.runs:
-            end += count
-            model = self.states[self.published[version]]
-            found.append(model(ids[:, taken : end - 1], past_key_values=cache).logits)
-            taken = end - 1
-        logprobs = torch.cat(found, dim=1).float().log_softmax(-1)
-        return logprobs.gather(2, ids[:, 1:, None])[0, start - 1 :, 0].cpu()
+    def _with_kept_kv(self, answers: Sequence[Answer]) -> list[torch.Tensor]:
+        """Return the log-probabilities of completions whose runs are of the same states in the same order.
+
+        Each run is computed over what the runs before have cached; padding behind the shorter runs is masked.
+        """
+        device, cache = self.states[0].device, DynamicCache()
+        starts = [len(answer.tokens) - len(answer.logprobs) for answer in answers]
+        taken, ends = [0] * len(answers), list(starts)
+        found = [list[torch.Tensor]() for _ in answers]
+        mask = torch.zeros(len(answers), 0, dtype=torch.long, device=device)
+        for number, (version, _) in enumerate(answers[0].runs):
+            ends = [end + answer.runs[number][1] for end, answer in zip(ends, answers, strict=True)]
+            counts = [end - 1 - place for end, place in zip(ends, taken, strict=True)]
+            rows = torch.zeros(len(answers), max(counts), dtype=torch.long)
+            for row, answer, place, count in zip(rows, answers, taken, counts, strict=True):
+                row[:count] = torch.tensor(answer.tokens[place : place + count])
+            columns = torch.arange(max(counts), device=device)
+            mask = torch.cat([mask, (columns < torch.tensor(counts, device=device)[:, None]).long()], dim=1)
+            logits = self.states[self.published[version]](
+                rows.to(device),
+                past_key_values=cache,
+                attention_mask=mask,
+                position_ids=torch.tensor(taken, device=device)[:, None] + columns,
+            ).logits
+            logprobs = logits.float().log_softmax(-1).cpu()
+            for index, (answer, place, count) in enumerate(zip(answers, taken, counts, strict=True)):
+                following = torch.tensor(answer.tokens[place + 1 : place + 1 + count])
+                found[index].append(logprobs[index, :count].gather(1, following[:, None])[:, 0])
+            taken = [end - 1 for end in ends]
+        return [torch.cat(parts)[start - 1 :] for parts, start in zip(found, starts, strict=True)]
 
     def _count(self, verdict: Verdict, answer: Answer, both: torch.Tensor, tolerance: float) -> None:
         diffs = (answer.logprobs[:, None] - both).abs()

@@ -21,6 +21,9 @@ UNKNOWN_LOGPROB = 1.0
 """In `inference_logprobs`, the place of a masked token, and of a sampled one whose log-probability is unknown."""
 NOBODY = -1
 """What an API returns in place of a trainer's settings before one has registered."""
+WEIGHT_VERSIONS = "weight_versions"
+"""In `overrides`, which weights sampled a sequence: each version in a row, with how many of its sampled tokens it made.
+Atropos passes it on; its own environments do not send it."""
 LIMIT_S = 120.0
 """Longest wait for an answer: a batch of long sequences is some ten megabytes of JSON."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
@@ -123,7 +126,7 @@ class ScoredGroup(Body):
     generation_params: dict[str, Any] | None = None
     """Sampling parameters."""
     overrides: tuple[dict[str, Any], ...] | None = None
-    """Per sequence: `set_advantage_to_zero`, `temperature`."""
+    """Per sequence: `set_advantage_to_zero`, `temperature`, and Bridge's own `WEIGHT_VERSIONS`."""
     group_overrides: dict[str, Any] | None = None
     """For the whole group: `temperature`, `group_size`."""
     env_id: int | None = None

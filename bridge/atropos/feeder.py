@@ -9,6 +9,7 @@ API would keep it forever. A group whose rewards are all equal is sent: the trai
 """
 
 import asyncio
+import itertools
 import math
 import statistics
 import time
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.atropos.api import (
     MASKED,
     UNKNOWN_LOGPROB,
+    WEIGHT_VERSIONS,
     AtroposApi,
     EnvironmentRegistration,
     EnvironmentStatus,
@@ -366,10 +368,17 @@ def scored_group(
             + tuple(value if math.isfinite(value) else UNKNOWN_LOGPROB for value in completion.logprobs)
             for completion in completions
         ),
+        overrides=tuple(map(_versions, completions)),
         messages=[[*before, {"role": "assistant", "content": completion.text}] for completion in completions],
         generation_params=generation_params,
         env_id=env_id,
     )
+
+
+def _versions(completion: Completion) -> dict[str, Any]:
+    """Return which weights sampled a completion, if that is known of every token."""
+    runs = [[version, len(list(run))] for version, run in itertools.groupby(completion.versions)]
+    return {} if any(version is None for version, _ in runs) or not runs else {WEIGHT_VERSIONS: runs}
 
 
 def endpoints(urls: Sequence[str]) -> list[Endpoint]:

@@ -8,9 +8,9 @@ trained on, even if it is marked as sampled: nothing predicts it.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, Numbers, ScoredGroup
+from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, WEIGHT_VERSIONS, Numbers, ScoredGroup
 from bridge.rollouts.distribution import changes, in_words
 from bridge.types import Completion, Group, Unscored
 
@@ -19,7 +19,7 @@ ZERO = "set_advantage_to_zero"
 MAX_LOGPROB = 0.01
 """In nats; anything above it is more than a rounding error."""
 UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
-KNOWN_OVERRIDES = {ZERO, "temperature", "group_size"}
+KNOWN_OVERRIDES = {ZERO, WEIGHT_VERSIONS, "temperature", "group_size"}
 
 
 class Bounds(NamedTuple):
@@ -74,9 +74,21 @@ def _completion(group: ScoredGroup, index: int, start: int, flags: tuple[bool, .
         token_ids=token_ids,
         logprobs=tuple(_logprob(value) if own else math.nan for value, own in zip(given, flags, strict=True)),
         text=decode(token_ids),
-        finish_reason="stop",  # not part of the protocol, and neither is the version
+        finish_reason="stop",  # not part of the protocol
+        versions=_versions(group, index, flags),
         sampled=None if all(flags) else flags,
     )
+
+
+def _versions(group: ScoredGroup, index: int, flags: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Return the version that sampled each token, if the environment sends them."""
+    runs = _override(group, index, WEIGHT_VERSIONS)
+    of_sampled = (version for version, count in runs or () for _ in range(count))
+    return tuple(next(of_sampled) if own else None for own in flags) if runs else ()
+
+
+def _override(group: ScoredGroup, index: int, name: str) -> Any:
+    return group.overrides[index].get(name) if group.overrides else None
 
 
 def _advantages(
@@ -148,12 +160,23 @@ def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
             yield "advantages", f"{num_tokens} tokens and {len(given)} advantages"
         used = map(_number, given if len(given) == 1 else compress(given, sampled))
         yield from (("advantages", f"the advantage {value}") for value in used if not math.isfinite(value))
+    if (runs := _override(group, index, WEIGHT_VERSIONS)) is not None and not _are_runs(runs, sum(sampled)):
+        yield "overrides", f"{WEIGHT_VERSIONS} that are no [version, count] for each run of its {sum(sampled)} tokens"
     if group.inference_logprobs:
         given = group.inference_logprobs[index]
         if len(given) != num_tokens:
             yield "inference_logprobs", f"{num_tokens} tokens and {len(given)} log-probabilities"
         odd = (value for value in map(_logprob, compress(given, sampled)) if value == -math.inf or value > MAX_LOGPROB)
         yield from (("inference_logprobs", f"the log-probability {value}") for value in odd)
+
+
+def _are_runs(runs: Any, num_tokens: int) -> bool:
+    try:
+        pairs = [(version, count) for version, count in runs]
+    except (TypeError, ValueError):
+        return False
+    is_whole = all(type(number) is int and number >= 0 for pair in pairs for number in pair)
+    return is_whole and sum(count for _, count in pairs) == num_tokens
 
 
 def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:

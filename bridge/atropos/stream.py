@@ -1,7 +1,7 @@
 """The stream of batches that environments in other processes sample, score and push into an Atropos API.
 
 One batch is taken for each step, and none ahead: environments limit how far they run ahead, by the groups that wait.
-The API returns the newest batch first, and does not report which weights made it.
+The API returns the newest batch first. Which weights made a token is known if an environment sends it, as ours do.
 """
 
 import time
@@ -63,7 +63,7 @@ class AtroposStream:
             note("--mask-truncated is ignored: Atropos' environments do not report which completions were truncated")
         self._api = AtroposApi(rollouts.atropos_url, max_retries=max_retries)
 
-    def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  no token's version is known anyway
+    def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
         self._server_url = endpoint.url
 
     def resume(self, trained: TrainedProblems) -> None:
@@ -167,7 +167,7 @@ class AtroposStream:
         how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
         self._note(
             f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
-            f" {longest:,} tokens ({whose} limit); their staleness is unknown, because Atropos does not report it"
+            f" {longest:,} tokens ({whose} limit); staleness is known only of `bridge env`'s sequences"
         )
         return Bounds(longest=longest, num_words=self._model.vocab_size)
 

@@ -120,6 +120,8 @@ class PublishingConfig(Section):
     in_flight_kv: Literal["auto", "keep", "recompute"] = "auto"
     """What becomes of the KV cache of in-flight requests at an update: keep it, or recompute it under the new weights;
     `auto` keeps it with --max-staleness."""
+    pause_while_training: bool = False
+    """Stop sampling while a step is computed, so that both never share the GPU."""
     restart_interval: int = Field(default=1, ge=1)
     """Steps between two reloads of the server."""
     reload: Literal["restart", "in-place"] = "restart"
@@ -298,7 +300,7 @@ class TrainConfig(Config):
 EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trainer_device": ("mode", ("lora_only", "none")),
     "reference_model": ("mode", ("shared_vllm", "none")),
-    **dict.fromkeys(("kv_sleep", "in_flight_kv"), ("mode", ("shared_vllm", "lora_only"))),
+    **dict.fromkeys(("kv_sleep", "in_flight_kv", "pause_while_training"), ("mode", ("shared_vllm", "lora_only"))),
     **{LoraConfig.key(field): ("mode", ("lora_only",)) for field in LoraConfig.model_fields},
     **dict.fromkeys(("vllm_restart_interval", "reload", "start_command"), ("mode", ("none",))),
     **{

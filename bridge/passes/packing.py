@@ -103,7 +103,8 @@ def packs(
 ) -> list[MicroBatch]:
     """Pack samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
 
-    With `share_prompts` a micro-batch holds each prompt once. A sample longer than `max_tokens` gets a micro-batch of
+    With `share_prompts` a micro-batch holds each prompt once; if one shares a prompt, all say what their spans attend
+    to. A sample longer than `max_tokens` gets a micro-batch of
     its own. The longest samples come first, so that what does not fit in memory fails at once. The result does not
     depend on the order of the samples.
     """
@@ -120,7 +121,8 @@ def packs(
             chosen = _Bin(share_prompts=share_prompts)
             bins.append(chosen)
         chosen.add(sample)
-    return _micro_batches([_Layout(list(each.groups.values())) for each in bins], device)
+    shares = any(len(group) > 1 for each in bins for group in each.groups.values())  # of one form: compiled once
+    return _micro_batches([_Layout(list(each.groups.values()), shares=shares) for each in bins], device)
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
@@ -153,12 +155,12 @@ class _Bin:
 class _Layout:
     """One micro-batch on the host: where its tokens are, span after span, and its tensors."""
 
-    def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[Sample]], *, shares: bool) -> None:
         self.samples = [sample for group in groups for sample in group]
         self._tokens, self._positions, self._keys = list[int](), list[int](), list[int]()
         self._starts, self._key_starts = [0], [0]
         rows = self._rows(groups)
-        keys = self._keys if len(groups) < len(self.samples) else []
+        keys = self._keys if shares else []
         targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
         counts = [sample.num_trained for sample in self.samples]
         self.integers = [

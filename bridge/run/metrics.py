@@ -126,7 +126,7 @@ class StepMetrics:
     fence_pause_s: float = metric("Pause", "ms", scale=1e3, over="max", curve="fence/pause_ms")
     """Time until the server was paused and its devices idle; 0 in modes that pause nothing."""
     fence_prepare_s: float = metric("Passes in the fence", "ms", scale=1e3, over="max", curve="fence/prepare_ms")
-    """Part of `train_s` during which the server was paused because its KV cache slept."""
+    """Part of `train_s` during which the server was paused, by choice or because its KV cache slept."""
     fence_write_s: float = metric("Write", "ms", scale=1e3, over="max", curve="fence/write_ms")
     """Time until the optimizer had written and its device was idle."""
     fence_publish_s: float = metric("Publish", "ms", scale=1e3, over="max", curve="fence/publish_ms")
@@ -153,9 +153,9 @@ class StepMetrics:
     @property
     def sampling_s(self) -> float:
         """Seconds in which the tokens were sampled: the whole step, if groups are in flight throughout."""
-        if not self.groups_in_flight:
+        if not self.groups_in_flight or self.fence_prepare_s:
             return self.rollout_s
-        return self.rollout_s + self.train_s + self.fence_s - self.fence_prepare_s  # which is part of training
+        return self.rollout_s + self.train_s + self.fence_s
 
     @property
     def is_published(self) -> bool:

@@ -205,7 +205,7 @@ class Trainer:
         sampled = time.perf_counter()
         self._reporter.phase("train")
         self._learner.take(groups)
-        if not self._lets_sleep():
+        if not self._prepares_inside():
             self._learner.prepare()
         seconds = sampled - start, time.perf_counter() - sampled
         self._reporter.phase("fence")
@@ -220,7 +220,7 @@ class Trainer:
             times = self._mode.publish(
                 Update(
                     lambda: self._write(step, groups),
-                    prepare=self._learner.prepare if self._sleeps and self._written != step else None,
+                    prepare=self._learner.prepare if self._prepares_inside() and self._written != step else None,
                     sleep=bool(self._sleeps),
                     last_checkpoint=self._checkpoints.last,
                     is_last=self._is_last(step),
@@ -282,6 +282,10 @@ class Trainer:
                 remedy="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
                 " check the model with bridge verify",
             )
+
+    def _prepares_inside(self) -> bool:
+        """Return whether the server pauses while this process computes."""
+        return self._lets_sleep() or self._config.publishing.pause_while_training
 
     def _lets_sleep(self) -> bool:
         if self._sleeps is None:

@@ -45,5 +45,11 @@ def test_a_million_tokens_are_each_of_one_published_state(alternation: Alternati
     assert verdict.spanning > 0
 
 
+def test_a_million_tokens_whose_requests_keep_their_keys_and_values_name_their_versions(
+    alternation: Alternation,
+) -> None:
+    torn_tokens.keeps_what_is_in_flight(alternation, LOAD)
+
+
 def test_weights_written_without_the_fence_are_found_out(alternation: Alternation) -> None:
     torn_tokens.finds_torn_tokens_without_the_fence(alternation, FEWER)

@@ -89,6 +89,12 @@ def test_a_log_probability_of_one_or_none_is_unknown_and_what_is_masked_does_not
     assert known(learnt(pair(inference_logprobs=given)).completions[0].logprobs) == expected
 
 
+def test_versions_are_those_of_the_sampled_tokens_and_unknown_where_none_are_sent() -> None:
+    overrides = [{"weight_versions": [[3, 1], [5, 1]]}, {}]
+    tool = scored(((1, 5, 6, 7, 8), 1), ((1, 9), 1), masks=[[-100, 5, -100, -100, 8], [-100, 9]], overrides=overrides)
+    assert [completion.versions for completion in learnt(tool).completions] == [(3, None, None, 5), ()]
+
+
 def test_advantages_are_per_token_from_the_first_one_on_or_one_for_the_sequence() -> None:
     group = learnt(pair(advantages=[[9.0, None, 1.0, -1.0], [2.0]]))
     assert group.advantages == ((1.0, -1.0), (2.0,))
@@ -109,6 +115,9 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
         ({"advantages": [[1.0]]}, "advantages", "it has 2 sequences and 1 advantages"),
         ({"inference_logprobs": [[1.0]]}, "inference_logprobs", "it has 2 sequences and 1 inference_logprobs"),
         ({"overrides": [{}]}, "overrides", "it has 2 sequences and 1 overrides"),
+        ({"overrides": [{"weight_versions": [[3, 1]]}, {}]}, "overrides", "1 of 2 has weight_versions that are no"),
+        ({"overrides": [{"weight_versions": 3}, {}]}, "overrides", "each run of its 2 tokens"),
+        ({"overrides": [{}, {"weight_versions": [["3", 1]]}]}, "overrides", "each run of its 1 tokens"),
         ({"images": ["a.png"]}, "images", "its prompt has images"),
         ({"masks": [[-100, -100, 7], [-100, -100, 9]]}, "masks", "sequence 1 of 2 has 4 tokens and a mask of 3"),
         ({"masks": [[-100, -100, 7, 8], [-100, 9, -100]]}, "masks", "sequence 2 of 2 has a mask that is neither -100"),

@@ -46,7 +46,7 @@ def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
     for row in run.metrics:
         assert row["changed_weight_share"] > 0
         assert (row["unscored"], row["reward_mean"], row["retries"]) == (2, 0.5, 0)
-        assert row["staleness"] is None  # the API does not report versions
+        assert row["staleness"] is None  # these environments do not send versions
         assert json.dumps(row["loss"]) not in ("null", "NaN")
     assert sum("is left out: sequence 2 of 2 has the score nan" in line for line in run.told) == 1
 

@@ -344,7 +344,7 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
     ]
     assert [sum(part in line for line in run.said) for part in parts] == [1] * len(parts)
     assert len(run.said) == len(parts) + 1
-    assert "their staleness is unknown" in run.said[2]
+    assert "staleness is known only of `bridge env`" in run.said[2]
 
 
 def test_empty_lists_are_nothing_as_atropos_own_environments_send_them(model: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import _figures, _gpu_memory, _results, _stamped, _trl, _work, train_step
+from benchmarks import _figures, _gpu_memory, _lengths, _results, _sides, _stamped, _trl, _work, train_step
+from benchmarks._lengths import Lognormal
 from benchmarks._models import make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
@@ -133,6 +135,41 @@ def test_both_sides_are_told_the_same_work(tmp_path: Path) -> None:
     assert told["--tokens"] == ours[ours.index("--max-new-tokens") + 1] == "17"
     assert told["--steps"] == ours[ours.index("--training-steps") + 1] == "5"
     assert ours[ours.index("--optimizer") + 1 : ours.index("--")] == ["adamw-8bit", "--liger-kernel"]
+
+
+def test_both_sides_get_the_same_lengths_and_room_for_the_longest(tmp_path: Path) -> None:
+    work = Work(tokens=4096, lengths="lognormal:600:0.6:4096")
+    trl = TRL.argv(work, tmp_path / "model", tmp_path, 5)
+    ours = Side("bridge", "adamw --max-staleness 4 -- --max-num-seqs 256").argv(work, tmp_path, tmp_path, 5)
+    assert trl[trl.index("--max-model-len") + 1] == ours[ours.index("--max-model-len") + 1] == "4224"
+    assert trl[trl.index("--lengths") + 1] == _sides.environment(work)[_lengths.VARIABLE] == work.lengths
+    assert ours[ours.index("--middleware") + 1] == _lengths.MIDDLEWARE
+    assert ours[-2:] == ["--max-num-seqs", "256"], "the last of several counts"
+    assert _lengths.VARIABLE not in _sides.environment(Work())
+
+
+def test_lengths_have_the_chosen_distribution_and_are_always_the_same() -> None:
+    lengths = Lognormal.parse("lognormal:600:0.6:4096")
+    prompts = [[number] for number in range(2000)]
+    found = lengths.of_each(prompts)
+    assert found == [lengths.of(prompt, 0) for prompt in prompts]
+    assert statistics.median(found) == pytest.approx(600, rel=0.05)
+    assert statistics.fmean(found) == pytest.approx(600 * math.exp(0.6**2 / 2), rel=0.05)
+    assert 2000 < max(found) <= 4096
+    assert lengths.of_each([[1], [2], [1]]) == [lengths.of([1], 0), lengths.of([2], 0), lengths.of([1], 1)]
+    assert Lognormal.parse("lognormal:600:0:100").of([1], 0) == 100
+
+
+@pytest.mark.parametrize("text", ["600", "uniform:1:2:3", "lognormal:600:0.6", "lognormal:0:1:2", "lognormal:a:1:2"])
+def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"lognormal|float"):
+        Lognormal.parse(text)
+
+
+def test_steps_that_differ_are_averaged() -> None:
+    run = run_of([trl_line(1), trl_line(2, 1.0), trl_line(3, 1.0), trl_line(4, 4.0)], step_s=4.0, peak_gib=99)
+    row = _figures.row(TRL, [run], warm_up=1, differ=True)
+    assert (row["generation_s"], row["tokens_per_s"]) == (2.0, 128.0)
 
 
 def test_the_rivals_flags_are_understood_by_its_process(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from bridge.atropos import feeder
 from bridge.atropos.api import AtroposApi
 from bridge.atropos.feeder import FeedProgress, Membership, scored_group
+from bridge.atropos.groups import to_train_on
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, RewardError, ServerUnreachableError, UsageError
 from bridge.rollouts.sampler import CALL_SEEDS
@@ -353,6 +355,17 @@ def test_a_log_probability_that_is_no_number_is_sent_as_unknown() -> None:
     group = scored_group({"prompt": "p"}, (5,), [nan], [1.0], env_id=0, generation_params={})
     assert group.inference_logprobs == ((1.0, 1.0, -1.0),)
     assert "null" not in group.model_dump_json(include={"inference_logprobs"})
+
+
+def test_the_versions_of_tokens_are_sent_if_all_are_known() -> None:
+    known = Completion(
+        token_ids=(7, 8, 9), logprobs=(-1.0,) * 3, text="x", finish_reason="stop", versions=(3, 3, 5)
+    )  # fmt: skip
+    partly = replace(known, versions=(3, None, 5))
+    unknown = replace(known, versions=())
+    group = scored_group({"prompt": "p"}, (5,), [known, partly, unknown], [1.0] * 3, env_id=0, generation_params={})
+    assert group.overrides == ({"weight_versions": [[3, 2], [5, 1]]}, {}, {})
+    assert [each.versions for each in to_train_on(group, str).completions] == [(3, 3, 5), (), ()]
 
 
 def models(*names: str) -> Callable[[Asked], Answer]:

@@ -90,7 +90,9 @@ def test_a_shared_prompt_counts_once_towards_the_bound_of_each_micro_batch() -> 
     first, second = pack(group, max_tokens=9, share_prompts=True)
     assert (len(first.tokens_T), len(second.tokens_T)) == (4 + 2 + 2, 4 + 2)
     assert first.spans.seen is not None
-    assert second.spans.seen is None  # its completion is the only one
+    assert second.spans.seen is not None  # its completion is the only one; compiled layers would take another form
+    assert second.spans.seen.keys_U.tolist() == [*range(4 + 2)]
+    assert pack(group[:1], share_prompts=True)[0].spans.seen is None
     assert len(pack(group, max_tokens=10, share_prompts=True)) == 1
 
 

@@ -1,0 +1,96 @@
+"""Completions of given lengths, the same for both sides of `grpo.py`: a cap for each completion of a prompt.
+
+vLLM applies a request's limit to all of its completions. Imported by a server as `--middleware
+benchmarks._lengths.Unchanged`, this module gives each completion its own limit instead, by the prompt and the number of
+the completion.
+
+Source: `ParentRequest` in `vllm/v1/engine/parallel_sampling.py`, vLLM 0.26 to 0.33.
+"""
+
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Self
+
+VARIABLE = "BENCHMARK_LENGTHS"
+"""Environment variable with the lengths, for the server."""
+MIDDLEWARE = "benchmarks._lengths.Unchanged"
+"""What vLLM is told to import."""
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Lengths in tokens whose logarithms are normally distributed, up to a cap."""
+
+    median: float
+    sigma: float
+    """Standard deviation of the logarithms."""
+    cap: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read "lognormal:MEDIAN:SIGMA:CAP".
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        kind, *numbers = text.split(":")
+        if kind != "lognormal" or len(numbers) != 3:
+            raise ValueError(f"{text!r} is not lognormal:MEDIAN:SIGMA:CAP")
+        found = cls(float(numbers[0]), float(numbers[1]), int(numbers[2]))
+        if not (found.median >= 1 and found.sigma >= 0 and found.cap >= 1):
+            raise ValueError(f"{text!r}: MEDIAN and CAP are at least 1 token, and SIGMA is at least 0")
+        return found
+
+    def of(self, prompt: Sequence[int], number: int) -> int:
+        """Return the length of completion `number` of a prompt, always the same."""
+        chance = random.Random(f"{list(prompt)}/{number}")  # noqa: S311  a length, not a secret
+        return min(max(round(chance.lognormvariate(math.log(self.median), self.sigma)), 1), self.cap)
+
+    def of_each(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Return the length of one completion per prompt; a prompt that is repeated has one completion each time."""
+        numbers: Counter[tuple[int, ...]] = Counter()
+        lengths = []
+        for prompt in map(tuple, prompts):
+            lengths.append(self.of(prompt, numbers[prompt]))
+            numbers[prompt] += 1
+        return lengths
+
+
+def limit(lengths: Lognormal) -> None:
+    """Give each completion of this process's vLLM its own limit."""
+    from vllm.v1.engine.parallel_sampling import ParentRequest  # noqa: PLC0415  TRL's side has none of it
+
+    begin, child = ParentRequest.__init__, ParentRequest._get_child_sampling_params
+
+    @wraps(begin)
+    def remember(self: Any, request: Any) -> None:
+        begin(self, request)
+        self.prompt = tuple(request.prompt_token_ids)
+
+    @wraps(child)
+    def limited(self: Any, index: int) -> Any:
+        sampling = child(self, index)
+        assert self.sampling_params.seed is not None, "without a seed, all completions share one object"
+        sampling.max_tokens = min(sampling.max_tokens, lengths.of(self.prompt, index))
+        return sampling
+
+    ParentRequest.__init__, ParentRequest._get_child_sampling_params = remember, limited
+
+
+class Unchanged:
+    """Middleware that changes no request."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, *call: Any) -> None:
+        await self._app(*call)
+
+
+if VARIABLE in os.environ:
+    limit(Lognormal.parse(os.environ[VARIABLE]))
