@@ -54,7 +54,7 @@ LAST_STEPS = 10
 """Last steps whose mean reward is compared as well."""
 MOST_NUMBERS = 75
 """Longest count, of 225 characters at most."""
-WARM_UP_STEPS, WARM_UP_BATCH = 400, 48
+WARM_UP_STEPS, WARM_UP_BATCH = 400, 32
 
 
 class Counting:

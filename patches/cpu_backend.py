@@ -1,4 +1,4 @@
-"""On the CPU: keep vLLM's kernels on the shared weights, and correct two bugs of its runner.
+"""On the CPU: keep vLLM's kernels on the shared weights, and correct bugs of its runner and its sampler.
 
 GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
 """
@@ -34,6 +34,8 @@ vllm.lora.ops.torch_ops.lora_ops
 vllm.lora.punica_wrapper.punica_cpu
     # Calls those kernels by names of its own module.
     PunicaWrapperCPU: _expand_decode, _expand_slice_decode, add_lora_linear
+vllm.v1.sample.rejection_sampler
+    replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)
 vllm.v1.worker.gpu_model_runner
     wrap GPUModelRunner.sample_tokens(grammar_output)  # inherited by the CPU's runner
     GPUModelRunner: discard_request_mask, input_batch
@@ -59,8 +61,10 @@ def patch() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
     from vllm.model_executor.layers import utils
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+    rejection_sampler.expand_batch_to_tokens = for_each_token
     utils.dispatch_cpu_unquantized_gemm = plain_linear
     patch_experts()
     for name in LORA_KERNELS:
@@ -168,6 +172,24 @@ def without_base_rows(original: Callable[..., None]) -> Callable[..., None]:
         original(masked, lora_b_weights, output_tensor, lora_indices_tensor, *args, **kwargs)
 
     return kernel
+
+
+def for_each_token(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat each request's value for each of its draft tokens, with one value replaced.
+
+    Symptom: with speculation, log-probabilities that are NaN, and samples of another distribution.
+    Cause: vLLM's own kernel for the CPU writes to a copy of what it returns, unless the values are int64; temperatures
+    are not.
+    Why this is safe: it computes what vLLM documents.
+    Seen in vLLM 0.32, `vllm/utils/cpu_triton_utils.py`.
+
+    Shapes: [requests], [requests], -> [num_tokens].
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = x.repeat_interleave(counts, output_size=num_tokens)
+    return values.masked_fill(values == replace_from, replace_to)
 
 
 def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
