@@ -47,8 +47,8 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
     }
     if known["peak_device_gib"] is not None and known["kv_cache_gib"] is not None:
         known["peak_without_kv_gib"] = known["peak_device_gib"] - known["kv_cache_gib"]
-    if steps:
-        known["tokens_per_s"] = known["tokens"] / known["step_s"]
+    if known["tokens"] is not None:
+        known["tokens_per_s"] = known["tokens"] / average([step["step_s"] for step in steps])
     return {
         "side": side.name, "variant": side.variant, "num_steps": len(steps),
         **{name: value for name, value in known.items() if value is not None},

@@ -127,7 +127,7 @@ def _start(name: str, tree: Path, argv: Sequence[str], scratch: str) -> Tree:
     task = str(tree / "benchmarks" / "_work.py")
     argv = [word.replace(_work.__file__, task) for word in argv]
     paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**_sides.environment(), "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**_sides.environment(Work()), "PYTHONPATH": os.pathsep.join(paths)}
     log = Path(scratch, name, "log")
     with log.open("w") as file:
         file.write(f"{shlex.join(argv)}\n")

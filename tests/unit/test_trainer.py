@@ -320,7 +320,7 @@ def check_same_outcome(run: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
-def test_a_cache_that_sleeps_changes_where_it_is_computed_and_nothing_else(
+def test_a_cache_that_sleeps_or_a_pause_changes_where_it_is_computed_and_nothing_else(
     running: Running, choices: dict[str, Any]
 ) -> None:
     with running(folder="awake", can_sleep=True) as awake:
@@ -335,6 +335,11 @@ def test_a_cache_that_sleeps_changes_where_it_is_computed_and_nothing_else(
             assert row["train_s"] > 0.125
         assert asleep.told == []
         check_same_outcome(asleep, awake)
+    with running(folder="paused", can_sleep=True) as paused:
+        paused.train(kv_sleep="never", pause_while_training=True, **choices)
+        assert paused.mode.calls == ["open", *["prepare", "publish"] * STEPS, "catch up", "close"]
+        assert {row["fence_prepare_s"] for row in paused.metrics} == {0.125}
+        check_same_outcome(paused, awake)
 
 
 @pytest.mark.parametrize("wants", [True, False])
