@@ -45,6 +45,7 @@ from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
 from bridge.checks import software
+from bridge.run.run_directory import RunDirectory
 
 GIB = 2**30
 OURS = (
@@ -126,7 +127,7 @@ class Bench:
                 folder.mkdir()
                 say(f"{size}: {side.name} {side.variant}")
                 runs.setdefault(side, []).append(self._run(side, model, folder))
-                self._keep_log(folder, f"{size}-{number}-{side.name}.log")
+                self._keep_logs(folder, f"{size}-{number}-{side.name}")
                 self._tell(size, runs, weights_gib)
 
     def _turns(self) -> Iterator[Side]:
@@ -154,11 +155,13 @@ class Bench:
     def _work(self) -> Work:
         return Work(**{name: getattr(self.options, name) for name in asdict(Work())})
 
-    def _keep_log(self, folder: Path, name: str) -> None:
-        kept, log = self.options.keep_logs, folder / "log"
-        if kept is not None and log.exists():
+    def _keep_logs(self, folder: Path, name: str) -> None:
+        logs = {"": folder / "log", "-server": RunDirectory(folder / "run").server_log}
+        if (kept := self.options.keep_logs) is not None:
             kept.mkdir(parents=True, exist_ok=True)
-            copyfile(log, kept / name)
+            for suffix, log in logs.items():
+                if log.exists():
+                    copyfile(log, kept / f"{name}{suffix}.log")
 
     def _tell(self, size: str, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
         warm_up, differ = self.options.warm_up, bool(self.options.lengths)

@@ -188,7 +188,7 @@ def trained(task: str, config: TrainConfig, clipping: str) -> Row:
         reward_last=statistics.fmean(summary.rewards[-LAST_STEPS:]),
         tokens=sum(step.tokens_generated for step in steps),
         staleness_mean=statistics.fmean(step.staleness_mean for step in steps),
-        seconds=sum(step.rollout_s + step.train_s + step.fence_s - step.fence_prepare_s for step in steps),
+        seconds=sum(step.step_s for step in steps),
     )  # fmt: skip
 
 

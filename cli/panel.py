@@ -97,7 +97,7 @@ def _header(seen: Seen, width: int) -> Text:
     if not seen.steps:
         return _rule(Text(f"{seen.num_steps} steps to take", TITLE), "", width)
     last, ends = seen.steps[-1], list(seen.step_ends)
-    pace_s = last.rollout_s + last.train_s + last.fence_s
+    pace_s = last.step_s
     if len(ends) > 1:
         pace_s = (ends[-1] - ends[0]) / (len(ends) - 1)
     left_s = pace_s * (seen.num_steps - last.step)

@@ -32,12 +32,14 @@ from tests.scenarios import LiveServer
 
 LIMIT_S = 240.0
 """A trainer that hangs is killed after this time, and its fault counts as failed."""
-STEPS = 3
+STEPS, GROUPS = 3, 2
+"""Of a whole run, and of each step."""
 BESIDE = "beside"
 STILL_S = 2.0
 """Far longer than the server takes for the request sent in the meantime."""
 SETTLED_S = 30.0
 """How long to wait for a server that resumes by itself after its trainer was lost in a publication."""
+RECORDING = disturbed.program(UNDISTURBED, records=True)
 UNEVEN = """
 class Uneven:
     def __iter__(self):
@@ -95,6 +97,16 @@ class Ground:
                 process.kill()
                 process.wait()
         return Round(folder, trainer, beside[0] if beside else None)
+
+    def resume(self, found: "Round", *flags: str) -> "Round":
+        """Resume a trainer that was disturbed, and return how it ended."""
+        trainer = Command([*self._train(), *flags, "--resume"], found.folder, program=RECORDING)
+        try:
+            self._until_it_ends(trainer, found.folder)
+        finally:
+            trainer.kill()
+            trainer.wait()
+        return Round(found.folder, trainer, None)
 
     def prove(self) -> "Proof":
         """Return how the fault left the server, which serves a whole version from here on.
@@ -268,6 +280,11 @@ class Round:
     def exit_code(self) -> int | None:
         """The trainer's exit code, negative for a signal."""
         return self.trainer.returncode
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the problems that were trained on."""
+        lines = (self.folder / "run" / "rollouts.jsonl").read_text().splitlines()
+        return [json.loads(line)["number"] for line in lines]
 
     def check_checkpoints(self) -> list[int]:
         """Check that each of its checkpoints is whole, and return their steps."""

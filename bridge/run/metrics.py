@@ -147,15 +147,20 @@ class StepMetrics:
 
     @property
     def fence_s(self) -> float:
-        """Seconds from the pause until the server generates with the new weights."""
-        return self.fence_pause_s + self.fence_prepare_s + self.fence_write_s + self.fence_publish_s
+        """Seconds from the pause until the server generates with the new weights, without passes computed meanwhile."""
+        return self.fence_pause_s + self.fence_write_s + self.fence_publish_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.rollout_s + self.train_s + self.fence_s
 
     @property
     def sampling_s(self) -> float:
         """Seconds in which the tokens were sampled: the whole step, if groups are in flight throughout."""
         if not self.groups_in_flight or self.fence_prepare_s:
             return self.rollout_s
-        return self.rollout_s + self.train_s + self.fence_s
+        return self.step_s
 
     @property
     def is_published(self) -> bool:

@@ -28,8 +28,7 @@ Column = NDArray[np.float64]
 MOST_LAGS = 9
 FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
 SUMS = {
-    "fence_s": (*FENCE, "fence_prepare_s"),
-    "fence_after_training_s": FENCE,  # `fence_prepare_s` is part of `train_s`
+    "fence_s": FENCE,
     "step_s": ("rollout_s", "train_s", *FENCE),
     "clipped_share": ("clipped_low_share", "clipped_high_share"),
     "older_share": tuple(f"lag_shares/{lag}" for lag in range(1, MOST_LAGS)),
@@ -198,7 +197,8 @@ def _sampling(columns: Mapping[str, Column]) -> dict[str, Column]:
     if "rollout_s" not in columns:
         return {}
     streams = columns["groups_in_flight"] > 0 if "groups_in_flight" in columns else False
-    return {"sampling_s": np.where(streams, columns["step_s"], columns["rollout_s"])}
+    pauses = columns["fence_prepare_s"] > 0 if "fence_prepare_s" in columns else False
+    return {"sampling_s": np.where(streams & np.logical_not(pauses), columns["step_s"], columns["rollout_s"])}
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from bridge.run import checkpoint
 from bridge.weights.attach import attach
 from tests import disturbed
 from tests.disturbed import ENDS_THE_SERVER, FAULTS, Disturbance
-from tests.ground import Ground, NotWholeError
+from tests.ground import GROUPS, STEPS, Ground, NotWholeError
 from tests.unit import patched_server
 
 pytestmark = pytest.mark.xdist_group("commands")
 DISTURBED_STEP = 2
 DONE, BUG, FULL_DISK, FAILED_CHECK, REFUSED, UNREACHABLE, INTERRUPTED, KILLED = 0, 1, 2, 3, 4, 5, 130, -9
 Steps = tuple[list[int], ...]
+NOTHING: Steps = ([],)
 BEFORE: Steps = ([1],)
 AFTER: Steps = ([1, 2],)
 ALL: Steps = ([1, 2, 3],)
@@ -68,6 +70,7 @@ BESIDE = {"a second trainer": {REFUSED}, "verify": {DONE, FAILED_CHECK}}
 """
 
 
+KILLS, STREAM = ("SIGKILL", "SIGKILL of the server"), ("--max-staleness", "2")
 SLOW = (*ENDS_THE_SERVER, "SIGTERM", "SIGHUP", "MemoryError")
 """Faults that need a new server, or that take the same path through the trainer as another fault of the table."""
 
@@ -97,6 +100,28 @@ def test_what_is_served_after_a_fault_was_published_whole(
     assert (found.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{found.trainer.stderr}"
     assert found.check_checkpoints() in saved, found.trainer.stderr
     assert (found.beside and found.beside.returncode) in BESIDE.get(fault, {None})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("fault", "phase", "ending"), [case for case in cases() if case.values[0] in KILLS])
+def test_a_stream_ends_alike_and_resumes_with_every_problem_once(
+    ground: Ground, fault: str, phase: str, ending: Ending
+) -> None:
+    step = 1 if phase == "rollouts" else DISTURBED_STEP  # later steps take what was sampled meanwhile
+    found = ground.disturb(Disturbance(fault=fault, phase=phase, step=step), *STREAM)
+    proof = ground.prove()
+    exit_code, outcome, saved = ending if step > 1 else (*ending[:2], NOTHING)
+    assert (found.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{found.trainer.stderr}"
+    assert found.check_checkpoints() in saved, found.trainer.stderr
+    resumed = ground.resume(found, *STREAM)
+    assert resumed.exit_code == DONE, resumed.trainer.stderr
+    assert [resumed.check_checkpoints()] == [*ALL]
+    numbers, trained = resumed.numbers(), checkpoint.read(resumed.folder / "saved" / f"step_{STEPS}").progress.trained
+    assert len(set(numbers)) == len(numbers)
+    assert all(number in trained for number in numbers)
+    assert trained.below + len(trained.beyond) == GROUPS * STEPS
+    assert ground.prove().outcome == "whole"
 
 
 def test_a_second_trainer_names_the_first_and_bridge_verify_fails_by_the_made_up_numbers_alone(ground: Ground) -> None:

@@ -75,7 +75,7 @@ def test_the_view_shows_the_figures_of_the_run_what_it_is_at_and_a_sample() -> N
     text = "\n".join(shown(fed()))
     for part in (
         "step 4/9", "1.0 s a step, about 5.0 s left", "0.400 ± 0.500", "0.250", "|dlogprob|  0.5000 max 0.500",
-        "fence       2.0 s", "2,000 tok/s", "250 ms", "0.50 GiB", "sampling and scoring", "3 of 8 groups",
+        "fence       1.5 s", "2,000 tok/s", "250 ms", "0.50 GiB", "sampling and scoring", "3 of 8 groups",
         "a sample of step 4  reward 0.000", "2 tokens", "2+3=", "the answer is 5",
     ):  # fmt: skip
         assert part in text, part
@@ -364,7 +364,7 @@ def test_a_fault_of_the_view_costs_no_line(monkeypatch: pytest.MonkeyPatch) -> N
         until(lambda: not view._painter.is_alive())
         view.step(step(1), [group("4")])
         assert "step 1/9  reward" in written(on)
-    assert written(on).rstrip().endswith("fence    2.0 s  rollout  2.00 s")
+    assert written(on).rstrip().endswith("fence    1.5 s  rollout  2.00 s")
 
 
 PROGRAM = """

@@ -24,13 +24,17 @@ def test_in_place_the_server_gets_each_checkpoint_without_a_restart(llama: LiveS
 
 
 @pytest.mark.slow
-def test_every_second_step_reaches_the_server_and_the_log_probabilities_say_so(tmp_path: Path) -> None:
+def test_every_second_step_reaches_the_server_and_the_log_probabilities_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in scenarios.IN_THE_ENGINE.items():
+        monkeypatch.setenv(name, value)
     done = scenarios.bridge(
         *("run", "--mode", "none", "--model", tiny.write(tiny.llama(), tmp_path / "model", std=0.06)),
         *("--training-steps", "5", "--vllm-restart-interval", "2", "--max-model-len", "2048"),
         *("--environment", f"{scenarios.ENVIRONMENT}:Vowels", "--batch-size", "16", "--group-size", "4"),
         *("--lr", "3e-3", "--max-new-tokens", "16", "--port", str(free_port("127.0.0.1"))),
-        *("--run-dir", tmp_path / "run", "--save-path", tmp_path / "saved"),
+        *("--run-dir", tmp_path / "run", "--save-path", tmp_path / "saved", "--", *scenarios.EAGER),
         folder=tmp_path,
     )
     steps = scenarios.metrics(tmp_path / "run")

@@ -28,7 +28,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 VOCABULARY, END = 20, 2
 PROMPT = [*range(3, VOCABULARY), *range(VOCABULARY - 1, 2, -1), *range(3, VOCABULARY)]
 """Every token that is no special one, in two orders: whatever was sampled is found in it."""
-NUM_DRAWS, AT_ONCE = 6_000, 200
+NUM_DRAWS, AT_ONCE = 4_000, 200
 LEAST_EXPECTED = 5.0
 """Cells with fewer expected draws are added up, as usual for this test."""
 SURELY_DIFFERENT, SURELY_NOT = 1e-9, 1e-4
