@@ -19,7 +19,7 @@ from typing import Any, Self
 VARIABLE = "BENCHMARK_LENGTHS"
 """Environment variable with the lengths, for the server."""
 MIDDLEWARE = "benchmarks._lengths.Unchanged"
-"""What vLLM is told to import."""
+"""Name by which vLLM's `--middleware` imports this module."""
 
 
 @dataclass(frozen=True)

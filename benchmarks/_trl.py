@@ -138,7 +138,7 @@ def watch(trainer: Any, clock: Clock) -> None:
 
 
 def limit(llm: Any, lengths: Lognormal) -> None:
-    """Give each completion a length of its own; TRL asks for one completion per prompt, and repeats the prompts."""
+    """Limit each completion separately: TRL passes every prompt once for each of its completions."""
     generate = llm.generate
 
     def limited(asked: Sequence[Mapping[str, Any]], sampling_params: Any, **named: Any) -> Any:

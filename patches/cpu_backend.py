@@ -180,8 +180,8 @@ def for_each_token(
     """Repeat each request's value for each of its draft tokens, with one value replaced.
 
     Symptom: with speculation, log-probabilities that are NaN, and samples of another distribution.
-    Cause: vLLM's own kernel for the CPU writes to a copy of what it returns, unless the values are int64; temperatures
-    are not.
+    Cause: vLLM's kernel for the CPU converts its output to int64 and writes to that copy; what it returns stays
+    uninitialized, unless it is int64 already, and temperatures are not.
     Why this is safe: it computes what vLLM documents.
     Seen in vLLM 0.32, `vllm/utils/cpu_triton_utils.py`.
 

@@ -22,7 +22,7 @@ UNKNOWN_LOGPROB = 1.0
 NOBODY = -1
 """What an API returns in place of a trainer's settings before one has registered."""
 WEIGHT_VERSIONS = "weight_versions"
-"""In `overrides`, which weights sampled a sequence: each version in a row, with how many of its sampled tokens it made.
+"""In `overrides`, which weights sampled a sequence: [version, number of sampled tokens] for each run of tokens.
 Atropos passes it on; its own environments do not send it."""
 LIMIT_S = 120.0
 """Longest wait for an answer: a batch of long sequences is some ten megabytes of JSON."""

@@ -121,7 +121,7 @@ class PublishingConfig(Section):
     """What becomes of the KV cache of in-flight requests at an update: keep it, or recompute it under the new weights;
     `auto` keeps it with --max-staleness."""
     pause_while_training: bool = False
-    """Stop sampling while a step is computed, so that both never share the GPU."""
+    """Stop sampling while a step is computed, so that sampling and training never share the GPU."""
     restart_interval: int = Field(default=1, ge=1)
     """Steps between two reloads of the server."""
     reload: Literal["restart", "in-place"] = "restart"

@@ -103,10 +103,9 @@ def packs(
 ) -> list[MicroBatch]:
     """Pack samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
 
-    With `share_prompts` a micro-batch holds each prompt once; if one shares a prompt, all say what their spans attend
-    to. A sample longer than `max_tokens` gets a micro-batch of
-    its own. The longest samples come first, so that what does not fit in memory fails at once. The result does not
-    depend on the order of the samples.
+    With `share_prompts` a micro-batch holds each prompt once. If one shares a prompt, all of them have `seen`: compiled
+    layers then have one form. A sample longer than `max_tokens` gets a micro-batch of its own. The longest samples come
+    first, so that what does not fit in memory fails at once. The result does not depend on the order of the samples.
     """
     ordered = sorted(samples, key=_order, reverse=True)
     if share_prompts:
@@ -121,7 +120,7 @@ def packs(
             chosen = _Bin(share_prompts=share_prompts)
             bins.append(chosen)
         chosen.add(sample)
-    shares = any(len(group) > 1 for each in bins for group in each.groups.values())  # of one form: compiled once
+    shares = any(len(group) > 1 for each in bins for group in each.groups.values())
     return _micro_batches([_Layout(list(each.groups.values()), shares=shares) for each in bins], device)
 
 
