@@ -43,7 +43,7 @@ test: $(INSTALLED) ## Every test that needs no GPU, with the real vLLM on the CP
 test-unit: $(INSTALLED) ## Those of them that need no vLLM
 	@$(PYTEST) $(MANY) -m "not slow" --ignore=tests/cpu
 
-test-all: test ## The slow ones, too: every family, learning, long runs, restarts of vLLM
+test-all: test ## The slow ones, too: every architecture, learning, long runs, restarts of vLLM
 	@$(PYTEST) $(FEW) -m slow
 
 test-gpu: $(INSTALLED) ## The same and more on a GPU

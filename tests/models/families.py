@@ -161,3 +161,9 @@ def large(config: PretrainedConfig) -> PretrainedConfig:
             rope[name] = [rope[name][place * len(rope[name]) // size] for place in range(size)]
         known["rope_parameters"] = rope
     return type(config).from_dict(known)
+
+
+VARIANTS = {
+    "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
+}  # fmt: skip
+"""Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""

@@ -1,6 +1,6 @@
 """The comparison of all modes: its table and its verdict, from made-up runs.
 
-Not covered: the runs themselves (`tests/cpu/test_compare.py`).
+Not covered: the runs themselves (`make compare`, which fails if the modes disagree).
 """
 
 import subprocess
