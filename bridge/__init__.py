@@ -1,5 +1,19 @@
 """Bridge: one copy of the weights for generation and training.
 
+    import bridge
+
+    with bridge.attach() as policy:  # the model of a running `bridge serve-vllm`
+        optimizer = policy.optimizer("adamw", lr=1e-6)
+        for step in range(100):
+            groups = policy.sample(problems, score)
+            for batch in policy.pack(bridge.samples(groups)):
+                logprobs, _ = policy.logprobs(batch)
+                bridge.policy_loss(logprobs, batch).backward()
+            policy.update(optimizer, max_norm=1.0)
+        policy.save("trained")
+
+These names are stable; every other module may change. Importing this one imports neither torch nor vLLM.
+
 Words (each has one meaning everywhere in this repository):
 
 - *manifest*: `vllm_bridge_config.json`, what a server exports so that a trainer can attach.
@@ -12,7 +26,62 @@ Words (each has one meaning everywhere in this repository):
 - *mode*: how new weights reach vLLM.
 - *rollout*, *group*: one sampled completion with its reward; the rollouts of one prompt.
 
-May import: neither `patches`, `environments` nor `cli`; neither vLLM, typer nor rich.
+May import: neither `patches`, `environments` nor `cli`, but for `serve`; neither vLLM, typer nor rich.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.checks.result import Check
+    from bridge.config import ComputeConfig, LossConfig, SamplingConfig
+    from bridge.errors import BridgeError
+    from bridge.library import Policy, attach, policy_loss, samples
+    from bridge.passes.packing import MicroBatch, Sample
+    from bridge.server.fence import FenceTimes
+    from bridge.trl import for_trl
+    from bridge.types import Completion, Group
+    from cli.serving import serve
+
 __version__ = "0.1.0"
+__all__ = [
+    "BridgeError",
+    "Check",
+    "Completion",
+    "ComputeConfig",
+    "FenceTimes",
+    "Group",
+    "LossConfig",
+    "MicroBatch",
+    "Policy",
+    "Sample",
+    "SamplingConfig",
+    "attach",
+    "for_trl",
+    "policy_loss",
+    "samples",
+    "serve",
+]
+_PLACES = {
+    "bridge.checks.result": ("Check",),
+    "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
+    "bridge.errors": ("BridgeError",),
+    "bridge.library": ("Policy", "attach", "policy_loss", "samples"),
+    "bridge.passes.packing": ("MicroBatch", "Sample"),
+    "bridge.server.fence": ("FenceTimes",),
+    "bridge.trl": ("for_trl",),
+    "bridge.types": ("Completion", "Group"),
+    "cli.serving": ("serve",),
+}
+"""Module -> names that are imported from it when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(place), name)
+    raise AttributeError(f"module 'bridge' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -39,16 +39,20 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
     """
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client:
-        attached = attach(exported)
-        yield storages(attached)
-        yield bytes_allocated(attached)
-        with fence.frozen(client) as may_write:
-            yield from markers(attached, client) if may_write else values(attached, client)
-            yield digests(attached, client.digests())
-        version = client.status().version
-        with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
-            check = logprobs(attached, sampler, Endpoint(url=client.url))
-        yield unless_updated(check, version, client.status().version)
+        yield from proofs(attach(exported), client, timeout_s=timeout_s)
+
+
+def proofs(attached: AttachedModel, client: BridgeClient, *, timeout_s: float) -> Iterator[Check]:
+    """Yield the same checks of a model that is attached already."""
+    yield storages(attached)
+    yield bytes_allocated(attached)
+    with fence.frozen(client) as may_write:
+        yield from markers(attached, client) if may_write else values(attached, client)
+        yield digests(attached, client.digests())
+    version = client.status().version
+    with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
+        check = logprobs(attached, sampler, Endpoint(url=client.url))
+    yield unless_updated(check, version, client.status().version)
 
 
 def storages(attached: AttachedModel) -> Check:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.errors import UsageError
+from bridge.errors import CheckpointError, UsageError
 
 EPS = 1e-8
 """Added to the denominator of an update."""
@@ -112,9 +112,44 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         counts = torch.stack([count.to(self._num_changed[0].device) for count in self._num_changed])
         return int(counts.sum()) / sum(parameter.numel() for parameter in self._steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in its stored form, without a copy: the parts of each parameter, and its number of updates.
+
+        `bridge` saves checkpoints by name (`bridge/run/trainer_state.py`); this is for loops that save torch's way.
+        """
+        packed = super().state_dict()
+        steps = ((index, parameter, self._steps[parameter]) for index, parameter in enumerate(self._steps))
+        state = {index: {"step": step, **self.parts(parameter)} for index, parameter, step in steps if step}
+        return {**packed, "state": state, "flags": self.flags}
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse: torch would cast moments and remainders to bf16."""
-        raise AssertionError(f"a state of {len(state_dict)} entries: load it with trainer_state.read")
+        """Copy in what `state_dict` returned, hyperparameters included; torch would cast remainders to bf16.
+
+        Raises:
+            CheckpointError: it is of another kind of optimizer, or of other parameters; nothing was loaded.
+        """
+        parameters, state = [*self._steps], state_dict["state"]
+        if (found := state_dict.get("flags", "another optimizer")) != self.flags:
+            raise CheckpointError(
+                f"the optimizer's state was saved with {found}, and this one is {self.flags}",
+                remedy=f"load it with {found}",
+            )
+        shapes = {(index, name): part.shape for index in state for name, part in self.parts(parameters[index]).items()}
+        held = {
+            (index, name): part.shape for index, each in state.items() for name, part in each.items() if name != "step"
+        }
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if held != shapes or sizes != [len(group["params"]) for group in self.param_groups]:
+            raise CheckpointError(
+                "the optimizer's state is of other parameters", remedy="load it for the model that it was saved with"
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        copies = {(index, name): state[index][name].clone() for index, name in held}  # they may be these very tensors
+        self.reset({parameters[index]: each["step"] for index, each in state.items()})
+        for (index, name), copy in copies.items():
+            self.parts(parameters[index])[name].copy_(copy)
 
 
 def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:

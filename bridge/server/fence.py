@@ -37,7 +37,7 @@ BUSY_POLL_S = 0.1
 class Update:
     """One change of what is served."""
 
-    write: Callable[[], None]
+    write: Callable[[], object]
     """Writes it; an interrupt is deferred until then."""
     _: KW_ONLY
     prepare: Callable[[], None] | None = None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.errors import UsageError
+from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers import split_adamw
 from bridge.optimizers.factory import make, scaled_group
 from bridge.optimizers.in_place import InPlaceOptimizer
@@ -194,12 +195,49 @@ def test_a_factor_of_one_is_an_ordinary_group() -> None:
     assert {key: group[key] for key in plain} == plain
 
 
-def test_torchs_way_to_load_a_state_is_closed() -> None:
-    weight = parameter(torch.ones(3).bfloat16(), torch.ones(3))
-    optimizer = SplitMasterAdamW([weight])
-    optimizer.step()
-    with pytest.raises(AssertionError, match=r"trainer_state\.read"):
-        SplitMasterAdamW([weight]).load_state_dict(optimizer.state_dict())
+def _stepped(kind: str, num_updates: int) -> tuple[torch.nn.Parameter, SplitMasterAdamW]:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(300).bfloat16())
+    optimizer = SplitMasterAdamW([weight], kind=KINDS[kind], lr=1e-3)
+    for number in range(num_updates):
+        weight.grad = torch.sin(torch.arange(300.0) + number).bfloat16()
+        optimizer.step()
+    return weight, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_torch_saved_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+    whole, _ = _stepped(kind, 5)
+    weight, optimizer = _stepped(kind, 3)
+    torch.save({"state": optimizer.state_dict(), "weight": weight.detach()}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    again = torch.nn.Parameter(saved["weight"])
+    other = SplitMasterAdamW([again], kind=KINDS[kind], lr=7.0)
+    other.load_state_dict(saved["state"])
+    assert other.param_groups[0]["lr"] == 1e-3
+    for number in (3, 4):
+        again.grad = torch.sin(torch.arange(300.0) + number).bfloat16()
+        other.step()
+    assert torch.equal(again, whole)
+
+
+def test_its_own_state_may_be_loaded_back() -> None:
+    weight, optimizer = _stepped("adamw", 2)
+    before = {name: part.clone() for name, part in optimizer.parts(weight).items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.num_updates(weight) == 2
+    assert all(torch.equal(part, before[name]) for name, part in optimizer.parts(weight).items())
+
+
+def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
+    _, optimizer = _stepped("adamw", 1)
+    weight, other = _stepped("adamw-8bit", 1)
+    with pytest.raises(CheckpointError, match="saved with --optimizer adamw"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        other.load_state_dict(torch.optim.AdamW([weight]).state_dict())
+    with pytest.raises(CheckpointError, match="other parameters"):
+        SplitMasterAdamW([torch.nn.Parameter(torch.ones(3))]).load_state_dict(optimizer.state_dict())
 
 
 def test_float16_strided_and_overlapping_parameters_are_refused() -> None:

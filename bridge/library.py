@@ -1,0 +1,363 @@
+"""Train a served model with a loop of your own: `import bridge` has these names.
+
+A `Policy` is the model of a live server, attached: its parameters are the server's memory. Sample from it, compute
+log-probabilities with gradients, and step any optimizer inside the fence; the server generates with the new weights
+from the next token on. Nothing is copied.
+
+Not covered: the whole of a run, with checkpoints, metrics and resuming (`bridge run`, `bridge.run.trainer`).
+"""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bridge.checks import verify
+from bridge.checks.result import Check
+from bridge.config import ComputeConfig, LossConfig, SamplingConfig, TrainConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.core.whole_folder import written_whole
+from bridge.errors import UsageError
+from bridge.learn import policy_loss as losses
+from bridge.learn import samples as learning
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
+from bridge.passes import preparation
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.rollouts import problems
+from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.sampler import Sampler, seed_of
+from bridge.server import discovery, fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import InFlight, Status
+from bridge.types import Group, Message, Problem
+from bridge.weights import model_folder, skeleton
+from bridge.weights.attach import attach as attach_parameters
+
+Score = Callable[[Problem, str], float]
+"""Returns the reward of a completion's text."""
+note = logging.getLogger("bridge").info
+
+
+def attach(
+    path: str | Path | None = None,
+    *,
+    sampling: SamplingConfig | None = None,
+    compute: ComputeConfig | None = None,
+    reads_only: bool = False,
+) -> "Policy":
+    """Attach to the live server whose manifest is at `path`; None: the only server that is found.
+
+    One process at a time may update a server. With `reads_only` this one never does: such a policy is a teacher or a
+    reference, or looks at a server that another process trains. `sampling` and `compute` are what the flags of
+    `bridge train` set. Progress is logged to the logger `bridge`.
+
+    Raises:
+        ManifestError: there is no such server on this host.
+        AttachError: another trainer updates it, or its weights are half-written.
+        UnsupportedModelError: the model cannot be trained in place.
+        ServerUnreachableError: the server does not answer.
+    """
+    place = discovery.find(None if path is None else Path(path))
+    return Policy(
+        manifest.load(place), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
+        reads_only=reads_only,
+    )  # fmt: skip
+
+
+def samples(
+    groups: Sequence[Group], loss: LossConfig | None = None, *, max_new_tokens: int | None = None
+) -> list[Sample]:
+    """Turn the groups of one update into samples, with the advantages and weights of `loss`; by default DAPO's.
+
+    Completions without an advantage are left out. `max_new_tokens` is required by `dr_grpo`, which divides by it.
+
+    Raises:
+        UsageError: the advantages that a group was given are invalid, or the loss needs `max_new_tokens`.
+    """
+    spec = losses.LossSpec.of(loss or LossConfig())
+    if spec.aggregation == "constant" and max_new_tokens is None:
+        raise UsageError(
+            "this loss divides by the length of the longest completion, which is not given",
+            remedy="samples(groups, loss, max_new_tokens=policy.sampling.longest)",
+        )
+    scaled = learning.with_advantages(groups, spec.advantage_scale)
+    return learning.samples(scaled, spec, max_new_tokens=max_new_tokens or 1)
+
+
+def policy_loss(
+    logprobs_N: Tensor, batch: MicroBatch, loss: LossConfig | None = None, *, old_logprobs_N: Tensor | None = None
+) -> Tensor:
+    """Return a micro-batch's part of an update's loss as `bridge train` computes it; by default DAPO's.
+
+    `old_logprobs_N` are this process's from before the first update of the batch; None: this is the first update, and
+    the two are equal. The parts of all micro-batches add up.
+
+    Shapes: [N] float32, [N] float32 -> [].
+    """
+    spec = losses.LossSpec.of(loss or LossConfig())
+    if spec.kl_coef > 0:
+        raise UsageError(
+            f"kl_coef is {spec.kl_coef:g}, and this loss has no reference",
+            remedy="add the divergence from a reference of your own: bridge.attach(..., reads_only=True)",
+        )
+    old_logprobs_N = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
+    return losses.policy_loss(logprobs_N, old_logprobs_N, batch, spec)[0]
+
+
+class Policy:
+    """The model of a live server, attached to this process: one copy of the weights. Made by `attach` and `serve`.
+
+    A context manager; leaving it returns the server to others, with the weights that were published last.
+    """
+
+    model: PreTrainedModel
+    """The transformers model, in evaluation mode. Its parameters are the server's: change them inside `update` only."""
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingConfig
+    """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on."""
+    version: int
+    """Number of updates that were published since the server loaded its weights."""
+
+    def __init__(
+        self, manifest: Manifest, *, sampling: SamplingConfig, compute: ComputeConfig, reads_only: bool
+    ) -> None:
+        self.sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        self.tokenizer = skeleton.tokenizer(manifest.model)
+        self._calls = count()
+        self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
+        self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
+        try:
+            status = self._client.status() if reads_only else self._lease()
+            status.refuse_torn()
+            self.version = status.version
+            self._attached = attach_parameters(manifest)
+            self.model = self._attached.model
+            self._shares_prompts = preparation.prepare(self.model, compute, note, max_model_len=manifest.max_model_len)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return the server to other trainers, and close the connections."""
+        try:
+            self._sampler.close()
+        finally:
+            self._client.close()
+
+    @property
+    def device(self) -> torch.device:
+        return self._attached.device
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._client.url
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the trained parameters, for an optimizer: a tied parameter once."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def sample(
+        self, prompts: Sequence[str | list[Message] | Problem], score: Score | None = None, *, seed: int | None = None
+    ) -> list[Group]:
+        """Sample `sampling.group_size` completions of each prompt, with log-probabilities and versions.
+
+        A prompt is text, chat messages, or a dictionary with one of them as `prompt` and what `score` needs beside it.
+        `score(problem, text)` returns a completion's reward, in this process; without it rewards are 0. The same `seed`
+        samples the same completions from the same weights; by default each call has another one.
+
+        Raises:
+            UsageError: the server rejects a request, for example because a prompt is too long.
+            RewardError: a prompt cannot be encoded, or a reward is not a finite number.
+            ServerUnreachableError: the server does not answer.
+        """
+        whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
+        ids = [problems.encode(self.tokenizer, problem) for problem in whole]
+        found = self._sampler.sample(
+            [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size,
+            seed=seed_of(0, next(self._calls)) if seed is None else seed_of(seed + 1, 0),
+        )  # fmt: skip
+        return [
+            Group(
+                problem=problem,
+                prompt_token_ids=prompt,
+                completions=completions,
+                rewards=tuple(_reward(score, problem, each.text) for each in completions),
+            )
+            for problem, prompt, completions in zip(whole, ids, found, strict=True)
+        ]
+
+    def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
+        """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
+
+        The end-of-sequence token is added to the completion. Its log-probabilities are unknown (NaN).
+        """
+        ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
+        end = self.tokenizer.eos_token_id
+        ids += [end] if end is not None else []
+        if not ids:
+            raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")
+        return Sample(
+            prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
+            token_ids=tuple(ids),
+            sampled_logprobs=(math.nan,) * len(ids),
+            advantages=(1.0,) * len(ids),
+            weight=weight,
+        )
+
+    def pack(self, samples: Sequence[Sample], *, max_tokens: int = 16_384) -> list[MicroBatch]:
+        """Pack samples into micro-batches of at most `max_tokens`, without padding; each prompt once where it can be.
+
+        A longer sample gets a micro-batch of its own. The first call checks that the model computes for packed
+        sequences what it does for each alone.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=self._shares_prompts)
+
+    @cached_property
+    def _shares_prompts(self) -> bool:
+        """Prepare the model for packed sequences, once; return whether completions of one prompt may share it."""
+        return preparation.prepare(self.model, self._compute, note, max_model_len=self._manifest.max_model_len)
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
+
+        Only the first have a gradient; both are in nats, and aligned with `batch.sampled_logprobs_N`.
+
+        Shapes: -> [N] float32, [N] float32.
+        """
+        assert isinstance(self._shares_prompts, bool), "the model is prepared"
+        return model_logprobs(self.model, batch, self.sampling.temperature)
+
+    def optimizer(
+        self,
+        name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw",
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] | None = None,
+        seed: int = 0,
+    ) -> InPlaceOptimizer:
+        """Return Bridge's own AdamW: bf16 weights in place, and none of its updates lost to rounding.
+
+        `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
+        bf16 step, which are most of them at learning rates of reinforcement learning.
+        """
+        chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
+        config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+        groups = [factory.scaled_group(each, 1.0, lr=lr, weight_decay=weight_decay) for each in self.parameters()]
+        optimizer = factory.make(config, groups)
+        optimizer.allocate()
+        return optimizer
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
+    ) -> FenceTimes:
+        """Step `optimizer` with the gradients inside the fence, publish the result, and drop the gradients.
+
+        Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, waited for or
+        aborted. Ctrl-C is deferred to the end of the update. If the step raises, the weights may be half-written: the
+        server stops serving them, and `bridge restore` loads a checkpoint.
+
+        Raises:
+            UsageError: the norm is not finite, or the policy only reads; nothing was changed.
+            AttachError: the server refuses the fence.
+            ServerUnreachableError: the server is gone.
+        """
+        norm = self._clipped(optimizer, max_norm)
+
+        def write() -> None:
+            if isinstance(optimizer, InPlaceOptimizer):
+                optimizer.step(grad_norm=norm, max_norm=max_norm)
+            else:
+                optimizer.step()
+
+        times = self.publish(write, in_flight=in_flight)
+        optimizer.zero_grad()
+        return times
+
+    def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:
+        """Call `write` inside the fence and publish what it wrote into the parameters, whatever that is.
+
+        Raises:
+            UsageError: the policy only reads.
+            AttachError: the server refuses the fence.
+            ServerUnreachableError: the server is gone.
+        """
+        if self._reads_only:
+            raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
+        with deferred_interrupt():  # the new version is known before an interrupt acts
+            times = fence.publish(self._client, Update(write), in_flight=in_flight, served=self.version)
+            self.version = times.version
+        return times
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the weights and the tokenizer to a new folder, whole or not at all, as transformers loads them.
+
+        Raises:
+            UsageError: there is something at `folder`, or the disk refuses.
+        """
+        with written_whole(Path(folder), replaceable=lambda _: False) as partial:
+            model_folder.save(self.model, self._manifest.model, partial)
+        return Path(folder)
+
+    def verify(self) -> list[Check]:
+        """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
+        return [*verify.proofs(self._attached, self._client, timeout_s=self.sampling.request_timeout_s)]
+
+    def _lease(self) -> Status:
+        program = Path(sys.argv[0]).name or "python"
+        return fence.when_free(lambda: self._client.take_lease(f"{program} (pid {os.getpid()})"))
+
+    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+        """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
+
+        Raises:
+            UsageError: it is not finite.
+        """
+        if isinstance(optimizer, InPlaceOptimizer):
+            norm = optimizer.global_norm()
+        else:
+            trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+            norm = norm_of((each.grad, 1.0) for each in trained)
+            if math.isfinite(norm) and norm > max_norm:
+                torch._foreach_mul_([each.grad for each in trained], max_norm / norm)
+        if not math.isfinite(norm):
+            raise UsageError(
+                f"the gradient norm is {norm}, expected a finite number: no weight was changed",
+                remedy="optimizer.zero_grad() and go on with the next batch; if it happens again, lower the"
+                " learning rate",
+            )
+        return norm
+
+
+def _reward(score: Score | None, problem: Problem, text: str) -> float:
+    reward = 0.0 if score is None else float(score(problem, text))
+    if not math.isfinite(reward):
+        raise UsageError(f"the reward of {text[:80]!r} is {reward}", remedy="return a finite number from score")
+    return reward

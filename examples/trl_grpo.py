@@ -1,0 +1,39 @@
+"""TRL's GRPOTrainer on one copy of the weights. The lines with a + are all that differ from a stock script.
+
+Start a server first: bridge serve-vllm --model MODEL
+"""
+
+import sys
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+import bridge  # +
+
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
+
+
+def right(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+args = GRPOConfig(
+    output_dir="trl_grpo",
+    max_steps=STEPS,
+    learning_rate=2e-4,
+    per_device_train_batch_size=64,
+    num_generations=8,
+    max_completion_length=4,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+)
+with bridge.attach() as policy:  # +
+    trainer = GRPOTrainer(
+        **bridge.for_trl(policy, args),  # + instead of model=MODEL, and use_vllm in args
+        args=args,
+        reward_funcs=right,
+        train_dataset=Dataset.from_list(PROBLEMS),
+    )
+    trainer.train()

@@ -1,0 +1,133 @@
+"""`import bridge` on the real vLLM on the CPU: every example as a user runs it, and what the examples leave out."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import bridge
+from bridge.checks.verify import logprob_diffs
+from bridge.errors import AttachError, UsageError
+from tests import scenarios
+from tests.models import tiny
+from tests.scenarios import LiveServer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORT = bridge.SamplingConfig(max_new_tokens=8, group_size=4)
+STEPS = 3
+
+
+def run(example: str, server: LiveServer, *arguments: str) -> list[str]:
+    """Run an example in the server's folder, and return its lines."""
+    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=server.path.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("example", ["own_loss", "own_optimizer", "reinforce", "two_tasks", "warm_up"])
+def test_an_example_updates_the_server(llama: LiveServer, example: str) -> None:
+    before = llama.status().version
+    lines = run(example, llama, str(STEPS))
+    assert [line.partition(":")[0] for line in lines[:STEPS]] == [f"version {before + 1 + n}" for n in range(STEPS)]
+    assert llama.status().version == before + STEPS
+
+
+def test_every_example_is_run_and_short() -> None:
+    here = "".join((Path(__file__).parent / name).read_text() for name in ("test_library.py", "test_trl.py"))
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert len(files) == 7
+    for file in files:
+        assert file.stem in here, f"no test runs {file.name}"
+        assert len(file.read_text().splitlines()) <= 40, file.name
+
+
+def test_a_teacher_pulls_a_student(llama: LiveServer, tmp_path: Path) -> None:
+    """The teacher has the same sizes here, and other weights: the divergence from it falls."""
+    teacher = tiny.write(tiny.llama(), tmp_path / "teacher", seed=1, std=0.06)
+    with scenarios.served(teacher, tmp_path / "server") as other:
+        before = other.status().version
+        lines = run("distillation", llama, str(llama.path), str(other.path), "12")
+        assert other.status().version == before, "a teacher is not updated"
+    nats = [float(line.split()[2]) for line in lines]
+    assert sum(nats[-3:]) < sum(nats[:3]), lines
+
+
+def test_a_policy_is_one_copy_and_equals_its_checkpoint(llama: LiveServer, tmp_path: Path) -> None:
+    with bridge.attach(llama.path, sampling=SHORT) as policy:
+        optimizer = policy.optimizer("adamw", lr=scenarios.LR)
+        for _ in range(STEPS):
+            groups = policy.sample(["say 1:", "say 2:"], lambda _, text: float(text.count("a")), seed=3)
+            for batch in policy.pack(bridge.samples(groups)):
+                logprobs, _ = policy.logprobs(batch)
+                bridge.policy_loss(logprobs, batch).backward()
+            moved = policy.update(optimizer)
+        assert (moved.version, policy.version) == (llama.status().version,) * 2
+        assert all(parameter.grad is None for parameter in policy.parameters())
+        checks = policy.verify()
+        folder = policy.save(tmp_path / "saved")
+        with pytest.raises(UsageError, match="saved"):
+            policy.save(folder)
+        groups = policy.sample(["say 1:", "say 2:"])
+    assert checks
+    assert all(check.status == "PASS" for check in checks), checks
+    saved = logprob_diffs(scenarios.loaded(folder), groups)
+    assert saved.mean() < scenarios.PARITY_LIMIT
+
+
+def test_the_same_seed_samples_the_same_completions(llama: LiveServer) -> None:
+    with bridge.attach(llama.path, sampling=SHORT) as policy:
+        one, same = (policy.sample(["say 1:"], seed=5) for _ in range(2))
+        others = [policy.sample(["say 1:"]) for _ in range(2)]
+    assert one == same
+    assert others[0] != others[1] != one
+
+
+def test_one_process_updates_and_others_read(llama: LiveServer) -> None:
+    with bridge.attach(llama.path, sampling=SHORT) as policy:
+        program = "import sys, bridge; bridge.attach(sys.argv[1])"
+        second = subprocess.run(
+            [sys.executable, "-c", program, str(llama.path)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert AttachError.__name__ in second.stderr
+        with bridge.attach(llama.path, sampling=SHORT, reads_only=True) as reader:
+            weight = next(iter(reader.parameters()))
+            weight.grad = torch.zeros_like(weight)
+            with pytest.raises(UsageError, match="only reads"):
+                reader.update(torch.optim.SGD([weight], lr=1.0))
+        assert policy.version == llama.status().version
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(llama: LiveServer) -> None:
+    before = llama.status().version
+    with bridge.attach(llama.path, sampling=SHORT) as policy:
+        weight = next(iter(policy.parameters()))
+        kept = weight.detach().clone()
+        for optimizer in (torch.optim.SGD([weight], lr=1.0), policy.optimizer(lr=1e-3)):
+            weight.grad = torch.full_like(weight, math.nan)
+            with pytest.raises(UsageError, match="no weight was changed"):
+                policy.update(optimizer)
+        assert torch.equal(weight, kept)
+        weight.grad = torch.full_like(weight, 1.0)
+        policy.update(torch.optim.SGD([weight], lr=1.0), max_norm=weight.numel() ** 0.5 / 4)
+        assert torch.allclose((kept - weight.detach()).float(), torch.tensor(0.25), atol=0.01)  # clipped to a quarter
+    assert llama.status().version == before + 1
+
+
+def test_serve_starts_a_server_and_stops_it(tmp_path: Path) -> None:
+    model = tiny.write(tiny.llama(), tmp_path / "model")
+    with bridge.serve(model, *scenarios.EAGER, sampling=SHORT, device="cpu", max_model_len=256) as policy:
+        (group,) = policy.sample([{"prompt": "say 1:", "answer": "x"}])
+        server = policy._manifest.server
+        assert server.is_alive()
+    assert len(group.completions) == SHORT.group_size
+    assert replace(group, completions=()).rewards == (0.0,) * SHORT.group_size
+    assert not server.is_alive()

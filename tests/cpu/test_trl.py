@@ -1,0 +1,84 @@
+"""TRL's GRPOTrainer on a server's own weights: the example, what it learns beside a stock script, and a resumed run.
+
+Not covered: memory and speed (benchmarks, on a GPU).
+"""
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bridge
+from tests.cpu import demo_server
+from tests.cpu.demo_server import DemoServer
+from tests.cpu.test_library import EXAMPLES
+from tests.scenarios import LiveServer
+
+EXAMPLE = (EXAMPLES / "trl_grpo.py").read_text()
+STEPS = 16
+LEAST_GAIN = 0.1
+"""Mean reward of the last four steps over that of the first two."""
+SHOWN = """
+import json
+print(json.dumps([each["reward"] for each in trainer.state.log_history if "reward" in each]))
+"""
+
+
+def stock(model: str) -> str:
+    """Return the script as it is without Bridge."""
+    lines = EXAMPLE.replace("import bridge  # +\n", "").replace("with bridge.attach() as policy:  # +", "if True:")
+    start = lines.index("        **bridge.for_trl")
+    return lines[:start] + f"        model={model!r},\n" + lines[lines.index("\n", start) + 1 :]
+
+
+def rewards(script: str, folder: Path, *arguments: str) -> list[float]:
+    """Run a script in `folder`, and return the mean reward of each step."""
+    path = folder / "script.py"
+    path.write_text(script + SHOWN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [sys.executable, str(path), *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_at_most_five_lines_differ_from_a_stock_script() -> None:
+    changed = [line for line in difflib.ndiff(stock("MODEL").splitlines(), EXAMPLE.splitlines()) if line[0] == "+"]
+    assert 0 < len(changed) <= 5, changed
+
+
+def test_trl_steps_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
+    before = llama.status().version
+    assert len(rewards(EXAMPLE.replace("attach()", f"attach({str(llama.path)!r})"), tmp_path, "3")) == 3
+    assert llama.status().version == before + 1 + 3  # one when training began
+    with bridge.attach(llama.path) as policy:
+        checks = policy.verify()
+    assert all(check.status == "PASS" for check in checks), checks
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    with demo_server.served(tmp_path_factory.mktemp("trl")) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("losses")
+def test_it_learns_what_a_stock_script_learns(demo: DemoServer, tmp_path: Path) -> None:
+    demo.begin_again()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "stock").mkdir()
+    ours = rewards(EXAMPLE.replace("attach()", f"attach({str(demo.manifest)!r})"), tmp_path / "ours", str(STEPS))
+    theirs = rewards(stock(str(demo.model)), tmp_path / "stock", str(STEPS))
+    gains = {name: sum(each[-4:]) / 4 - sum(each[:2]) / 2 for name, each in (("ours", ours), ("stock", theirs))}
+    assert gains["ours"] >= LEAST_GAIN, (gains, ours, theirs)
+    assert abs(sum(ours[-4:]) - sum(theirs[-4:])) / 4 < 0.15, (gains, ours, theirs)

@@ -1,0 +1,86 @@
+"""The names of `import bridge`: pinned, with their signatures, and cheap to import.
+
+Not covered: what they do with a server (`tests/cpu/test_library.py`).
+"""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.errors import UsageError
+from bridge.types import Completion, Group
+
+SURFACE = {
+    "attach": "(path, *, sampling, compute, reads_only)",
+    "for_trl": "(policy, args)",
+    "policy_loss": "(logprobs_N, batch, loss, *, old_logprobs_N)",
+    "samples": "(groups, loss, *, max_new_tokens)",
+    "serve": "(model, *vllm_flags, sampling, compute, **choices)",
+    "Policy.close": "(self)",
+    "Policy.device": "",
+    "Policy.encode": "(self, prompt, completion, *, weight)",
+    "Policy.logprobs": "(self, batch)",
+    "Policy.optimizer": "(self, name, *, lr, weight_decay, betas, seed)",
+    "Policy.pack": "(self, samples, *, max_tokens)",
+    "Policy.publish": "(self, write, *, in_flight)",
+    "Policy.parameters": "(self)",
+    "Policy.sample": "(self, prompts, score, *, seed)",
+    "Policy.save": "(self, folder)",
+    "Policy.update": "(self, optimizer, *, max_norm, in_flight)",
+    "Policy.url": "",
+    "Policy.verify": "(self)",
+}
+"""Functions and methods that programs call, by the names of their parameters: change one, and their authors must."""
+ATTRIBUTES = {"model", "sampling", "tokenizer", "version"}
+
+
+def test_the_surface_is_what_programs_rely_on() -> None:
+    functions = {name: getattr(bridge, name) for name in bridge.__all__ if name.islower()}
+    functions |= {f"Policy.{name}": each for name, each in vars(bridge.Policy).items() if not name.startswith("_")}
+    assert {name: _parameters(each) for name, each in functions.items()} == SURFACE
+    assert {name for name in bridge.Policy.__annotations__ if not name.startswith("_")} == ATTRIBUTES
+
+
+def _parameters(function: object) -> str:
+    if isinstance(function, property):
+        return ""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    bare = [
+        each.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)
+        for each in signature.parameters.values()
+    ]
+    return str(inspect.Signature(bare))
+
+
+def test_every_name_has_one_place_and_a_docstring() -> None:
+    assert sorted(name for names in bridge._PLACES.values() for name in names) == sorted(bridge.__all__)
+    for name in bridge.__all__:
+        assert inspect.getdoc(getattr(bridge, name)), name
+        assert name in dir(bridge)
+    with pytest.raises(AttributeError, match="nonsense"):
+        bridge.nonsense  # noqa: B018
+
+
+def test_importing_it_loads_no_torch() -> None:
+    program = "import json, sys, bridge; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"torch", "vllm", "transformers", "httpx", "pydantic"} & set(json.loads(done.stdout))
+
+
+def test_the_types_are_marked() -> None:
+    assert (Path(bridge.__file__).parent / "py.typed").is_file()
+
+
+def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
+    completion = Completion(token_ids=(1, 2), logprobs=(-1.0, -1.0), text="", finish_reason="stop")
+    group = Group(problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion,) * 2, rewards=(0.0, 1.0))
+    loss = bridge.LossConfig(name="dr_grpo")
+    with pytest.raises(UsageError, match="longest completion"):
+        bridge.samples([group], loss)
+    made = bridge.samples([group], loss, max_new_tokens=10)
+    assert [(each.weight, each.advantages) for each in made] == [(1 / 20, (-0.5, -0.5)), (1 / 20, (0.5, 0.5))]
