@@ -39,7 +39,7 @@ def stock(model: str) -> str:
 def rewards(script: str, folder: Path, *arguments: str) -> list[float]:
     """Run a script in `folder`, and return the mean reward of each step."""
     path = folder / "script.py"
-    path.write_text(script + SHOWN)
+    path.write_text(script.replace('report_to="none",', 'report_to="none", use_cpu=True,') + SHOWN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [sys.executable, str(path), *arguments]
     done = subprocess.run(
