@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 import bridge  # +
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
+PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
 
 
 def right(completions: list[str], answer: list[str], **_: object) -> list[float]:

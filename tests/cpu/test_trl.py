@@ -20,9 +20,10 @@ from tests.cpu.test_library import EXAMPLES
 from tests.scenarios import LiveServer
 
 EXAMPLE = (EXAMPLES / "trl_grpo.py").read_text()
-STEPS = 16
-LEAST_GAIN = 0.1
-"""Mean reward of the last four steps over that of the first two."""
+STEPS = 60
+AT_THE_END = 10
+"""Steps whose mean rewards are compared: one step's differs by 0.04 by chance."""
+LEAST_GAIN, NOISE = 0.2, 0.1
 SHOWN = """
 import json
 print(json.dumps([each["reward"] for each in trainer.state.log_history if "reward" in each]))
@@ -39,7 +40,9 @@ def stock(model: str) -> str:
 def rewards(script: str, folder: Path, *arguments: str) -> list[float]:
     """Run a script in `folder`, and return the mean reward of each step."""
     path = folder / "script.py"
-    path.write_text(script.replace('report_to="none",', 'report_to="none", use_cpu=True,') + SHOWN)
+    here = 'report_to="none", use_cpu=True, lr_scheduler_type="constant",'
+    script = script.replace('report_to="none",', here).replace("batch_size=64", "batch_size=128")
+    path.write_text(script + SHOWN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [sys.executable, str(path), *arguments]
     done = subprocess.run(
@@ -79,6 +82,9 @@ def test_it_learns_what_a_stock_script_learns(demo: DemoServer, tmp_path: Path) 
     (tmp_path / "stock").mkdir()
     ours = rewards(EXAMPLE.replace("attach()", f"attach({str(demo.manifest)!r})"), tmp_path / "ours", str(STEPS))
     theirs = rewards(stock(str(demo.model)), tmp_path / "stock", str(STEPS))
-    gains = {name: sum(each[-4:]) / 4 - sum(each[:2]) / 2 for name, each in (("ours", ours), ("stock", theirs))}
-    assert gains["ours"] >= LEAST_GAIN, (gains, ours, theirs)
-    assert abs(sum(ours[-4:]) - sum(theirs[-4:])) / 4 < 0.15, (gains, ours, theirs)
+    first, last, stocks = (
+        sum(each) / AT_THE_END for each in (ours[:AT_THE_END], ours[-AT_THE_END:], theirs[-AT_THE_END:])
+    )
+    print(first, last, stocks)
+    assert last - first >= LEAST_GAIN, (ours, theirs)
+    assert abs(last - stocks) <= NOISE, (ours, theirs)
