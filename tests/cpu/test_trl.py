@@ -85,6 +85,5 @@ def test_it_learns_what_a_stock_script_learns(demo: DemoServer, tmp_path: Path) 
     first, last, stocks = (
         sum(each) / AT_THE_END for each in (ours[:AT_THE_END], ours[-AT_THE_END:], theirs[-AT_THE_END:])
     )
-    print(first, last, stocks)
     assert last - first >= LEAST_GAIN, (ours, theirs)
     assert abs(last - stocks) <= NOISE, (ours, theirs)
