@@ -24,7 +24,7 @@ class LossConfig(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"name": "loss"}
 
-    name: Literal["dapo", "grpo", "dr_grpo", "gspo"] = "dapo"
+    name: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
     """Policy loss, as published; the choices below override parts of it."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""

@@ -35,6 +35,9 @@ class LossSpec:
     """The ratio's upper clip is 1 + clip_high."""
     ratio_level: Literal["token", "sequence"] = "token"
     """What has a probability ratio and is clipped: each token, or each completion."""
+    clipped: Literal["objective", "weight"] = "objective"
+    """`objective`: a ratio past its clip has no gradient, as in PPO. `weight`: the clipped ratio is a constant factor
+    of the gradient, so that every token keeps one, as in CISPO."""
     mask_truncated: bool = False
     kl_coef: float = 0.0
     correction: Correction = field(default_factory=Correction)
@@ -73,6 +76,8 @@ LOSSES: Mapping[str, LossSpec] = {
     "gspo": LossSpec(
         aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4, ratio_level="sequence"
     ),
+    # CISPO, in MiniMax-M1, arXiv 2506.13585, section 3.1: no lower clip; 5 above as in ScaleRL, 2510.13786
+    "cispo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=1, clip_high=4, clipped="weight"),
 }
 """Name of a loss -> its paper's choices."""
 
@@ -82,9 +87,15 @@ class LossShares:
     """Means over the trained tokens; NaN if there are none."""
 
     clip_low: float
-    """Share of tokens without a gradient because they were bad, and already less likely than 1 - clip_low."""
+    """Share of tokens without a gradient because they were bad, and already less likely than 1 - clip_low.
+
+    If the weight is clipped: share of tokens, good or bad, that are less likely than that.
+    """
     clip_high: float
-    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high."""
+    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high.
+
+    If the weight is clipped: share of tokens, good or bad, that are likelier than that.
+    """
     kl: float
     """KL divergence from the reference, in nats; 0 without one."""
 
@@ -113,23 +124,35 @@ def policy_loss(
     means over the trainer's policy, and a masked token is in neither.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
-    Source: PPO (arXiv 1707.06347), equation 7, for the clip; the losses' own papers are named in `LOSSES`.
+    Source: PPO (arXiv 1707.06347), equation 7, for the clip; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the
+        clipped weight; the losses' own papers are named in `LOSSES`.
     """
     assert not old_logprobs_N.requires_grad
     assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
     ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped_N = ratios_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
     kl_N = torch.zeros_like(ratios_N) if reference_logprobs_N is None else divergence(logprobs_N, reference_logprobs_N)
-    advantages_N = batch.advantages_N
-    terms_N = spec.kl_coef * kl_N - torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
+    terms_N = spec.kl_coef * kl_N - _gains(logprobs_N, ratios_N, batch.advantages_N, spec)
     sequences_N = spec.weighted_sequences(batch)
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
-    ratios_N = ratios_N.detach()
-    too_low_N = (ratios_N < 1 - spec.clip_low) & (advantages_N < 0)
-    too_high_N = (ratios_N > 1 + spec.clip_high) & (advantages_N > 0)
-    measured = (torch.ones_like(ratios_N), too_low_N, too_high_N, kl_N.detach())
+    measured = (torch.ones_like(kl_N), *_clipped(ratios_N.detach(), batch.advantages_N, spec), kl_N.detach())
     sums_K = torch.stack([values_N.sum(dtype=torch.float64) for values_N in measured])
     return (terms_N * weights_N).sum(), sums_K
+
+
+def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:
+    """Return what each token adds to the objective."""
+    clipped_N = ratios_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    if spec.clipped == "weight":
+        return clipped_N.detach() * advantages_N * logprobs_N
+    return torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
+
+
+def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """Return which tokens are clipped low, and which high."""
+    low_N, high_N = ratios_N < 1 - spec.clip_low, ratios_N > 1 + spec.clip_high
+    if spec.clipped == "weight":
+        return low_N, high_N
+    return low_N & (advantages_N < 0), high_N & (advantages_N > 0)
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

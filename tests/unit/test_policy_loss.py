@@ -118,6 +118,8 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
         # one ratio per completion: the cube root of 0.825 is below one, so the good completion is not clipped;
         # the bad one's, 0.9, is clipped to 1 - 3e-4
         ("gspo", -((1.1 * 1.5 * 0.5) ** (1 / 3) - (1 - 3e-4)) / 2),
+        # advantages 1 and -1; each ratio, none above 5, weighs the log-probability: that of the server is -1
+        ("cispo", -(sum(r * (math.log(r) - 1) for r in (1.1, 1.5, 0.5)) - 0.9 * (math.log(0.9) - 1)) / 4),
     ],
 )
 def test_each_loss_is_what_a_person_would_work_out(loss: str, expected: float) -> None:
@@ -151,7 +153,11 @@ def test_one_token_has_the_loss_and_the_gradient_of_the_paper(
     assert (value, slope) == pytest.approx((loss, gradient), rel=1e-12)
 
 
-@pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    "spec",
+    [CLIPPED, BY_SEQUENCE, replace(CLIPPED, clipped="weight", clip_low=1)],
+    ids=["token", "sequence", "weight"],
+)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float, distance: float) -> None:
@@ -179,6 +185,42 @@ def plain(length: int) -> dict[str, Any]:
         "advantages": values,
         "weight": 0.5,
     }
+
+
+CISPO = replace(CLIPPED, clipped="weight")
+"""CISPO's objective with the clips of `CLIPPED`; its own clips are 1 and 4."""
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [
+        (1.1, 2.0, 1.1),  # inside the clip the gradient is that of PPO
+        (1.5, 2.0, 1.3),  # good and more likely than 1 + 0.3: PPO would have no gradient
+        (1.5, -2.0, 1.3),  # bad and more likely: PPO would push back by 1.5
+        (0.5, 2.0, 0.8),
+        (0.5, -2.0, 0.8),  # bad and less likely than 1 - 0.2: PPO would have no gradient
+    ],
+)
+def test_a_clipped_weight_is_a_constant_factor_of_the_log_probability(
+    ratio: float, advantage: float, weight: float
+) -> None:
+    value, (slope,) = loss_and_gradient(batch_of([advantage]), CISPO, [ratio])
+    assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 2))  # the server's log-probability is -2
+    assert slope == pytest.approx(-weight * advantage)
+
+
+def test_a_clipped_weight_counts_as_such_whatever_the_advantage() -> None:
+    batch = batch_of([2.0, 2.0, -2.0, -2.0, 2.0])
+    logprobs_N, old_N = at(batch, [1.1, 1.5, 1.5, 0.5, 1.4])
+    shares = LossShares.of(policy_loss(logprobs_N, old_N, batch, CISPO)[1])
+    assert (shares.clip_low, shares.clip_high) == pytest.approx((1 / 5, 3 / 5))
+    own = LossShares.of(policy_loss(logprobs_N, old_N, batch, LOSSES["cispo"])[1])
+    assert (own.clip_low, own.clip_high) == (0, 0)
+
+
+def test_cispo_has_no_lower_clip_and_an_upper_one_of_five() -> None:
+    found = [loss_and_gradient(batch_of([-1.0]), LOSSES["cispo"], [ratio])[1][0] for ratio in (1e-3, 1.0, 4.9, 80.0)]
+    assert found == pytest.approx([1e-3, 1.0, 4.9, 5.0])
 
 
 # Several tokens
