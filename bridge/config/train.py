@@ -19,12 +19,15 @@ Source: `GRPOConfig` of TRL 1.16; "LoRA Without Regret", Schulman et al. 2025.
 """
 
 
+AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
+
+
 class LossConfig(Section):
     """The policy loss and the correction for the mismatch between vLLM and the trainer."""
 
     renamed: ClassVar[Mapping[str, str]] = {"name": "loss"}
 
-    name: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
+    name: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"] = "dapo"
     """Policy loss, as published; the choices below override parts of it."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
@@ -32,8 +35,9 @@ class LossConfig(Section):
     """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Compute probability ratios per token or per sequence (default: the loss's own)."""
-    advantage_scale: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the standard deviation of the group, of the batch, or by 1 (default: the loss's own)."""
+    advantage_scale: AdvantageScale | None = None
+    """Divide advantages by the standard deviation of the group, of the batch, or by 1; `leave_one_out` subtracts the
+    mean of the group's other rewards instead of the mean of all (default: the loss's own)."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss."""
     kl_coef: float = Field(default=0.0, ge=0)

@@ -13,7 +13,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from bridge.config import LossConfig
+from bridge.config import AdvantageScale, LossConfig
 from bridge.learn.mismatch import Correction, share
 from bridge.passes.packing import MicroBatch
 
@@ -27,8 +27,8 @@ class LossSpec:
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     """Mean over all tokens, mean over completions of each one's mean over its tokens, or sum over a constant."""
-    advantage_scale: Literal["group", "batch", "none"]
-    """Whose standard deviation divides the advantages."""
+    advantage_scale: AdvantageScale
+    """Whose standard deviation divides the advantages; `leave_one_out`: none, and the baseline is the others' mean."""
     clip_low: float
     """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
@@ -78,6 +78,8 @@ LOSSES: Mapping[str, LossSpec] = {
     ),
     # CISPO, in MiniMax-M1, arXiv 2506.13585, section 3.1: no lower clip; 5 above as in ScaleRL, 2510.13786
     "cispo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=1, clip_high=4, clipped="weight"),
+    # RLOO, arXiv 2402.14740: its gradient, over a constant; it has no clip, which later updates need: PPO's own
+    "rloo": LossSpec(aggregation="constant", advantage_scale="leave_one_out", clip_low=0.2, clip_high=0.2),
 }
 """Name of a loss -> its paper's choices."""
 

@@ -247,7 +247,7 @@ def test_the_gradient_is_that_of_plain_autograd(groups: list[Group]) -> None:
     assert distance(gradient(model), expected) < CLOSE
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
 def test_the_gradient_depends_on_neither_the_budget_nor_the_order(groups: list[Group], loss: str) -> None:
     one, cut, turned = base(), base(), base()
     learnt = prepared(one, groups, loss=loss).learnt()

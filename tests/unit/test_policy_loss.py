@@ -118,6 +118,8 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
         # one ratio per completion: the cube root of 0.825 is below one, so the good completion is not clipped;
         # the bad one's, 0.9, is clipped to 1 - 3e-4
         ("gspo", -((1.1 * 1.5 * 0.5) ** (1 / 3) - (1 - 3e-4)) / 2),
+        # advantages 1 - 0 and 0 - 1; over two completions of at most 10 tokens
+        ("rloo", -((1.1 + 1.2 + 0.5) - 0.9) / (2 * 10)),
         # advantages 1 and -1; each ratio, none above 5, weighs the log-probability: that of the server is -1
         ("cispo", -(sum(r * (math.log(r) - 1) for r in (1.1, 1.5, 0.5)) - 0.9 * (math.log(0.9) - 1)) / 4),
     ],
