@@ -33,6 +33,8 @@ class LossConfig(Section):
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
     clip_high: float | None = Field(default=None, gt=0)
     """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
+    clip_dual: float | None = Field(default=None, gt=1)
+    """Clip the probability ratio of tokens with a negative advantage above this, such as 3 (default: no such clip)."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Compute probability ratios per token or per sequence (default: the loss's own)."""
     advantage_scale: AdvantageScale | None = None
@@ -302,6 +304,7 @@ class TrainConfig(Config):
 
 
 EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "clip_dual": ("loss", ("dapo", "grpo", "dr_grpo", "gspo", "rloo")),
     "trainer_device": ("mode", ("lora_only", "none")),
     "reference_model": ("mode", ("shared_vllm", "none")),
     **dict.fromkeys(("kv_sleep", "in_flight_kv", "pause_while_training"), ("mode", ("shared_vllm", "lora_only"))),

@@ -6,6 +6,7 @@ their gradients, add up to those of a single pass, however the update was cut.
 Shape suffixes: S sequences, N rows (positions that predict a sampled token), K sums.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -33,6 +34,8 @@ class LossSpec:
     """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
     """The ratio's upper clip is 1 + clip_high."""
+    clip_dual: float = math.inf
+    """The ratio's upper clip where the advantage is negative."""
     ratio_level: Literal["token", "sequence"] = "token"
     """What has a probability ratio and is clipped: each token, or each completion."""
     clipped: Literal["objective", "weight"] = "objective"
@@ -55,7 +58,7 @@ class LossSpec:
     @classmethod
     def of(cls, config: LossConfig) -> "LossSpec":
         """Return the loss that the configuration names, with the parts that it overrides."""
-        parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high")
+        parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
         return replace(
             LOSSES[config.name],
             mask_truncated=config.mask_truncated,
@@ -94,7 +97,8 @@ class LossShares:
     If the weight is clipped: share of tokens, good or bad, that are less likely than that.
     """
     clip_high: float
-    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high.
+    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high, or bad, and
+    likelier than clip_dual.
 
     If the weight is clipped: share of tokens, good or bad, that are likelier than that.
     """
@@ -126,8 +130,9 @@ def policy_loss(
     means over the trainer's policy, and a masked token is in neither.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
-    Source: PPO (arXiv 1707.06347), equation 7, for the clip; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the
-        clipped weight; the losses' own papers are named in `LOSSES`.
+    Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
+        that of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; the losses' own
+        papers are named in `LOSSES`.
     """
     assert not old_logprobs_N.requires_grad
     assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
@@ -143,6 +148,8 @@ def policy_loss(
 
 def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:
     """Return what each token adds to the objective."""
+    limits_N = torch.full_like(ratios_N, math.inf).masked_fill(advantages_N < 0, spec.clip_dual)
+    ratios_N = ratios_N.clamp(max=limits_N)
     clipped_N = ratios_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
     if spec.clipped == "weight":
         return clipped_N.detach() * advantages_N * logprobs_N
@@ -154,7 +161,8 @@ def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Te
     low_N, high_N = ratios_N < 1 - spec.clip_low, ratios_N > 1 + spec.clip_high
     if spec.clipped == "weight":
         return low_N, high_N
-    return low_N & (advantages_N < 0), high_N & (advantages_N > 0)
+    is_bad_N, is_good_N = advantages_N < 0, advantages_N > 0
+    return low_N & is_bad_N, (high_N & is_good_N) | ((ratios_N > spec.clip_dual) & is_bad_N)
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

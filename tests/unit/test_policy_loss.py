@@ -83,6 +83,7 @@ def test_a_loss_is_its_papers_unless_it_is_overruled(loss: str) -> None:
 def test_each_part_is_overruled_alone() -> None:
     gspo = spec_of(loss="gspo")
     parts: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.4, "ratio_level": "token", "advantage_scale": "none"}
+    parts["clip_dual"] = 3.0
     for part, value in parts.items():
         assert spec_of(loss="gspo", **{part: value}) == replace(gspo, **{part: value})
     others = spec_of(loss="dapo", mask_truncated=True, kl_coef=0.25, mismatch="mask")
@@ -187,6 +188,32 @@ def plain(length: int) -> dict[str, Any]:
         "advantages": values,
         "weight": 0.5,
     }
+
+
+@pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    ("dual", "ratio", "advantage", "loss", "gradient"),
+    [
+        (3.0, 2.5, -2.0, 5.0, 5.0),  # bad and more likely, but not yet by 3: the full push back
+        (3.0, 4.0, -2.0, 6.0, 0.0),  # past 3: bounded, and no more push
+        (3.0, 4.0, 2.0, -2.6, 0.0),  # good: clipped at 1 + 0.3, as ever
+        (3.0, 0.5, -2.0, 1.6, 0.0),  # bad and less likely: clipped at 1 - 0.2, as ever
+        (1.1, 1.25, 2.0, -2.5, -2.5),  # a bound within the clips is of bad tokens alone
+        (1.1, 1.25, -2.0, 2.2, 0.0),
+    ],
+)
+def test_a_second_clip_bounds_what_a_bad_token_costs(
+    spec: LossSpec, dual: float, ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    value, (slope,) = loss_and_gradient(batch_of([advantage]), replace(spec, clip_dual=dual), [ratio])
+    assert (value, slope) == pytest.approx((loss, gradient), rel=1e-12)
+
+
+def test_bad_tokens_past_the_second_clip_are_clipped_high() -> None:
+    batch = batch_of([-2.0, -2.0, 2.0, 2.0])
+    logprobs_N, old_N = at(batch, [4.0, 2.5, 1.5, 1.1])
+    shares = LossShares.of(policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, clip_dual=3.0))[1])
+    assert (shares.clip_low, shares.clip_high) == (0, 2 / 4)
 
 
 CISPO = replace(CLIPPED, clipped="weight")
