@@ -49,8 +49,11 @@ class LossConfig(Section):
     mismatch: Literal["truncate", "mask", "none"] = "truncate"
     """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight
     (TIS), mask the token outside the bounds (IcePop), or none."""
+    mismatch_level: Literal["token", "sequence"] | None = None
+    """Correct each token by its own weight, or each sequence by the product of its tokens' weights (default: `token`;
+    `sequence` to truncate where the probability ratio is the sequence's)."""
     mismatch_low: float = Field(default=0.5, ge=0, lt=1)
-    """Smallest trainer-to-vLLM ratio that `--mismatch mask` keeps."""
+    """Smallest trainer-to-vLLM ratio of a token or sequence that `--mismatch mask` keeps."""
     mismatch_high: float | None = Field(default=None, gt=1)
     """Largest importance weight, or largest ratio kept (default: 2 for `truncate`, 5 for `mask`)."""
     mismatch_alarm: float = Field(default=0.1, gt=0)
@@ -305,6 +308,7 @@ class TrainConfig(Config):
 
 EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "clip_dual": ("loss", ("dapo", "grpo", "dr_grpo", "gspo", "rloo")),
+    "mismatch_level": ("mismatch", ("truncate", "mask")),
     "trainer_device": ("mode", ("lora_only", "none")),
     "reference_model": ("mode", ("shared_vllm", "none")),
     **dict.fromkeys(("kv_sleep", "in_flight_kv", "pause_while_training"), ("mode", ("shared_vllm", "lora_only"))),

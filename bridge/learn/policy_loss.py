@@ -48,12 +48,12 @@ class LossSpec:
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
         """Return each row's sequence if each sequence has one importance weight; None: each token has its own.
 
-        Masking leaves out single tokens, whatever has the ratio.
+        Unless it was chosen: one, if the ratio is the sequence's and the weight is truncated; single tokens are masked.
 
         Shapes: -> [N] int64.
         """
-        by_sequence = self.ratio_level == "sequence" and self.correction.kind == "truncate"
-        return batch.sequences_N if by_sequence else None
+        suits = self.ratio_level if self.correction.kind == "truncate" else "token"
+        return batch.sequences_N if (self.correction.level or suits) == "sequence" else None
 
     @classmethod
     def of(cls, config: LossConfig) -> "LossSpec":

@@ -357,6 +357,10 @@ def test_a_batch_that_teaches_nothing_changes_nothing_and_measures_nothing(group
         ({"mismatch": "truncate", "mismatch_high": 1.25}, lambda ratio_T: ratio_T.clamp(max=1.25)),
         ({"mismatch": "mask"}, lambda ratio_T: torch.where((ratio_T < 0.5) | (ratio_T > 5), 0.0, ratio_T)),
         ({"mismatch": "none"}, torch.ones_like),
+        (
+            {"mismatch": "truncate", "mismatch_level": "sequence"},
+            lambda ratio_T: ratio_T.prod().clamp(max=2.0).expand_as(ratio_T),
+        ),
     ],
 )
 def test_stale_rollouts_weigh_what_the_correction_says(

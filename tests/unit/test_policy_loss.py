@@ -557,6 +557,30 @@ def test_gspo_truncates_one_weight_a_completion() -> None:
     assert gradient_N.tolist() == pytest.approx([-1.0, -1.0, -0.45])
 
 
+@pytest.mark.parametrize(
+    ("choices", "weights"),
+    [
+        ({}, (2, 2, 0.25, 2)),  # of each token, truncated at 2
+        ({"mismatch_level": "sequence"}, (2, 2, 1, 1)),  # 3 * 3 = 9, truncated, and 0.25 * 4 = 1
+        ({"mismatch": "mask"}, (3, 3, 0, 4)),  # from 0.5 to 5
+        ({"mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
+        ({"loss": "gspo"}, (2, 2, 1, 1)),
+        ({"loss": "gspo", "mismatch_level": "token"}, (2, 2, 0.25, 2)),
+        ({"loss": "gspo", "mismatch": "mask"}, (3, 3, 0, 4)),
+        ({"loss": "gspo", "mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
+    ],
+)
+def test_the_level_of_the_correction_is_the_losss_unless_it_is_chosen(
+    choices: dict[str, Any], weights: Sequence[float]
+) -> None:
+    batch = batch_of([1.0, 1.0], [1.0, 1.0])
+    old_N = batch.sampled_logprobs_N + tensor(3.0, 3.0, 0.25, 4.0).log()
+    logprobs_N = old_N.clone().requires_grad_()
+    spec = spec_of(**{"mismatch": "truncate"} | choices)
+    (gradient_N,) = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, spec)[0], logprobs_N)
+    assert (-gradient_N).tolist() == pytest.approx(list(weights))
+
+
 def test_of_two_tokens_each_is_corrected_given_the_one_before_it() -> None:
     """Enumerate all pairs: prefixes weighted as the server samples them, each next choice by the trainer's policy."""
     torch.manual_seed(2)
