@@ -44,6 +44,8 @@ class LossConfig(Section):
     """Leave truncated completions out of the loss."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from a frozen reference."""
+    kl_in_reward: bool = False
+    """Subtract the KL divergence from the reward of each token, instead of adding it to the loss."""
     reference_model: str | None = None
     """Frozen reference model, loaded beside the trained one; `lora_only` uses its own base instead."""
     mismatch: Literal["truncate", "mask", "none"] = "truncate"
@@ -259,9 +261,10 @@ class TrainConfig(Config):
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
+        yield from self._unfit_reference()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
-        passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
+        passes = self.optimizer.passes_per_batch
         if batch_size % group_size:
             yield f"--batch-size {batch_size} is not a multiple of --group-size {group_size}"
         if num_groups % updates:
@@ -282,6 +285,11 @@ class TrainConfig(Config):
                 f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
                 " compare masks, not policies; leave one of them out"
             )
+
+    def _unfit_reference(self) -> Iterator[str]:
+        kl_coef, reference = self.loss.kl_coef, self.loss.reference_model
+        if kl_coef == 0 and self.loss.kl_in_reward:
+            yield "--kl-in-reward has no effect: --kl-coef, its weight, is 0"
         if kl_coef == 0 and reference is not None:
             yield "--reference-model would not be used: --kl-coef is 0"
         if kl_coef > 0 and self.mode != "lora_only" and reference is None:

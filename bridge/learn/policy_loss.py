@@ -43,6 +43,8 @@ class LossSpec:
     of the gradient, so that every token keeps one, as in CISPO."""
     mask_truncated: bool = False
     kl_coef: float = 0.0
+    kl_in_reward: bool = False
+    """Whether the KL divergence lowers advantages, instead of being a term of the loss."""
     correction: Correction = field(default_factory=Correction)
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
@@ -63,6 +65,7 @@ class LossSpec:
             LOSSES[config.name],
             mask_truncated=config.mask_truncated,
             kl_coef=config.kl_coef,
+            kl_in_reward=config.kl_in_reward,
             correction=Correction.of(config),
             **{part: getattr(config, part) for part in parts if getattr(config, part) is not None},
         )
@@ -127,21 +130,27 @@ def policy_loss(
 
     `old_logprobs_N` are the trainer's before the first update of the batch. `reference_logprobs_N` are required if
     `spec.kl_coef` is not 0. The importance weight multiplies a token's whole term, KL divergence included: both are
-    means over the trainer's policy, and a masked token is in neither.
+    means over the trainer's policy, and a masked token is in neither. With `spec.kl_in_reward`, a token's advantage
+    loses the divergence of its sequence from that token on: what comes before it is not its doing.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
-        that of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; the losses' own
-        papers are named in `LOSSES`.
+        that of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
+        (arXiv 2501.03262), as PPO does for human feedback, for the divergence in the reward; the losses' own papers are
+        named in `LOSSES`.
     """
     assert not old_logprobs_N.requires_grad
     assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
     ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kl_N = torch.zeros_like(ratios_N) if reference_logprobs_N is None else divergence(logprobs_N, reference_logprobs_N)
-    terms_N = spec.kl_coef * kl_N - _gains(logprobs_N, ratios_N, batch.advantages_N, spec)
+    advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
+    if reference_logprobs_N is not None and spec.kl_in_reward:
+        penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
+        advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
+    terms_N = kl_coef * kl_N - _gains(logprobs_N, ratios_N, advantages_N, spec)
     sequences_N = spec.weighted_sequences(batch)
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
-    measured = (torch.ones_like(kl_N), *_clipped(ratios_N.detach(), batch.advantages_N, spec), kl_N.detach())
+    measured = (torch.ones_like(kl_N), *_clipped(ratios_N.detach(), advantages_N, spec), kl_N.detach())
     sums_K = torch.stack([values_N.sum(dtype=torch.float64) for values_N in measured])
     return (terms_N * weights_N).sum(), sums_K
 
@@ -163,6 +172,13 @@ def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Te
         return low_N, high_N
     is_bad_N, is_good_N = advantages_N < 0, advantages_N > 0
     return low_N & is_bad_N, (high_N & is_good_N) | ((ratios_N > spec.clip_dual) & is_bad_N)
+
+
+def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
+    """Return for each token the sum of its sequence's values from that token to the last, whose rows are neighbors."""
+    exact_N = values_N.double()
+    ends_S = exact_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, exact_N).cumsum(0)
+    return (ends_S[batch.sequences_N] - exact_N.cumsum(0) + exact_N).to(values_N.dtype)
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

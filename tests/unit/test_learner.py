@@ -169,6 +169,7 @@ def naive_loss(
     *,
     weigh: Callable[[Tensor], Tensor] = lambda ratio_T: ratio_T.clamp(max=2.0),
     kl: tuple[float, PreTrainedModel] | None = None,
+    in_reward: bool = False,
     num_clipped: list[int] | None = None,
 ) -> Tensor:
     """Return DAPO's loss with importance weights and, optionally, a KL divergence from another model."""
@@ -181,9 +182,12 @@ def naive_loss(
             advantage = standardised[index] if group.advantages is None else torch.tensor(group.advantages[index])
             logprobs_T, old_T = naive_logprobs(model, *at), naive_logprobs(old, *at).detach()
             ratio_T = (logprobs_T - old_T).exp()
+            if kl is not None and in_reward:
+                log_ratios_T = old_T - naive_logprobs(kl[1], *at).detach()
+                advantage = advantage - kl[0] * log_ratios_T.flip(0).cumsum(0).flip(0)
             kept_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
             term_T = -kept_T
-            if kl is not None:
+            if kl is not None and not in_reward:
                 difference_T = naive_logprobs(kl[1], *at).detach() - logprobs_T
                 term_T = term_T + kl[0] * (difference_T.exp() - difference_T - 1)
             total = total + (term_T * weigh((old_T - torch.tensor(completion.logprobs)).exp())).sum()
@@ -376,16 +380,19 @@ def test_stale_rollouts_weigh_what_the_correction_says(
     assert distance(found, uncorrected) > FAR
 
 
+@pytest.mark.parametrize("in_reward", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_divergence_is_from_the_frozen_reference(groups: list[Group], tmp_path: Path, passes: int) -> None:
+def test_a_divergence_is_from_the_frozen_reference(
+    groups: list[Group], tmp_path: Path, passes: int, in_reward: bool
+) -> None:
     folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
     frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = base()
     plain, before = copy.deepcopy(model), weights(model)
-    expected = naive_descent(plain, [groups] * passes, LARGE, kl=(0.5, frozen))
+    expected = naive_descent(plain, [groups] * passes, LARGE, kl=(0.5, frozen), in_reward=in_reward)
     learnt = updated(
         model, groups, make_optimizer=Descent, lr=LARGE, passes_per_batch=passes,
-        kl_coef=0.5, reference_model=str(folder),
+        kl_coef=0.5, kl_in_reward=in_reward, reference_model=str(folder),
     )  # fmt: skip
     assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
     assert learnt.shares.kl > 0.01

@@ -419,6 +419,29 @@ def test_the_divergence_pulls_towards_the_reference() -> None:
     assert LossShares.of(statistics).kl == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
 
 
+IN_REWARD = replace(CLIPPED, kl_coef=0.1, kl_in_reward=True)
+
+
+def test_a_divergence_in_the_reward_lowers_the_advantages_of_the_tokens_that_led_to_it() -> None:
+    batch = batch_of([1.0, 1.0], [2.0], weight=0.5)
+    logprobs_N, old_N = at(batch, [1.1, 1.1, 1.1])
+    # log-ratios 0.5 and -0.2, and 1: from the first token on 0.3, from the second -0.2, and 1
+    loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - tensor(0.5, -0.2, 1.0))
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    assert loss.item() == pytest.approx(-0.5 * 1.1 * (0.97 + 1.02 + 1.9))
+    assert gradient_N.tolist() == pytest.approx([-0.5 * 1.1 * 0.97, -0.5 * 1.1 * 1.02, -0.5 * 1.1 * 1.9])
+    measured_N = divergence(logprobs_N.detach(), old_N - tensor(0.5, -0.2, 1.0))
+    assert LossShares.of(statistics).kl == pytest.approx(measured_N.mean().item())
+
+
+def test_a_token_that_the_divergence_makes_bad_is_clipped_as_a_bad_one() -> None:
+    batch = batch_of([0.05])
+    logprobs_N, old_N = at(batch, [0.5])
+    loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - 1.0)
+    assert loss.item() == pytest.approx(0.8 * 0.05)
+    assert LossShares.of(statistics).clip_low == 1
+
+
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
     batch = batch_of([1.0])
@@ -544,6 +567,31 @@ def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
     found = torch.autograd.grad(loss, [first_logits_V, logits_VV])
     gain = (first_logits_V.softmax(0)[:, None] * logits_VV.softmax(1) * values_VV).sum()
     for one, other in zip(found, torch.autograd.grad(-gain, [first_logits_V, logits_VV]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_divergence_in_the_reward_has_the_gradient_of_the_divergence_of_whole_completions() -> None:
+    """Enumerate all pairs: the gradient is that of the expected value minus the divergence of the pairs."""
+    torch.manual_seed(4)
+    values_VV, reference_VV = torch.randn(4, 4, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    logits_V = OLD_LOGITS.clone().requires_grad_()
+    logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    reference_V, reference_VV = NEW_LOGITS.log_softmax(0), reference_VV.view(4, 4).log_softmax(1)
+    pairs = [(first, second) for first in range(4) for second in range(4)]
+    pairs_VV = logits_V.log_softmax(0)[:, None] + logits_VV.log_softmax(1)
+    batch = batch_of(*([values_VV[pair].item()] * 2 for pair in pairs))
+    batch = replace(batch, weights_N=pairs_VV.detach().exp().flatten().repeat_interleave(2))
+
+    def rows(first_V: Tensor, second_VV: Tensor) -> Tensor:
+        return torch.stack([value for pair in pairs for value in (first_V[pair[0]], second_VV[pair])])
+
+    logprobs_N = rows(logits_V.log_softmax(0), logits_VV.log_softmax(1))
+    spec = replace(WIDE, kl_coef=0.3, kl_in_reward=True)
+    loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec, rows(reference_V, reference_VV))
+    found = torch.autograd.grad(loss, [logits_V, logits_VV], retain_graph=True)
+    penalised_VV = values_VV - 0.3 * (pairs_VV - reference_V[:, None] - reference_VV)
+    expected = torch.autograd.grad(-(pairs_VV.exp() * penalised_VV).sum(), [logits_V, logits_VV])
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
