@@ -42,6 +42,9 @@ class LossConfig(Section):
     mean of the group's other rewards instead of the mean of all (default: the loss's own)."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss."""
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Give an advantage only to this share of an update's tokens, those where the policy's entropy is highest; below 1,
+    this takes another forward pass."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from a frozen reference."""
     kl_in_reward: bool = False
@@ -284,6 +287,11 @@ class TrainConfig(Config):
                 f"--lora-dropout {self.lora.dropout:g} needs one update per batch, found --updates-per-batch {updates}"
                 f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
                 " compare masks, not policies; leave one of them out"
+            )
+        if self.lora.dropout > 0 and self.loss.top_entropy < 1:
+            yield (
+                f"--lora-dropout {self.lora.dropout:g} cannot be combined with --top-entropy {self.loss.top_entropy:g},"
+                " which takes another pass with other dropout masks; leave one of them out"
             )
 
     def _unfit_reference(self) -> Iterator[str]:

@@ -42,6 +42,8 @@ class LossSpec:
     """`objective`: a ratio past its clip has no gradient, as in PPO. `weight`: the clipped ratio is a constant factor
     of the gradient, so that every token keeps one, as in CISPO."""
     mask_truncated: bool = False
+    top_entropy: float = 1.0
+    """Share of an update's tokens that keep their advantage: those with the highest entropy."""
     kl_coef: float = 0.0
     kl_in_reward: bool = False
     """Whether the KL divergence lowers advantages, instead of being a term of the loss."""
@@ -64,6 +66,7 @@ class LossSpec:
         return replace(
             LOSSES[config.name],
             mask_truncated=config.mask_truncated,
+            top_entropy=config.top_entropy,
             kl_coef=config.kl_coef,
             kl_in_reward=config.kl_in_reward,
             correction=Correction.of(config),
@@ -179,6 +182,17 @@ def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
     exact_N = values_N.double()
     ends_S = exact_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, exact_N).cumsum(0)
     return (ends_S[batch.sequences_N] - exact_N.cumsum(0) + exact_N).to(values_N.dtype)
+
+
+def most_uncertain(entropies_N: Tensor, least_share: float) -> Tensor:
+    """Return which tokens have the highest entropies, so that they are at least this share of all.
+
+    Shapes: [N] -> [N] bool.
+    Source: "Beyond the 80/20 Rule" (arXiv 2506.01939), section 5, whose share is 0.2. The other tokens count in every
+        mean, as there.
+    """
+    num_kept = math.ceil(least_share * len(entropies_N))
+    return entropies_N >= entropies_N.topk(num_kept).values[-1]
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

@@ -406,6 +406,44 @@ def test_completions_without_an_advantage_are_still_kept_near_the_reference(grou
     assert learnt.grad_norm > 0
 
 
+def uncertain(model: PreTrainedModel, groups: Sequence[Group], share: float) -> list[Group]:
+    """Give advantages only to this share of all tokens, those with the highest entropies."""
+    entropies = []
+    for group in groups:
+        for each in group.completions:
+            tokens_1T = torch.tensor([[*group.prompt_token_ids, *each.token_ids]])
+            logits_TV = model(tokens_1T).logits[0, len(group.prompt_token_ids) - 1 : -1].detach() / TEMPERATURE
+            entropies.append(torch.distributions.Categorical(logits=logits_TV).entropy())
+    flat_N = torch.cat(entropies).sort(descending=True).values
+    least = (flat_N[math.ceil(share * len(flat_N)) - 1] + flat_N[math.ceil(share * len(flat_N))]) / 2
+    of_completions = iter(entropies)
+    made = []
+    for group in groups:
+        rewards = torch.tensor(group.rewards)
+        standardised = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        kept = [(next(of_completions) > least) * value for value in standardised]
+        made.append(replace(group, advantages=tuple(tuple(each.tolist()) for each in kept)))
+    return made
+
+
+@pytest.mark.parametrize("tokens", [None, 20, 1])
+@pytest.mark.parametrize(("updates", "passes"), [(1, 1), (2, 1), (1, 2)])
+def test_only_the_most_uncertain_tokens_of_an_update_have_an_advantage(
+    groups: list[Group], tokens: int | None, updates: int, passes: int
+) -> None:
+    model = base()
+    plain, before = copy.deepcopy(model), weights(model)
+    shares = [uncertain(model, each, 0.2) for each in ([groups[:2], groups[2:]] if updates == 2 else [groups])]
+    expected = naive_descent(plain, shares * passes, LARGE)
+    learnt = updated(
+        model, groups, make_optimizer=Descent, lr=LARGE, micro_batch_tokens=tokens,
+        updates_per_batch=updates, passes_per_batch=passes, top_entropy=0.2,
+    )  # fmt: skip
+    assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
+    assert learnt.num_tokens == 52
+    assert learnt.entropy == pytest.approx(updated(base(), groups).entropy, rel=1e-4)
+
+
 def with_adapter(model: PreTrainedModel) -> Adapter:
     model.requires_grad_(False)
     adapter = Adapter(model, config_of(mode="lora_only", lora_r=8))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.learn.mismatch import Correction
-from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, policy_loss
+from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, most_uncertain, policy_loss
 from bridge.learn.samples import samples
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Completion, Group
@@ -449,6 +449,26 @@ def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
     loss, _ = policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, kl_coef=1.0), (old_N + distance).float())
     assert torch.isfinite(loss)
     assert torch.isfinite(torch.autograd.grad(loss, logprobs_N)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [
+        (0.01, [1]),
+        (0.2, [1]),
+        (0.4, [1, 4]),  # 0.9 and 0.7
+        (0.5, [1, 2, 4]),  # 2.5 tokens are at least 3
+        (0.8, [1, 2, 3, 4]),
+        (1.0, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_most_uncertain_tokens_are_those_of_the_highest_entropies(share: float, kept: list[int]) -> None:
+    found_N = most_uncertain(tensor(0.1, 0.9, 0.5, 0.3, 0.7), share)
+    assert found_N.nonzero().flatten().tolist() == kept
+
+
+def test_tokens_as_uncertain_as_the_last_of_them_are_kept_too() -> None:
+    assert most_uncertain(tensor(0.5, 0.9, 0.5, 0.1), 0.5).tolist() == [True, True, True, False]
 
 
 # Statistics
