@@ -32,8 +32,9 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     ),
     "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (
-        "loss", "clip_low", "clip_high", "ratio_level", "advantage_scale", "mask_truncated", "kl_coef",
-        "reference_model", "mismatch", "mismatch_low", "mismatch_high", "mismatch_alarm",
+        "loss", "clip_low", "clip_high", "clip_dual", "ratio_level", "advantage_scale", "mask_truncated",
+        "top_entropy", "kl_coef", "kl_in_reward", "reference_model", "mismatch", "mismatch_level",
+        "mismatch_low", "mismatch_high", "mismatch_alarm",
     ),
     "Optimizer": (
         "lr", "weight_decay", "beta1", "beta2", "max_grad_norm", "updates_per_batch", "passes_per_batch",

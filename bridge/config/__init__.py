@@ -8,6 +8,7 @@ May import: `bridge.core`.
 from bridge.config.rollouts import FeedConfig, RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.serve import DEFAULT_PORT, ServeConfig
 from bridge.config.train import (
+    AdvantageScale,
     CheckpointConfig,
     ComputeConfig,
     EvaluationConfig,
@@ -22,6 +23,7 @@ from bridge.config.train import (
 
 __all__ = [
     "DEFAULT_PORT",
+    "AdvantageScale",
     "CheckpointConfig",
     "ComputeConfig",
     "EvaluationConfig",

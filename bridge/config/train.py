@@ -19,32 +19,46 @@ Source: `GRPOConfig` of TRL 1.16; "LoRA Without Regret", Schulman et al. 2025.
 """
 
 
+AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
+
+
 class LossConfig(Section):
     """The policy loss and the correction for the mismatch between vLLM and the trainer."""
 
     renamed: ClassVar[Mapping[str, str]] = {"name": "loss"}
 
-    name: Literal["dapo", "grpo", "dr_grpo", "gspo"] = "dapo"
+    name: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"] = "dapo"
     """Policy loss, as published; the choices below override parts of it."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
     clip_high: float | None = Field(default=None, gt=0)
     """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
+    clip_dual: float | None = Field(default=None, gt=1)
+    """Clip the probability ratio of tokens with a negative advantage above this, such as 3 (default: no such clip)."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Compute probability ratios per token or per sequence (default: the loss's own)."""
-    advantage_scale: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the standard deviation of the group, of the batch, or by 1 (default: the loss's own)."""
+    advantage_scale: AdvantageScale | None = None
+    """Divide advantages by the standard deviation of the group, of the batch, or by 1; `leave_one_out` subtracts the
+    mean of the group's other rewards instead of the mean of all (default: the loss's own)."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss."""
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Give an advantage only to this share of an update's tokens, those where the policy's entropy is highest; below 1,
+    this takes another forward pass."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from a frozen reference."""
+    kl_in_reward: bool = False
+    """Subtract the KL divergence from the reward of each token, instead of adding it to the loss."""
     reference_model: str | None = None
     """Frozen reference model, loaded beside the trained one; `lora_only` uses its own base instead."""
     mismatch: Literal["truncate", "mask", "none"] = "truncate"
     """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight
     (TIS), mask the token outside the bounds (IcePop), or none."""
+    mismatch_level: Literal["token", "sequence"] | None = None
+    """Correct each token by its own weight, or each sequence by the product of its tokens' weights (default: `token`;
+    `sequence` to truncate where the probability ratio is the sequence's)."""
     mismatch_low: float = Field(default=0.5, ge=0, lt=1)
-    """Smallest trainer-to-vLLM ratio that `--mismatch mask` keeps."""
+    """Smallest trainer-to-vLLM ratio of a token or sequence that `--mismatch mask` keeps."""
     mismatch_high: float | None = Field(default=None, gt=1)
     """Largest importance weight, or largest ratio kept (default: 2 for `truncate`, 5 for `mask`)."""
     mismatch_alarm: float = Field(default=0.1, gt=0)
@@ -250,9 +264,10 @@ class TrainConfig(Config):
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
+        yield from self._unfit_reference()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
-        passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
+        passes = self.optimizer.passes_per_batch
         if batch_size % group_size:
             yield f"--batch-size {batch_size} is not a multiple of --group-size {group_size}"
         if num_groups % updates:
@@ -273,6 +288,16 @@ class TrainConfig(Config):
                 f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
                 " compare masks, not policies; leave one of them out"
             )
+        if self.lora.dropout > 0 and self.loss.top_entropy < 1:
+            yield (
+                f"--lora-dropout {self.lora.dropout:g} cannot be combined with --top-entropy {self.loss.top_entropy:g},"
+                " which takes another pass with other dropout masks; leave one of them out"
+            )
+
+    def _unfit_reference(self) -> Iterator[str]:
+        kl_coef, reference = self.loss.kl_coef, self.loss.reference_model
+        if kl_coef == 0 and self.loss.kl_in_reward:
+            yield "--kl-in-reward has no effect: --kl-coef, its weight, is 0"
         if kl_coef == 0 and reference is not None:
             yield "--reference-model would not be used: --kl-coef is 0"
         if kl_coef > 0 and self.mode != "lora_only" and reference is None:
@@ -298,6 +323,8 @@ class TrainConfig(Config):
 
 
 EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "clip_dual": ("loss", ("dapo", "grpo", "dr_grpo", "gspo", "rloo")),
+    "mismatch_level": ("mismatch", ("truncate", "mask")),
     "trainer_device": ("mode", ("lora_only", "none")),
     "reference_model": ("mode", ("shared_vllm", "none")),
     **dict.fromkeys(("kv_sleep", "in_flight_kv", "pause_while_training"), ("mode", ("shared_vllm", "lora_only"))),

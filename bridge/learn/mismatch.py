@@ -2,9 +2,9 @@
 
 The server computes with its own arithmetic, and with older weights where rollouts are stale. The importance weight of a
 token is its probability by the trainer over that by the server. It turns a mean over the server's samples into one over
-the trainer's policy: exactly for each token, given the tokens before it, which stay the server's. A loss with one ratio
-per completion takes one truncated weight per completion: the product of its tokens' weights. Truncating or masking
-bounds the variance.
+the trainer's policy: exactly for each token, given the tokens before it, which stay the server's. By sequence, all
+tokens of a completion have one weight, the product of theirs, which corrects for the prefixes as well. Truncating or
+masking bounds the variance.
 
 Shape suffixes: N rows (positions that predict a sampled token), K sums.
 """
@@ -31,13 +31,15 @@ class Correction:
 
     kind: Literal["truncate", "mask", "none"] = "none"
     """`truncate` limits the weight to `high`, `mask` sets it to 0 outside of `low` to `high`, `none` sets it to 1."""
+    level: Literal["token", "sequence"] | None = None
+    """What has one weight; None: the loss decides."""
     low: float = 0.0
     high: float = math.inf
 
     @classmethod
     def of(cls, config: LossConfig) -> Self:
         high = DEFAULT_HIGH[config.mismatch] if config.mismatch_high is None else config.mismatch_high
-        return cls(kind=config.mismatch, low=config.mismatch_low, high=high)
+        return cls(kind=config.mismatch, level=config.mismatch_level, low=config.mismatch_low, high=high)
 
     def weights(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
         """Return each token's importance weight, without gradient; given `sequences_N`, that of its whole sequence.
@@ -48,8 +50,9 @@ class Correction:
         Shapes: [N], [N], [N] int64 -> [N].
         Source: truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
             after IMPALA (arXiv 1802.01561), section 4.1; masked: IcePop, in Ring-1T (arXiv 2510.18855); both apart from
-            the loss's ratio: decoupled PPO, in AReaL (arXiv 2505.24298); of a sequence: the product of its tokens', as
-            in verl's `rollout_is: sequence` and TRL's `sequence_truncate`; a geometric mean would be biased.
+            the loss's ratio: decoupled PPO, in AReaL (arXiv 2505.24298); of a sequence: the product of its tokens',
+            Liu, Li et al. 2025, "When Speed Kills Stability", as in verl's `rollout_is: sequence` and TRL's
+            `sequence_truncate` and `sequence_mask`; a geometric mean would be biased.
         """
         ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
         if self.kind == "none":

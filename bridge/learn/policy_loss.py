@@ -6,6 +6,7 @@ their gradients, add up to those of a single pass, however the update was cut.
 Shape suffixes: S sequences, N rows (positions that predict a sampled token), K sums.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -13,7 +14,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from bridge.config import LossConfig
+from bridge.config import AdvantageScale, LossConfig
 from bridge.learn.mismatch import Correction, share
 from bridge.passes.packing import MicroBatch
 
@@ -27,36 +28,47 @@ class LossSpec:
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     """Mean over all tokens, mean over completions of each one's mean over its tokens, or sum over a constant."""
-    advantage_scale: Literal["group", "batch", "none"]
-    """Whose standard deviation divides the advantages."""
+    advantage_scale: AdvantageScale
+    """Whose standard deviation divides the advantages; `leave_one_out`: none, and the baseline is the others' mean."""
     clip_low: float
     """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
     """The ratio's upper clip is 1 + clip_high."""
+    clip_dual: float = math.inf
+    """The ratio's upper clip where the advantage is negative."""
     ratio_level: Literal["token", "sequence"] = "token"
     """What has a probability ratio and is clipped: each token, or each completion."""
+    clipped: Literal["objective", "weight"] = "objective"
+    """`objective`: a ratio past its clip has no gradient, as in PPO. `weight`: the clipped ratio is a constant factor
+    of the gradient, so that every token keeps one, as in CISPO."""
     mask_truncated: bool = False
+    top_entropy: float = 1.0
+    """Share of an update's tokens that keep their advantage: those with the highest entropy."""
     kl_coef: float = 0.0
+    kl_in_reward: bool = False
+    """Whether the KL divergence lowers advantages, instead of being a term of the loss."""
     correction: Correction = field(default_factory=Correction)
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
         """Return each row's sequence if each sequence has one importance weight; None: each token has its own.
 
-        Masking leaves out single tokens, whatever has the ratio.
+        Unless it was chosen: one, if the ratio is the sequence's and the weight is truncated; single tokens are masked.
 
         Shapes: -> [N] int64.
         """
-        by_sequence = self.ratio_level == "sequence" and self.correction.kind == "truncate"
-        return batch.sequences_N if by_sequence else None
+        suits = self.ratio_level if self.correction.kind == "truncate" else "token"
+        return batch.sequences_N if (self.correction.level or suits) == "sequence" else None
 
     @classmethod
     def of(cls, config: LossConfig) -> "LossSpec":
         """Return the loss that the configuration names, with the parts that it overrides."""
-        parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high")
+        parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
         return replace(
             LOSSES[config.name],
             mask_truncated=config.mask_truncated,
+            top_entropy=config.top_entropy,
             kl_coef=config.kl_coef,
+            kl_in_reward=config.kl_in_reward,
             correction=Correction.of(config),
             **{part: getattr(config, part) for part in parts if getattr(config, part) is not None},
         )
@@ -73,6 +85,10 @@ LOSSES: Mapping[str, LossSpec] = {
     "gspo": LossSpec(
         aggregation="sequence_mean", advantage_scale="group", clip_low=3e-4, clip_high=4e-4, ratio_level="sequence"
     ),
+    # CISPO, in MiniMax-M1, arXiv 2506.13585, section 3.1: no lower clip; 5 above as in ScaleRL, 2510.13786
+    "cispo": LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=1, clip_high=4, clipped="weight"),
+    # RLOO, arXiv 2402.14740: its gradient, over a constant; it has no clip, which later updates need: PPO's own
+    "rloo": LossSpec(aggregation="constant", advantage_scale="leave_one_out", clip_low=0.2, clip_high=0.2),
 }
 """Name of a loss -> its paper's choices."""
 
@@ -82,9 +98,16 @@ class LossShares:
     """Means over the trained tokens; NaN if there are none."""
 
     clip_low: float
-    """Share of tokens without a gradient because they were bad, and already less likely than 1 - clip_low."""
+    """Share of tokens without a gradient because they were bad, and already less likely than 1 - clip_low.
+
+    If the weight is clipped: share of tokens, good or bad, that are less likely than that.
+    """
     clip_high: float
-    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high."""
+    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high, or bad, and
+    likelier than clip_dual.
+
+    If the weight is clipped: share of tokens, good or bad, that are likelier than that.
+    """
     kl: float
     """KL divergence from the reference, in nats; 0 without one."""
 
@@ -110,26 +133,66 @@ def policy_loss(
 
     `old_logprobs_N` are the trainer's before the first update of the batch. `reference_logprobs_N` are required if
     `spec.kl_coef` is not 0. The importance weight multiplies a token's whole term, KL divergence included: both are
-    means over the trainer's policy, and a masked token is in neither.
+    means over the trainer's policy, and a masked token is in neither. With `spec.kl_in_reward`, a token's advantage
+    loses the divergence of its sequence from that token on: what comes before it is not its doing.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
-    Source: PPO (arXiv 1707.06347), equation 7, for the clip; the losses' own papers are named in `LOSSES`.
+    Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
+        that of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
+        (arXiv 2501.03262), as PPO does for human feedback, for the divergence in the reward; the losses' own papers are
+        named in `LOSSES`.
     """
     assert not old_logprobs_N.requires_grad
     assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
     ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped_N = ratios_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
     kl_N = torch.zeros_like(ratios_N) if reference_logprobs_N is None else divergence(logprobs_N, reference_logprobs_N)
-    advantages_N = batch.advantages_N
-    terms_N = spec.kl_coef * kl_N - torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
+    advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
+    if reference_logprobs_N is not None and spec.kl_in_reward:
+        penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
+        advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
+    terms_N = kl_coef * kl_N - _gains(logprobs_N, ratios_N, advantages_N, spec)
     sequences_N = spec.weighted_sequences(batch)
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
-    ratios_N = ratios_N.detach()
-    too_low_N = (ratios_N < 1 - spec.clip_low) & (advantages_N < 0)
-    too_high_N = (ratios_N > 1 + spec.clip_high) & (advantages_N > 0)
-    measured = (torch.ones_like(ratios_N), too_low_N, too_high_N, kl_N.detach())
+    measured = (torch.ones_like(kl_N), *_clipped(ratios_N.detach(), advantages_N, spec), kl_N.detach())
     sums_K = torch.stack([values_N.sum(dtype=torch.float64) for values_N in measured])
     return (terms_N * weights_N).sum(), sums_K
+
+
+def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:
+    """Return what each token adds to the objective."""
+    limits_N = torch.full_like(ratios_N, math.inf).masked_fill(advantages_N < 0, spec.clip_dual)
+    ratios_N = ratios_N.clamp(max=limits_N)
+    clipped_N = ratios_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    if spec.clipped == "weight":
+        return clipped_N.detach() * advantages_N * logprobs_N
+    return torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N)
+
+
+def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """Return which tokens are clipped low, and which high."""
+    low_N, high_N = ratios_N < 1 - spec.clip_low, ratios_N > 1 + spec.clip_high
+    if spec.clipped == "weight":
+        return low_N, high_N
+    is_bad_N, is_good_N = advantages_N < 0, advantages_N > 0
+    return low_N & is_bad_N, (high_N & is_good_N) | ((ratios_N > spec.clip_dual) & is_bad_N)
+
+
+def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
+    """Return for each token the sum of its sequence's values from that token to the last, whose rows are neighbors."""
+    exact_N = values_N.double()
+    ends_S = exact_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, exact_N).cumsum(0)
+    return (ends_S[batch.sequences_N] - exact_N.cumsum(0) + exact_N).to(values_N.dtype)
+
+
+def most_uncertain(entropies_N: Tensor, least_share: float) -> Tensor:
+    """Return which tokens have the highest entropies, so that they are at least this share of all.
+
+    Shapes: [N] -> [N] bool.
+    Source: "Beyond the 80/20 Rule" (arXiv 2506.01939), section 5, whose share is 0.2. The other tokens count in every
+        mean, as there.
+    """
+    num_kept = math.ceil(least_share * len(entropies_N))
+    return entropies_N >= entropies_N.topk(num_kept).values[-1]
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

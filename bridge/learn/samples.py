@@ -10,8 +10,8 @@ Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
 
+from bridge.config import AdvantageScale
 from bridge.errors import UsageError
 from bridge.learn.policy_loss import LossSpec
 from bridge.passes.packing import Sample, of_sampled
@@ -23,8 +23,11 @@ TRUNCATED = ("length", "abort")
 """Finish reasons of a truncated completion."""
 
 
-def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "none"]) -> list[Group]:
+def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Group]:
     """Return the groups with advantages: reward - mean of the group, over the standard deviation of `scale`.
+
+    `leave_one_out` divides by 1 - 1 / N instead, N completions being in the group: the same as the reward - the mean of
+    the others.
 
     They are exactly zero if all rewards of a group are equal, or the group says so. Given advantages are kept. Standard
     deviations are the population's, so that the mean square of a group's advantages is one; the batch's is over the
@@ -34,7 +37,7 @@ def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "n
         UsageError: given advantages do not match their completions, or are not finite.
 
     Source: group: DeepSeekMath (arXiv 2402.03300), section 4.1.2; batch: "Tricks or Traps?" (arXiv 2508.08221);
-        none: Dr. GRPO (arXiv 2503.20783), section 3.2.
+        none: Dr. GRPO (arXiv 2503.20783), section 3.2; leave_one_out: RLOO (arXiv 2402.14740), after Kool et al. 2019.
     """
     of_batch = _divisor(reward for group in groups if group.advantages is None for reward in group.rewards)
     filled = []
@@ -43,7 +46,12 @@ def with_advantages(groups: Sequence[Group], scale: Literal["group", "batch", "n
         if advantages is not None:
             _check(group, advantages, number)
         else:
-            divisor = {"group": _divisor(group.rewards), "batch": of_batch, "none": 1.0}[scale]
+            divisor = {
+                "group": _divisor(group.rewards),
+                "batch": of_batch,
+                "none": 1.0,
+                "leave_one_out": 1 - 1 / max(len(group.rewards), 2),  # a group of one has no others, and no advantage
+            }[scale]
             advantages = tuple((value / divisor,) for value in _centered(group.rewards))
         if any(group.zero_advantage):
             flags = zip(advantages, group.zero_advantage, strict=True)

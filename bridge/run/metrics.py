@@ -84,9 +84,9 @@ class StepMetrics:
     entropy: float = metric("Entropy", "nats", curve="train/entropy")
     """Mean entropy of the policy at the sampled tokens, before the update."""
     clipped_low_share: float = share("Tokens clipped low", curve="train/clipped_low_share")
-    """Share of the tokens without a gradient: negative advantage, ratio below the clip range."""
+    """Share of the tokens with a ratio below the clip range and a negative advantage; with `cispo`, any advantage."""
     clipped_high_share: float = share("Tokens clipped high", curve="train/clipped_high_share")
-    """Share of the tokens without a gradient: positive advantage, ratio above the clip range."""
+    """Share of the tokens with a ratio above the clip range and a positive advantage; with `cispo`, any advantage."""
     kl: float = metric("KL from the reference", "nats", curve="train/kl")
     """Mean KL divergence from the reference over the tokens; 0 without a reference."""
     logprob_diff_mean: float = metric("Log-prob mismatch, mean", "nats", curve="mismatch/logprob_diff_mean")

@@ -247,6 +247,8 @@ def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, e
     ("flags", "told"),
     [
         (("--rollouts", "atropos", "--environment", "gsm8k"), "--environment has no effect with --rollouts atropos"),
+        (("--loss", "cispo", "--clip-dual", "3"), "--clip-dual has no effect with --loss cispo, only with dapo"),
+        (("--mismatch", "none", "--mismatch-level", "token"), "--mismatch-level has no effect with --mismatch none"),
         (("--rollouts", "atropos", "--reward", "math"), "--reward has no effect with --rollouts atropos"),
         (("--atropos-url", "http://a:1"), "--atropos-url has no effect with --rollouts environment, only with atropos"),
     ],

@@ -119,6 +119,15 @@ def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPat
     assert not seen[0].any()
 
 
+def test_a_pass_for_entropies_has_the_code_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
+    seen = log_ratios(monkeypatch)
+    found = learnt(compile_layers=True, updates_per_batch=1, top_entropy=0.5)
+    assert found.num_updates == len(seen) == 1
+    assert not seen[0].any()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++")
 @pytest.mark.timeout(600)

@@ -169,6 +169,7 @@ def naive_loss(
     *,
     weigh: Callable[[Tensor], Tensor] = lambda ratio_T: ratio_T.clamp(max=2.0),
     kl: tuple[float, PreTrainedModel] | None = None,
+    in_reward: bool = False,
     num_clipped: list[int] | None = None,
 ) -> Tensor:
     """Return DAPO's loss with importance weights and, optionally, a KL divergence from another model."""
@@ -181,9 +182,12 @@ def naive_loss(
             advantage = standardised[index] if group.advantages is None else torch.tensor(group.advantages[index])
             logprobs_T, old_T = naive_logprobs(model, *at), naive_logprobs(old, *at).detach()
             ratio_T = (logprobs_T - old_T).exp()
+            if kl is not None and in_reward:
+                log_ratios_T = old_T - naive_logprobs(kl[1], *at).detach()
+                advantage = advantage - kl[0] * log_ratios_T.flip(0).cumsum(0).flip(0)
             kept_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
             term_T = -kept_T
-            if kl is not None:
+            if kl is not None and not in_reward:
                 difference_T = naive_logprobs(kl[1], *at).detach() - logprobs_T
                 term_T = term_T + kl[0] * (difference_T.exp() - difference_T - 1)
             total = total + (term_T * weigh((old_T - torch.tensor(completion.logprobs)).exp())).sum()
@@ -247,7 +251,7 @@ def test_the_gradient_is_that_of_plain_autograd(groups: list[Group]) -> None:
     assert distance(gradient(model), expected) < CLOSE
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
 def test_the_gradient_depends_on_neither_the_budget_nor_the_order(groups: list[Group], loss: str) -> None:
     one, cut, turned = base(), base(), base()
     learnt = prepared(one, groups, loss=loss).learnt()
@@ -357,6 +361,10 @@ def test_a_batch_that_teaches_nothing_changes_nothing_and_measures_nothing(group
         ({"mismatch": "truncate", "mismatch_high": 1.25}, lambda ratio_T: ratio_T.clamp(max=1.25)),
         ({"mismatch": "mask"}, lambda ratio_T: torch.where((ratio_T < 0.5) | (ratio_T > 5), 0.0, ratio_T)),
         ({"mismatch": "none"}, torch.ones_like),
+        (
+            {"mismatch": "truncate", "mismatch_level": "sequence"},
+            lambda ratio_T: ratio_T.prod().clamp(max=2.0).expand_as(ratio_T),
+        ),
     ],
 )
 def test_stale_rollouts_weigh_what_the_correction_says(
@@ -372,16 +380,19 @@ def test_stale_rollouts_weigh_what_the_correction_says(
     assert distance(found, uncorrected) > FAR
 
 
+@pytest.mark.parametrize("in_reward", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_divergence_is_from_the_frozen_reference(groups: list[Group], tmp_path: Path, passes: int) -> None:
+def test_a_divergence_is_from_the_frozen_reference(
+    groups: list[Group], tmp_path: Path, passes: int, in_reward: bool
+) -> None:
     folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
     frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = base()
     plain, before = copy.deepcopy(model), weights(model)
-    expected = naive_descent(plain, [groups] * passes, LARGE, kl=(0.5, frozen))
+    expected = naive_descent(plain, [groups] * passes, LARGE, kl=(0.5, frozen), in_reward=in_reward)
     learnt = updated(
         model, groups, make_optimizer=Descent, lr=LARGE, passes_per_batch=passes,
-        kl_coef=0.5, reference_model=str(folder),
+        kl_coef=0.5, kl_in_reward=in_reward, reference_model=str(folder),
     )  # fmt: skip
     assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
     assert learnt.shares.kl > 0.01
@@ -393,6 +404,44 @@ def test_completions_without_an_advantage_are_still_kept_near_the_reference(grou
     learnt = updated(model, [flat(group) for group in groups], **of_adapter(adapter))
     assert (learnt.num_updates, learnt.num_tokens) == (1, 52)
     assert learnt.grad_norm > 0
+
+
+def uncertain(model: PreTrainedModel, groups: Sequence[Group], share: float) -> list[Group]:
+    """Give advantages only to this share of all tokens, those with the highest entropies."""
+    entropies = []
+    for group in groups:
+        for each in group.completions:
+            tokens_1T = torch.tensor([[*group.prompt_token_ids, *each.token_ids]])
+            logits_TV = model(tokens_1T).logits[0, len(group.prompt_token_ids) - 1 : -1].detach() / TEMPERATURE
+            entropies.append(torch.distributions.Categorical(logits=logits_TV).entropy())
+    flat_N = torch.cat(entropies).sort(descending=True).values
+    least = (flat_N[math.ceil(share * len(flat_N)) - 1] + flat_N[math.ceil(share * len(flat_N))]) / 2
+    of_completions = iter(entropies)
+    made = []
+    for group in groups:
+        rewards = torch.tensor(group.rewards)
+        standardised = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+        kept = [(next(of_completions) > least) * value for value in standardised]
+        made.append(replace(group, advantages=tuple(tuple(each.tolist()) for each in kept)))
+    return made
+
+
+@pytest.mark.parametrize("tokens", [None, 20, 1])
+@pytest.mark.parametrize(("updates", "passes"), [(1, 1), (2, 1), (1, 2)])
+def test_only_the_most_uncertain_tokens_of_an_update_have_an_advantage(
+    groups: list[Group], tokens: int | None, updates: int, passes: int
+) -> None:
+    model = base()
+    plain, before = copy.deepcopy(model), weights(model)
+    shares = [uncertain(model, each, 0.2) for each in ([groups[:2], groups[2:]] if updates == 2 else [groups])]
+    expected = naive_descent(plain, shares * passes, LARGE)
+    learnt = updated(
+        model, groups, make_optimizer=Descent, lr=LARGE, micro_batch_tokens=tokens,
+        updates_per_batch=updates, passes_per_batch=passes, top_entropy=0.2,
+    )  # fmt: skip
+    assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
+    assert learnt.num_tokens == 52
+    assert learnt.entropy == pytest.approx(updated(base(), groups).entropy, rel=1e-4)
 
 
 def with_adapter(model: PreTrainedModel) -> Adapter:

@@ -205,6 +205,11 @@ def test_dropout_with_several_updates_of_one_batch_is_refused(more: dict[str, in
     TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only"} | more)
 
 
+def test_dropout_with_a_pass_for_entropies_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"--lora-dropout 0.1 cannot be combined with --top-entropy 0.2"):
+        TrainConfig.model_validate({"model_name": "t", "mode": "lora_only", "lora_dropout": 0.1, "top_entropy": 0.2})
+
+
 def test_without_dropout_the_model_computes_the_same_twice() -> None:
     model = base()
     fill(put_in(model))

@@ -53,6 +53,17 @@ def test_the_tokens_of_a_sequence_weigh_the_product_and_unknown_ones_nothing_in_
     assert found.weight_mean == pytest.approx((3 * 0.125 + 2) / 4)
 
 
+def test_a_sequence_is_masked_as_a_whole_by_the_product_of_its_tokens() -> None:
+    # 0.25 * 8 = 2 and 0.5 * 1 * 2 = 1 are kept, though 0.25 and 8 alone are not; 0.25 * 0.5 and 2 * 8 are masked
+    by = correction(mismatch="mask", mismatch_level="sequence")
+    for sequences, weights in (([0, 1, 1, 1, 0], [2, 1, 1, 1, 2]), ([0, 0, 1, 2, 2], [0, 0, 1, 0, 0])):
+        sequences_N = torch.tensor(sequences)
+        assert by.weights(old(), SAMPLED_N, sequences_N).tolist() == pytest.approx(weights)
+        assert by.changed(old(), SAMPLED_N, sequences_N).tolist() == [weight == 0 for weight in weights]
+        found = measure(old(), SAMPLED_N, by, sequences_N).read()
+        assert (found.changed_share, found.weight_mean) == pytest.approx((weights.count(0) / 5, sum(weights) / 5))
+
+
 def test_what_lies_on_a_bound_is_kept() -> None:
     both = Correction(kind="mask", low=0.5, high=2.0)
     ratios_N = torch.tensor([0.5, 2.0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.learn.mismatch import Correction
-from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, policy_loss
+from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, most_uncertain, policy_loss
 from bridge.learn.samples import samples
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Completion, Group
@@ -83,6 +83,7 @@ def test_a_loss_is_its_papers_unless_it_is_overruled(loss: str) -> None:
 def test_each_part_is_overruled_alone() -> None:
     gspo = spec_of(loss="gspo")
     parts: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.4, "ratio_level": "token", "advantage_scale": "none"}
+    parts["clip_dual"] = 3.0
     for part, value in parts.items():
         assert spec_of(loss="gspo", **{part: value}) == replace(gspo, **{part: value})
     others = spec_of(loss="dapo", mask_truncated=True, kl_coef=0.25, mismatch="mask")
@@ -118,6 +119,10 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
         # one ratio per completion: the cube root of 0.825 is below one, so the good completion is not clipped;
         # the bad one's, 0.9, is clipped to 1 - 3e-4
         ("gspo", -((1.1 * 1.5 * 0.5) ** (1 / 3) - (1 - 3e-4)) / 2),
+        # advantages 1 - 0 and 0 - 1; over two completions of at most 10 tokens
+        ("rloo", -((1.1 + 1.2 + 0.5) - 0.9) / (2 * 10)),
+        # advantages 1 and -1; each ratio, none above 5, weighs the log-probability: that of the server is -1
+        ("cispo", -(sum(r * (math.log(r) - 1) for r in (1.1, 1.5, 0.5)) - 0.9 * (math.log(0.9) - 1)) / 4),
     ],
 )
 def test_each_loss_is_what_a_person_would_work_out(loss: str, expected: float) -> None:
@@ -151,7 +156,11 @@ def test_one_token_has_the_loss_and_the_gradient_of_the_paper(
     assert (value, slope) == pytest.approx((loss, gradient), rel=1e-12)
 
 
-@pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    "spec",
+    [CLIPPED, BY_SEQUENCE, replace(CLIPPED, clipped="weight", clip_low=1)],
+    ids=["token", "sequence", "weight"],
+)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float, distance: float) -> None:
@@ -179,6 +188,68 @@ def plain(length: int) -> dict[str, Any]:
         "advantages": values,
         "weight": 0.5,
     }
+
+
+@pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    ("dual", "ratio", "advantage", "loss", "gradient"),
+    [
+        (3.0, 2.5, -2.0, 5.0, 5.0),  # bad and more likely, but not yet by 3: the full push back
+        (3.0, 4.0, -2.0, 6.0, 0.0),  # past 3: bounded, and no more push
+        (3.0, 4.0, 2.0, -2.6, 0.0),  # good: clipped at 1 + 0.3, as ever
+        (3.0, 0.5, -2.0, 1.6, 0.0),  # bad and less likely: clipped at 1 - 0.2, as ever
+        (1.1, 1.25, 2.0, -2.5, -2.5),  # a bound within the clips is of bad tokens alone
+        (1.1, 1.25, -2.0, 2.2, 0.0),
+    ],
+)
+def test_a_second_clip_bounds_what_a_bad_token_costs(
+    spec: LossSpec, dual: float, ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    value, (slope,) = loss_and_gradient(batch_of([advantage]), replace(spec, clip_dual=dual), [ratio])
+    assert (value, slope) == pytest.approx((loss, gradient), rel=1e-12)
+
+
+def test_bad_tokens_past_the_second_clip_are_clipped_high() -> None:
+    batch = batch_of([-2.0, -2.0, 2.0, 2.0])
+    logprobs_N, old_N = at(batch, [4.0, 2.5, 1.5, 1.1])
+    shares = LossShares.of(policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, clip_dual=3.0))[1])
+    assert (shares.clip_low, shares.clip_high) == (0, 2 / 4)
+
+
+CISPO = replace(CLIPPED, clipped="weight")
+"""CISPO's objective with the clips of `CLIPPED`; its own clips are 1 and 4."""
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [
+        (1.1, 2.0, 1.1),  # inside the clip the gradient is that of PPO
+        (1.5, 2.0, 1.3),  # good and more likely than 1 + 0.3: PPO would have no gradient
+        (1.5, -2.0, 1.3),  # bad and more likely: PPO would push back by 1.5
+        (0.5, 2.0, 0.8),
+        (0.5, -2.0, 0.8),  # bad and less likely than 1 - 0.2: PPO would have no gradient
+    ],
+)
+def test_a_clipped_weight_is_a_constant_factor_of_the_log_probability(
+    ratio: float, advantage: float, weight: float
+) -> None:
+    value, (slope,) = loss_and_gradient(batch_of([advantage]), CISPO, [ratio])
+    assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 2))  # the server's log-probability is -2
+    assert slope == pytest.approx(-weight * advantage)
+
+
+def test_a_clipped_weight_counts_as_such_whatever_the_advantage() -> None:
+    batch = batch_of([2.0, 2.0, -2.0, -2.0, 2.0])
+    logprobs_N, old_N = at(batch, [1.1, 1.5, 1.5, 0.5, 1.4])
+    shares = LossShares.of(policy_loss(logprobs_N, old_N, batch, CISPO)[1])
+    assert (shares.clip_low, shares.clip_high) == pytest.approx((1 / 5, 3 / 5))
+    own = LossShares.of(policy_loss(logprobs_N, old_N, batch, LOSSES["cispo"])[1])
+    assert (own.clip_low, own.clip_high) == (0, 0)
+
+
+def test_cispo_has_no_lower_clip_and_an_upper_one_of_five() -> None:
+    found = [loss_and_gradient(batch_of([-1.0]), LOSSES["cispo"], [ratio])[1][0] for ratio in (1e-3, 1.0, 4.9, 80.0)]
+    assert found == pytest.approx([1e-3, 1.0, 4.9, 5.0])
 
 
 # Several tokens
@@ -348,6 +419,29 @@ def test_the_divergence_pulls_towards_the_reference() -> None:
     assert LossShares.of(statistics).kl == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
 
 
+IN_REWARD = replace(CLIPPED, kl_coef=0.1, kl_in_reward=True)
+
+
+def test_a_divergence_in_the_reward_lowers_the_advantages_of_the_tokens_that_led_to_it() -> None:
+    batch = batch_of([1.0, 1.0], [2.0], weight=0.5)
+    logprobs_N, old_N = at(batch, [1.1, 1.1, 1.1])
+    # log-ratios 0.5 and -0.2, and 1: from the first token on 0.3, from the second -0.2, and 1
+    loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - tensor(0.5, -0.2, 1.0))
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    assert loss.item() == pytest.approx(-0.5 * 1.1 * (0.97 + 1.02 + 1.9))
+    assert gradient_N.tolist() == pytest.approx([-0.5 * 1.1 * 0.97, -0.5 * 1.1 * 1.02, -0.5 * 1.1 * 1.9])
+    measured_N = divergence(logprobs_N.detach(), old_N - tensor(0.5, -0.2, 1.0))
+    assert LossShares.of(statistics).kl == pytest.approx(measured_N.mean().item())
+
+
+def test_a_token_that_the_divergence_makes_bad_is_clipped_as_a_bad_one() -> None:
+    batch = batch_of([0.05])
+    logprobs_N, old_N = at(batch, [0.5])
+    loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - 1.0)
+    assert loss.item() == pytest.approx(0.8 * 0.05)
+    assert LossShares.of(statistics).clip_low == 1
+
+
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
     batch = batch_of([1.0])
@@ -355,6 +449,26 @@ def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
     loss, _ = policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, kl_coef=1.0), (old_N + distance).float())
     assert torch.isfinite(loss)
     assert torch.isfinite(torch.autograd.grad(loss, logprobs_N)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [
+        (0.01, [1]),
+        (0.2, [1]),
+        (0.4, [1, 4]),  # 0.9 and 0.7
+        (0.5, [1, 2, 4]),  # 2.5 tokens are at least 3
+        (0.8, [1, 2, 3, 4]),
+        (1.0, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_most_uncertain_tokens_are_those_of_the_highest_entropies(share: float, kept: list[int]) -> None:
+    found_N = most_uncertain(tensor(0.1, 0.9, 0.5, 0.3, 0.7), share)
+    assert found_N.nonzero().flatten().tolist() == kept
+
+
+def test_tokens_as_uncertain_as_the_last_of_them_are_kept_too() -> None:
+    assert most_uncertain(tensor(0.5, 0.9, 0.5, 0.1), 0.5).tolist() == [True, True, True, False]
 
 
 # Statistics
@@ -476,6 +590,31 @@ def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def test_a_divergence_in_the_reward_has_the_gradient_of_the_divergence_of_whole_completions() -> None:
+    """Enumerate all pairs: the gradient is that of the expected value minus the divergence of the pairs."""
+    torch.manual_seed(4)
+    values_VV, reference_VV = torch.randn(4, 4, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    logits_V = OLD_LOGITS.clone().requires_grad_()
+    logits_VV = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    reference_V, reference_VV = NEW_LOGITS.log_softmax(0), reference_VV.view(4, 4).log_softmax(1)
+    pairs = [(first, second) for first in range(4) for second in range(4)]
+    pairs_VV = logits_V.log_softmax(0)[:, None] + logits_VV.log_softmax(1)
+    batch = batch_of(*([values_VV[pair].item()] * 2 for pair in pairs))
+    batch = replace(batch, weights_N=pairs_VV.detach().exp().flatten().repeat_interleave(2))
+
+    def rows(first_V: Tensor, second_VV: Tensor) -> Tensor:
+        return torch.stack([value for pair in pairs for value in (first_V[pair[0]], second_VV[pair])])
+
+    logprobs_N = rows(logits_V.log_softmax(0), logits_VV.log_softmax(1))
+    spec = replace(WIDE, kl_coef=0.3, kl_in_reward=True)
+    loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec, rows(reference_V, reference_VV))
+    found = torch.autograd.grad(loss, [logits_V, logits_VV], retain_graph=True)
+    penalised_VV = values_VV - 0.3 * (pairs_VV - reference_V[:, None] - reference_VV)
+    expected = torch.autograd.grad(-(pairs_VV.exp() * penalised_VV).sum(), [logits_V, logits_VV])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 def test_gspo_truncates_one_weight_a_completion() -> None:
     # the server's log-probabilities are lower: weights 1.5 * 1.5 = 2.25, truncated to 2, and 0.9
     batch = batch_of([1.0, 1.0], [1.0], weight=0.5)
@@ -484,6 +623,30 @@ def test_gspo_truncates_one_weight_a_completion() -> None:
     logprobs_N = old_N.clone().requires_grad_()
     (gradient_N,) = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, spec)[0], logprobs_N)
     assert gradient_N.tolist() == pytest.approx([-1.0, -1.0, -0.45])
+
+
+@pytest.mark.parametrize(
+    ("choices", "weights"),
+    [
+        ({}, (2, 2, 0.25, 2)),  # of each token, truncated at 2
+        ({"mismatch_level": "sequence"}, (2, 2, 1, 1)),  # 3 * 3 = 9, truncated, and 0.25 * 4 = 1
+        ({"mismatch": "mask"}, (3, 3, 0, 4)),  # from 0.5 to 5
+        ({"mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
+        ({"loss": "gspo"}, (2, 2, 1, 1)),
+        ({"loss": "gspo", "mismatch_level": "token"}, (2, 2, 0.25, 2)),
+        ({"loss": "gspo", "mismatch": "mask"}, (3, 3, 0, 4)),
+        ({"loss": "gspo", "mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
+    ],
+)
+def test_the_level_of_the_correction_is_the_losss_unless_it_is_chosen(
+    choices: dict[str, Any], weights: Sequence[float]
+) -> None:
+    batch = batch_of([1.0, 1.0], [1.0, 1.0])
+    old_N = batch.sampled_logprobs_N + tensor(3.0, 3.0, 0.25, 4.0).log()
+    logprobs_N = old_N.clone().requires_grad_()
+    spec = spec_of(**{"mismatch": "truncate"} | choices)
+    (gradient_N,) = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, spec)[0], logprobs_N)
+    assert (-gradient_N).tolist() == pytest.approx(list(weights))
 
 
 def test_of_two_tokens_each_is_corrected_given_the_one_before_it() -> None:

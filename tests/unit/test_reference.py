@@ -230,6 +230,8 @@ def test_a_model_that_is_overwritten_is_no_reference_of_itself(mode: str) -> Non
 
 
 def test_a_reference_that_nobody_asks_for_is_refused() -> None:
+    with pytest.raises(ValidationError, match="--kl-in-reward has no effect: --kl-coef, its weight, is 0"):
+        config_of(mode="lora_only", kl_in_reward=True)
     with pytest.raises(ValidationError, match="--kl-coef is 0"):
         config_of(reference_model="tiny")
 

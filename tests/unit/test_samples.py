@@ -3,18 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 import pytest
 
-from bridge.config import TrainConfig
+from bridge.config import AdvantageScale, TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.policy_loss import LOSSES, LossSpec
 from bridge.learn.samples import has_signal, samples, with_advantages
 from bridge.passes.packing import Sample
 from bridge.types import Completion, FinishReason, Group
 
-Scale = Literal["group", "batch", "none"]
+SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
 
 
 def completion(length: int, reason: FinishReason = "stop") -> Completion:
@@ -33,7 +33,7 @@ def group(rewards: Sequence[float], lengths: Sequence[int] = (), **given: Any) -
     return Group(**(fixed | {"rewards": tuple(rewards)} | given))
 
 
-def advantages(groups: Sequence[Group], scale: Scale) -> list[list[float]]:
+def advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[list[float]]:
     return [[value for (value,) in filled.advantages or ()] for filled in with_advantages(groups, scale)]
 
 
@@ -53,6 +53,13 @@ def test_without_a_scale_only_the_mean_of_the_group_is_taken_off() -> None:
     assert advantages([group([1, 0, 0, 0]), group([2, 4])], "none") == [[0.75, -0.25, -0.25, -0.25], [-1, 1]]
 
 
+def test_by_leaving_one_out_a_reward_is_compared_with_the_mean_of_the_others() -> None:
+    # 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; and 1 - 0, 0 - (1 + 0 + 0) / 3
+    found = advantages([group([1, 0, 2]), group([1, 0, 0, 0])], "leave_one_out")
+    assert found[0] == pytest.approx([0, -1.5, 1.5], rel=1e-12)
+    assert found[1] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-12)
+
+
 def test_by_batch_the_mean_is_the_groups_and_the_deviation_that_of_all_rewards() -> None:
     # rewards 0, 2, 4, 4, 4, 4: mean 3, variance (9 + 1 + 4) / 6 = 7/3
     found = advantages([group([0, 2]), group([4, 4, 4, 4])], "batch")
@@ -64,9 +71,9 @@ def test_groups_may_differ_in_size() -> None:
     assert [len(values) for values in advantages([group([1, 0]), group([1, 2, 3]), group([5])], "group")] == [2, 3, 1]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
-def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float, scale: Scale) -> None:
+def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float, scale: AdvantageScale) -> None:
     for size in range(1, 12):  # the mean of some of these differs from the reward by a rounding error
         assert advantages([group([reward] * size), group([0, 1])], scale)[0] == [0.0] * size
 
@@ -83,8 +90,8 @@ def test_advantages_from_outside_are_taken_as_they_are_and_stay_out_of_the_batch
     assert [sample.advantages for sample in made([theirs])] == [(1.5, -2.5), (7.0, 7.0, 7.0)]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts_for_the_others(scale: Scale) -> None:
+@pytest.mark.parametrize("scale", SCALES)
+def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts_for_the_others(scale: AdvantageScale) -> None:
     plain = [group([0, 1, 5]), group([2, 3])]
     zeroed = [group([0, 1, 5], zero_advantage=(False, True, True)), plain[1]]
     (first, _, _), second = advantages(plain, scale)
@@ -157,6 +164,7 @@ def test_a_sample_is_its_completion_with_one_advantage_for_each_token() -> None:
         ("grpo", [1 / (4 * length) for length in (1, 2, 3, 4)]),
         ("gspo", [1 / (4 * length) for length in (1, 2, 3, 4)]),
         ("dr_grpo", [1 / (4 * 100)] * 4),
+        ("rloo", [1 / (4 * 100)] * 4),
     ],
 )
 def test_a_tokens_weight_is_its_losses_aggregation(loss: str, weights: list[float]) -> None:
@@ -250,8 +258,8 @@ def test_a_completion_of_which_nothing_was_sampled_is_left_out_but_its_reward_co
     assert kept.advantages == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_group_of_one_or_of_none_has_nothing_to_learn_and_is_in_no_ones_way(scale: Scale) -> None:
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_group_of_one_or_of_none_has_nothing_to_learn_and_is_in_no_ones_way(scale: AdvantageScale) -> None:
     small = [group([], completions=()), group([3])]
     assert advantages(small, scale) == [[], [0.0]]
     assert made(small, advantage_scale=scale) == made([], advantage_scale=scale) == []
