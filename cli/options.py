@@ -36,8 +36,8 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "reference_model", "mismatch", "mismatch_low", "mismatch_high", "mismatch_alarm",
     ),
     "Optimizer": (
-        "lr", "weight_decay", "beta1", "beta2", "max_grad_norm", "updates_per_batch", "passes_per_batch",
-        "optimizer", "offload_optimizer", "gradient_release",
+        "lr", "lr_scheduler_type", "warmup_steps", "weight_decay", "beta1", "beta2", "max_grad_norm",
+        "updates_per_batch", "passes_per_batch", "optimizer", "offload_optimizer", "gradient_release",
     ),
     "Evaluation and saving": (
         "eval_samples", "eval_interval", "eval_data", "save_interval", "keep_last", "save_optimizer", "resume",

@@ -60,6 +60,10 @@ class OptimizerConfig(Section):
     """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
+    """How the learning rate changes from update to update, as in transformers."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps during which the learning rate rises from 0 to --lr."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -76,6 +80,11 @@ class OptimizerConfig(Section):
     """Keep the optimizer state and a float32 master in host memory, and step there."""
     gradient_release: bool = False
     """Step each parameter inside the fence as soon as its gradient is ready, then free the gradient."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return the number of updates that are planned for each batch."""
+        return self.updates_per_batch * self.passes_per_batch
 
 
 class ComputeConfig(Section):
@@ -250,6 +259,7 @@ class TrainConfig(Config):
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
+        yield from self._unfit_optimizer()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
         passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
@@ -262,12 +272,7 @@ class TrainConfig(Config):
                 f"--eval-interval {self.evaluation.interval} has no effect without --eval-samples, the number of"
                 " completions per held-out problem"
             )
-        if self.optimizer.offload and self.optimizer.name != "adamw":
-            yield (
-                "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
-                f" {self.optimizer.name}"
-            )
-        if self.lora.dropout > 0 and updates * passes > 1:
+        if self.lora.dropout > 0 and self.optimizer.updates_per_step > 1:
             yield (
                 f"--lora-dropout {self.lora.dropout:g} needs one update per batch, found --updates-per-batch {updates}"
                 f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
@@ -280,6 +285,19 @@ class TrainConfig(Config):
                 f"--kl-coef {kl_coef} needs a frozen reference, and --mode {self.mode} overwrites the only copy of the"
                 " model at the first step; name one with --reference-model, or use --mode lora_only, whose base is the"
                 " reference"
+            )
+
+    def _unfit_optimizer(self) -> Iterator[str]:
+        choices = self.optimizer
+        if choices.warmup_steps >= self.training_steps:
+            yield (
+                f"--warmup-steps {choices.warmup_steps} must be less than --training-steps {self.training_steps}: the"
+                " learning rate would never reach --lr"
+            )
+        if choices.offload and choices.name != "adamw":
+            yield (
+                "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
+                f" {choices.name}"
             )
 
     def _unfit_rollouts(self) -> Iterator[str]:
@@ -320,6 +338,7 @@ EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
         ("rollouts", ("environment",)),
     ),
+    "warmup_steps": ("lr_scheduler_type", ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")),
     "atropos_url": ("rollouts", ("atropos",)),
     "atropos_timeout_s": ("rollouts", ("atropos",)),
 }

@@ -52,6 +52,7 @@ def step(
         retries=stream.num_retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
+        lr=learnt.lr,
         updates=learnt.num_updates,
         skipped_updates=learnt.num_skipped,
         entropy=learnt.entropy,

@@ -77,6 +77,8 @@ class StepMetrics:
     """Policy loss, mean over the step's updates."""
     grad_norm: float = metric("Gradient norm", over="same", curve="train/grad_norm")
     """Global norm of the gradient before clipping, mean over the step's updates."""
+    lr: float = metric("Learning rate", over="same", curve="train/lr", default=math.nan)
+    """Learning rate of the step's first update; in a schedule it may change with every update."""
     updates: int = metric("Updates", over="same", curve="train/updates")
     """Optimizer steps; fewer than configured if there was nothing to learn or a gradient was not finite."""
     skipped_updates: int = metric("Skipped updates", over="same", curve="train/skipped_updates", default=0)

@@ -204,7 +204,7 @@ class Trainer:
         groups = self._surviving(lambda: self._stream.take(count, step=step))
         sampled = time.perf_counter()
         self._reporter.phase("train")
-        self._learner.take(groups)
+        self._learner.take(groups, step=step)
         if not self._prepares_inside():
             self._learner.prepare()
         seconds = sampled - start, time.perf_counter() - sampled

@@ -185,6 +185,7 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str | b
         (("--max-steps", "3"), "training_steps", 3),
         (("--mask-truncated-completions",), "mask_truncated", True),
         (("--lora-rank", "16"), "lora_r", 16),
+        (("--lr-scheduler-type", "linear", "--lr-warmup-steps", "3"), "warmup_steps", 3),
     ],
 )
 def test_a_name_of_others_is_accepted_where_it_means_the_same(

@@ -84,9 +84,9 @@ def test_a_run_that_was_killed_and_goes_on_is_the_run_that_was_not(
 @pytest.mark.parametrize(
     "choices",
     [
-        {"updates_per_batch": 2, "passes_per_batch": 2},
+        {"updates_per_batch": 2, "passes_per_batch": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1},
         {"optimizer": "adamw-bf16"},
-        {"optimizer": "adamw-8bit", "gradient_release": True},
+        {"optimizer": "adamw-8bit", "gradient_release": True, "lr_scheduler_type": "linear"},
         {"optimizer": "adamw-4bit"},
         {"offload_optimizer": True},
         {"offload_optimizer": True, "gradient_release": True, "micro_batch_tokens": 12},
