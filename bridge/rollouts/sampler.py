@@ -197,7 +197,9 @@ class Sampler:
     async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
         config = self._config
-        fields = openai_api.request(server.dialect, max_new_tokens=config.longest, temperature=config.temperature)
+        fields = openai_api.request(
+            server.dialect, max_new_tokens=config.longest, temperature=config.temperature, stop=config.stop
+        )
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url

@@ -24,6 +24,7 @@ from bridge.run import measuring
 from bridge.scoring.score import Scores
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem, TrainedProblems
+from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit.http_server import Asked, serving
 from tests.unit.openai_server import Bend, openai, unbent
@@ -253,6 +254,28 @@ def test_an_evaluation_requests_the_same_each_time_and_counts_what_was_scored(mo
     assert (found.reward_mean, found.reward_std, found.unscored, found.num_problems) == (2.5, 1.5, 2, 2)
     assert (again.reward_mean, again.completion_tokens_mean, again.truncated_share) == (2.5, 3, 0)
     assert ours.told[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
+
+
+def test_the_chat_template_gets_its_arguments_in_training_and_evaluation(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chat(Task):
+        def __iter__(self) -> Iterator[Problem]:
+            yield {"prompt": [{"role": "user", "content": "1+2"}]}
+
+        def held_out(self) -> list[Problem]:
+            return [*self]
+
+    tokenizer = skeleton.tokenizer(str(model))
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ cue }}"
+    monkeypatch.setattr(skeleton, "tokenizer", lambda _: tokenizer)
+    choices: dict[str, Any] = {"eval_samples": 3, "batch_size": 8, "stop": ["x"]}
+    with sampled(model, Chat(), saying(), chat_template_kwargs={"cue": "=>"}, **choices) as ours:
+        ours.groups(count=1)
+        ours.stream.evaluate(step=1)
+    asked = [each.body for each in ours.asked if each.method == "POST"]
+    assert [each["prompt"] for each in asked] == [tokenizer.convert_tokens_to_ids(list("1+2=>"))] * 2
+    assert [each["stop"] for each in asked] == [["x"]] * 2
 
 
 def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:
