@@ -182,6 +182,10 @@ class EvaluationConfig(Section):
     """Completions per held-out problem, before and after training (default: no evaluation)."""
     interval: int = Field(default=0, ge=0)
     """Evaluate every N steps as well (default: only before and after training)."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of evaluations; 0 takes the likeliest tokens (default: --temperature)."""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes, in pass@k."""
 
 
 class TrackingConfig(Section):
@@ -260,6 +264,7 @@ class TrainConfig(Config):
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
         yield from self._unfit_optimizer()
+        yield from self._unfit_evaluation()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
         passes, kl_coef, reference = self.optimizer.passes_per_batch, self.loss.kl_coef, self.loss.reference_model
@@ -267,11 +272,6 @@ class TrainConfig(Config):
             yield f"--batch-size {batch_size} is not a multiple of --group-size {group_size}"
         if num_groups % updates:
             yield f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch"
-        if self.evaluation.interval and not self.evaluation.samples:
-            yield (
-                f"--eval-interval {self.evaluation.interval} has no effect without --eval-samples, the number of"
-                " completions per held-out problem"
-            )
         if self.lora.dropout > 0 and self.optimizer.updates_per_step > 1:
             yield (
                 f"--lora-dropout {self.lora.dropout:g} needs one update per batch, found --updates-per-batch {updates}"
@@ -299,6 +299,17 @@ class TrainConfig(Config):
                 "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
                 f" {choices.name}"
             )
+
+    def _unfit_evaluation(self) -> Iterator[str]:
+        samples, temperature = self.evaluation.samples, self.evaluation.temperature
+        for key in ("eval_interval", "eval_temperature", "eval_pass_reward"):
+            if not samples and self.get(key) != self.default(key):
+                yield (
+                    f"{flag(key)} {self.get(key):g} has no effect without --eval-samples, the number of completions per"
+                    " held-out problem"
+                )
+        if samples > 1 and temperature == 0:
+            yield f"--eval-temperature 0 samples the same completion each time, found --eval-samples {samples}, not 1"
 
     def _unfit_rollouts(self) -> Iterator[str]:
         num_groups = self.rollouts.batch_size // self.sampling.group_size

@@ -106,6 +106,8 @@ class EnvironmentStream:
         if not self._held_out:
             return None
         num_samples, seed = self._config.evaluation.samples, seed_of(self._config.seed, EVALUATION)
+        temperature = self._config.evaluation.temperature
+        other = {} if temperature is None else {"temperature": temperature}
         prompts = [self._encoded(problem) for problem in self._held_out]
         failures = self._failures_of(f"evaluation after step {step}", len(prompts), num_samples)
         num_scored = count(1)
@@ -116,7 +118,7 @@ class EnvironmentStream:
             return group
 
         groups = self._sampler.run(
-            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
+            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed, **other)
         )
         self._report(failures)
         return groups

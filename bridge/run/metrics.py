@@ -196,6 +196,8 @@ class Evaluation:
     """Completions that are left out because scoring failed."""
     num_problems: int
     """Held-out problems."""
+    pass_at_k: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """k -> share of the problems that at least one of k completions passes, estimated from all completions."""
     completion_tokens_mean: float = metric("Completion length", "tokens", curve="held_out/completion_tokens")
     """Mean length of the completions."""
     truncated_share: float = share("Truncated completions", curve="held_out/truncated_share")
@@ -205,7 +207,7 @@ class Evaluation:
 
     def curves(self) -> dict[str, float]:
         """Return the finite points of this evaluation by the names of their curves."""
-        return _points(self, "held_out/part/", {})
+        return _points(self, "held_out/part/", {f"held_out/pass_at_{k}": each for k, each in self.pass_at_k.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

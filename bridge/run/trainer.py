@@ -327,7 +327,10 @@ class Trainer:
             if groups is None:
                 return None
             seconds = time.perf_counter() - start
-            return measuring.evaluation(groups, step=self._written, version=self._mode.version, seconds=seconds)
+            return measuring.evaluation(
+                groups, step=self._written, version=self._mode.version, seconds=seconds,
+                pass_reward=self._config.evaluation.pass_reward,
+            )  # fmt: skip
 
         self._reporter.phase("evaluation")
         found = self._surviving(evaluation)

@@ -499,8 +499,12 @@ def test_staleness_is_that_of_the_oldest_token_whose_version_is_known(
 
 
 def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="--eval-interval 2 has no effect without --eval-samples"):
-        TrainConfig.of(model_name="m", eval_interval=2)
+    for key, name in (("interval", "interval"), ("temperature", "temperature"), ("pass_reward", "pass-reward")):
+        with pytest.raises(ValueError, match=f"--eval-{name} 2 has no effect without --eval-samples"):
+            TrainConfig.of(model_name="m", **{f"eval_{key}": 2})
+    with pytest.raises(ValueError, match="--eval-temperature 0 samples the same completion each time"):
+        TrainConfig.of(model_name="m", eval_temperature=0, eval_samples=2)
+    assert TrainConfig.of(model_name="m", eval_temperature=0, eval_samples=1).evaluation.temperature == 0
 
 
 @pytest.mark.parametrize("version", [0, 3])
