@@ -40,8 +40,8 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "updates_per_batch", "passes_per_batch", "optimizer", "offload_optimizer", "gradient_release",
     ),
     "Evaluation and saving": (
-        "eval_samples", "eval_interval", "eval_temperature", "eval_pass_reward", "eval_data", "save_interval",
-        "keep_last", "save_optimizer", "resume", "run_dir", "save_rollouts", "tensorboard", "wandb",
+        "stop_at", "eval_samples", "eval_interval", "eval_temperature", "eval_pass_reward", "eval_data",
+        "save_interval", "keep_last", "save_optimizer", "resume", "run_dir", "save_rollouts", "tensorboard", "wandb",
     ),
     "Mode lora_only": (
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_handover", "max_lora_rank",

@@ -216,6 +216,8 @@ class TrainConfig(Config):
     """How new weights reach vLLM: shared memory, an adapter, or a checkpoint and a restart."""
     training_steps: int = Field(default=10, ge=1)
     """Steps to train: one batch and one published version each."""
+    stop_at: str | None = None
+    """End the run early, after a step or an evaluation with such a metric: `eval_reward_mean>=0.9`, `kl>=0.5`."""
     seed: int = Field(default=0, ge=0)
     """Seed for the order of the problems and for sampling."""
     run_dir: Path | None = None
@@ -308,6 +310,8 @@ class TrainConfig(Config):
                     f"{flag(key)} {self.get(key):g} has no effect without --eval-samples, the number of completions per"
                     " held-out problem"
                 )
+        if (self.stop_at or "").startswith("eval_") and not self.evaluation.interval:
+            yield f"--stop-at {self.stop_at} has no effect without --eval-interval: nothing is evaluated before the end"
         if samples > 1 and temperature == 0:
             yield f"--eval-temperature 0 samples the same completion each time, found --eval-samples {samples}, not 1"
 

@@ -5,12 +5,16 @@ where it is measured (`measuring.py`).
 """
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+import operator
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bridge.errors import UsageError
 from bridge.types import LOGPROB_DIFF_EDGES
 
 BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
@@ -236,6 +240,40 @@ class Summary:
     """Time to attach or load all parameters, in milliseconds."""
     weight_bytes: int
     """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
+
+
+Goal = Callable[[StepMetrics | Evaluation], bool]
+"""Whether a step or an evaluation reaches what ends the run."""
+CONDITION = re.compile(r"(\w+)\s*(>=|<=)\s*(-?[\d.]+(?:e[+-]?\d+)?)", re.IGNORECASE)
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+
+
+def goal_of(stop_at: str | None) -> Goal:
+    """Return when to stop: at a condition on one metric, `eval_` before those of evaluations; None: never.
+
+    Raises:
+        UsageError: it is no condition, or there is no such metric.
+    """
+    if stop_at is None:
+        return lambda _: False
+    found = CONDITION.fullmatch(stop_at.strip())
+    if found is None or found[3].count(".") > 1:
+        raise UsageError(
+            f"--stop-at: found {stop_at!r}, expected a metric, >= or <=, and a number",
+            remedy="--stop-at 'eval_reward_mean>=0.9', in quotes",
+        )
+    known: dict[str, tuple[type, str]] = {name: (StepMetrics, name) for name in declared(StepMetrics)}
+    known |= {f"eval_{name}": (Evaluation, name) for name in declared(Evaluation)}
+    if found[1] not in known:
+        near = difflib.get_close_matches(found[1], known, n=1)
+        raise UsageError(
+            f"--stop-at: there is no metric {found[1]!r}",
+            remedy=f"did you mean {near[0]}?"
+            if near
+            else "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it",
+        )
+    (kind, name), compare, bound = known[found[1]], COMPARISONS[found[2]], float(found[3])
+    return lambda record: isinstance(record, kind) and compare(getattr(record, name), bound)
 
 
 def _points(record: StepMetrics | Evaluation, parts: str, more: dict[str, float]) -> dict[str, float]:

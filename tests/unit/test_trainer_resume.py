@@ -183,7 +183,7 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
         *before, began, first, second, done = [event.partition(" ")[2] for event in events]
         assert (before, [first, second]) == (run.told_before, run.told)
         assert began == f"training {run.mode.server.manifest.model} by --mode shared_vllm: steps 1 to 3"
-        assert done == f"all steps done; checkpoint {run.folder / 'saved' / 'step_3'}"
+        assert done == f"done after step 3; checkpoint {run.folder / 'saved' / 'step_3'}"
 
 
 @pytest.mark.parametrize("step", [1, 3])
