@@ -11,12 +11,12 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +110,12 @@ def policy_loss(
     Shapes: [N] float32, [N] float32 -> [].
     """
     spec = losses.LossSpec.of(loss or LossConfig())
-    if spec.kl_coef > 0:
+    if spec.kl_coef > 0 or spec.top_entropy < 1:
         raise UsageError(
-            f"kl_coef is {spec.kl_coef:g}, and this loss has no reference",
-            remedy="add the divergence from a reference of your own: bridge.attach(..., reads_only=True)",
+            f"kl_coef is {spec.kl_coef:g} and top_entropy {spec.top_entropy:g}: this loss has no reference, and one"
+            " micro-batch does not know the entropies of the others",
+            remedy="add the divergence from a reference of your own, bridge.attach(..., reads_only=True), or multiply"
+            " batch.advantages_N by a mask of your own",
         )
     old_logprobs_N = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
     return losses.policy_loss(logprobs_N, old_logprobs_N, batch, spec)[0]
@@ -181,13 +183,19 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def sample(
-        self, prompts: Sequence[str | list[Message] | Problem], score: Score | None = None, *, seed: int | None = None
+        self,
+        prompts: Sequence[str | list[Message] | Problem],
+        score: Score | None = None,
+        *,
+        seed: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Group]:
         """Sample `sampling.group_size` completions of each prompt, with log-probabilities and versions.
 
         A prompt is text, chat messages, or a dictionary with one of them as `prompt` and what `score` needs beside it.
         `score(problem, text)` returns a completion's reward, in this process; without it rewards are 0. The same `seed`
-        samples the same completions from the same weights; by default each call has another one.
+        samples the same completions from the same weights; by default each call has another one. The model's chat
+        template gets `chat_template_kwargs`.
 
         Raises:
             UsageError: the server rejects a request, for example because a prompt is too long.
@@ -195,7 +203,7 @@ class Policy:
             ServerUnreachableError: the server does not answer.
         """
         whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
-        ids = [problems.encode(self.tokenizer, problem) for problem in whole]
+        ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
         found = self._sampler.sample(
             [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size,
             seed=seed_of(0, next(self._calls)) if seed is None else seed_of(seed + 1, 0),

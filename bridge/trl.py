@@ -29,7 +29,7 @@ TESTED = "1.16", "1.17"
 """The first version of TRL that works, and the first that nobody has tried."""
 UNSET: dict[str, tuple[object, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,),
-    "chat_template_kwargs": ({}, None), "generation_kwargs": ({}, None),
+    "generation_kwargs": ({}, None),
     "use_vllm": (False,), "use_transformers_continuous_batching": (False,),
 }  # fmt: skip
 """Choices of TRL's `GRPOConfig` about generation that have no effect here -> their values that ask for nothing."""
@@ -90,7 +90,7 @@ class _Rollouts:
 
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy, self._calls = policy, count()
-        self._seed = args.seed
+        self._seed, self._template = args.seed, args.chat_template_kwargs or {}
         self._config = SamplingConfig(
             max_new_tokens=args.max_completion_length,
             temperature=args.temperature,
@@ -106,7 +106,7 @@ class _Rollouts:
         runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
         if len({length for _, length in runs}) > 1:
             runs = [(prompt, 1) for prompt in prompts]
-        ids = [problems.encode(self._policy.tokenizer, {"prompt": prompt}) for prompt, _ in runs]
+        ids = [problems.encode(self._policy.tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
         with Sampler(self._config, ids_of=Vocabulary(self._policy.tokenizer)) as sampler:
             found = sampler.sample(

@@ -21,14 +21,14 @@ from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {
     None: ("model", "model_name", "mode", "environment", "data", "training_steps", "save_path", "device"),
-    "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "seed"),
+    "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "stop", "seed"),
     "Continuous rollouts": (
         "max_staleness", "groups_in_flight", "in_flight_kv", "pause_while_training", "skip_without_signal",
         "max_oversampling",
     ),
     "Problems and rewards": (
-        "prompt_column", "answer_column", "system_prompt", "reward", "reward_timeout_s", "reward_processes",
-        "max_unscored_share", "overlong_buffer", "overlong_penalty",
+        "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs", "reward", "reward_timeout_s",
+        "reward_processes", "max_unscored_share", "overlong_buffer", "overlong_penalty",
     ),
     "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (
@@ -37,12 +37,12 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
         "mismatch_low", "mismatch_high", "mismatch_alarm",
     ),
     "Optimizer": (
-        "lr", "weight_decay", "beta1", "beta2", "max_grad_norm", "updates_per_batch", "passes_per_batch",
-        "optimizer", "offload_optimizer", "gradient_release",
+        "lr", "lr_scheduler_type", "warmup_steps", "weight_decay", "beta1", "beta2", "max_grad_norm",
+        "updates_per_batch", "passes_per_batch", "optimizer", "offload_optimizer", "gradient_release",
     ),
     "Evaluation and saving": (
-        "eval_samples", "eval_interval", "eval_data", "save_interval", "keep_last", "save_optimizer", "resume",
-        "run_dir", "save_rollouts", "tensorboard", "wandb",
+        "stop_at", "eval_samples", "eval_interval", "eval_temperature", "eval_pass_reward", "eval_data",
+        "save_interval", "keep_last", "save_optimizer", "resume", "run_dir", "save_rollouts", "tensorboard", "wandb",
     ),
     "Mode lora_only": (
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_handover", "max_lora_rank",
@@ -59,7 +59,10 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
 }  # fmt: skip
 """Panel of the help text -> its fields, in the order shown; None is typer's own first panel."""
 
-METAVARS: Mapping[type, str] = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
+METAVARS: Mapping[Any, str] = {
+    int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: "", tuple[str, ...]: "TEXT",
+    dict[str, Any]: "JSON",
+}  # fmt: skip
 WIDEST_METAVAR = 16
 """Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
 

@@ -22,11 +22,13 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     Call it before anything is started.
 
     Raises:
-        UsageError: checkpoints of another run are in the way, or the run directory or the reference cannot be used.
+        UsageError: checkpoints of another run are in the way, or the run directory, the reference or --stop-at cannot
+            be used.
     """
     from bridge.learn import reference
-    from bridge.run import trackers
+    from bridge.run import metrics, trackers
 
+    metrics.goal_of(config.stop_at)
     reference.check(config)
     trackers.check(config)
     passed_over: list[str] = []

@@ -29,11 +29,11 @@ vllm.v1.engine.async_llm
 vllm.config.model: ModelConfig: max_model_len
 vllm.entrypoints.openai.models.serving: OpenAIServingModels: lora_requests, base_model_paths
 vllm.sampling_params
-    SamplingParams: n, temperature, seed, max_tokens, logprobs, flat_logprobs, detokenize, output_kind
+    SamplingParams: n, temperature, seed, max_tokens, stop, logprobs, flat_logprobs, detokenize, output_kind
     RequestOutputKind: FINAL_ONLY
 vllm.outputs
     RequestOutput: outputs
-    CompletionOutput: index, token_ids, logprobs, finish_reason
+    CompletionOutput: index, token_ids, logprobs, finish_reason, stop_reason
 vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 """
 TAIL = 32
@@ -71,8 +71,8 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     texts = _texts(
         engine.tokenizer,
         body.prompt,
-        # vLLM never includes the stop token in the text.
-        [list(output.token_ids[: -1 if output.finish_reason == "stop" else None]) for output in outputs],
+        # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
+        [list(output.token_ids[: -1 if _has_stop_token(output) else None]) for output in outputs],
     )
     choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
         {
@@ -86,6 +86,10 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         for output, each, text in zip(outputs, logprobs, texts, strict=True)
     ]
     return JSONResponse({"choices": choices})
+
+
+def _has_stop_token(output: Any) -> bool:
+    return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
 
 
 def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:
@@ -108,9 +112,10 @@ def _params(body: CompletionsRequest) -> Any:
 
     return SamplingParams(
         **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
+        stop=list(body.stop),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(body.stop),  # vLLM looks for them in the text
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

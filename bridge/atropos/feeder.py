@@ -209,7 +209,8 @@ class _Feeder:
     ) -> FeedProgress:
         """Feed until the trainer has what it wants."""
         order = problems.endless(environment, seed_of(self._config.seed, self._joined.env_id))
-        prompts = ((problem, problems.encode(tokenizer, problem)) for problem in order)
+        template = self._config.task.chat_template_kwargs
+        prompts = ((problem, problems.encode(tokenizer, problem, **template)) for problem in order)
         fitting = (pair for pair in prompts if not self._is_too_long(len(pair[1]) + 1))
         try:
             while True:

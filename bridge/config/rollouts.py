@@ -1,9 +1,10 @@
 """Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
 
+import json
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from bridge.config.borrowed import ROLLOUT_ALIASES
 from bridge.config.choices import Config, Section
@@ -11,6 +12,38 @@ from bridge.core.address import Urls
 
 DEFAULT_NEW_TOKENS = 256
 """Default length of the longest completion, if the server's sequences are long enough."""
+
+
+SET_BY_BRIDGE = {
+    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Arguments of transformers' `apply_chat_template` that decide what a prompt is, and not how its template is filled."""
+
+
+def _from_json(given: Any) -> Any:
+    """Return what a flag or a variable means as JSON; `given` itself if it is none."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
+
+
+def _texts(given: Any) -> tuple[str, ...]:
+    found = _from_json(given)
+    texts = tuple(found) if isinstance(found, list | tuple) else (given,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("must be text, or a JSON list of texts, none of them empty")
+    return texts
+
+
+def _template_arguments(given: Any) -> dict[str, Any]:
+    found = _from_json(given)
+    if not isinstance(found, dict):
+        raise ValueError('must be a JSON object, such as {"enable_thinking": false}')
+    if taken := sorted(found.keys() & SET_BY_BRIDGE):
+        raise ValueError(f"must not contain {', '.join(taken)}, which Bridge sets")
+    return found
 
 
 class TaskConfig(Section):
@@ -28,6 +61,8 @@ class TaskConfig(Section):
     """Column with the answers."""
     system_prompt: str | None = None
     """System message put before every prompt, which makes it a chat message (default: the environment's own)."""
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(default={})
+    """Arguments of the model's chat template, such as `{"enable_thinking": false}` (default: the template's own)."""
     reward: str | None = None
     """Rewards that replace the environment's own: names or `file.py:function`, each optionally followed by `=WEIGHT`,
     separated by commas."""
@@ -48,6 +83,8 @@ class SamplingConfig(Section):
     """Longest completion, in tokens (default: 256, or half of the server's longest sequence if that is less)."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the loss uses the same."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """End a completion after this text, which stays part of it, or after any in a JSON list (default: none)."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit for one request, in seconds; it is then retried on another server, if there is one."""
     max_retries: int = Field(default=4, ge=0)

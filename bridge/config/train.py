@@ -74,6 +74,10 @@ class OptimizerConfig(Section):
     """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
+    """How the learning rate changes from update to update, as in transformers."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps during which the learning rate rises from 0 to --lr."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -90,6 +94,11 @@ class OptimizerConfig(Section):
     """Keep the optimizer state and a float32 master in host memory, and step there."""
     gradient_release: bool = False
     """Step each parameter inside the fence as soon as its gradient is ready, then free the gradient."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return the number of updates that are planned for each batch."""
+        return self.updates_per_batch * self.passes_per_batch
 
 
 class ComputeConfig(Section):
@@ -187,6 +196,10 @@ class EvaluationConfig(Section):
     """Completions per held-out problem, before and after training (default: no evaluation)."""
     interval: int = Field(default=0, ge=0)
     """Evaluate every N steps as well (default: only before and after training)."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of evaluations; 0 takes the likeliest tokens (default: --temperature)."""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes, in pass@k."""
 
 
 class TrackingConfig(Section):
@@ -217,6 +230,8 @@ class TrainConfig(Config):
     """How new weights reach vLLM: shared memory, an adapter, or a checkpoint and a restart."""
     training_steps: int = Field(default=10, ge=1)
     """Steps to train: one batch and one published version each."""
+    stop_at: str | None = None
+    """End the run early, after a step or an evaluation with such a metric: `eval_reward_mean>=0.9`, `kl>=0.5`."""
     seed: int = Field(default=0, ge=0)
     """Seed for the order of the problems and for sampling."""
     run_dir: Path | None = None
@@ -265,6 +280,8 @@ class TrainConfig(Config):
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
         yield from self._unfit_reference()
+        yield from self._unfit_optimizer()
+        yield from self._unfit_evaluation()
         batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
         updates, num_groups = self.optimizer.updates_per_batch, batch_size // group_size
         passes = self.optimizer.passes_per_batch
@@ -272,17 +289,7 @@ class TrainConfig(Config):
             yield f"--batch-size {batch_size} is not a multiple of --group-size {group_size}"
         if num_groups % updates:
             yield f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch"
-        if self.evaluation.interval and not self.evaluation.samples:
-            yield (
-                f"--eval-interval {self.evaluation.interval} has no effect without --eval-samples, the number of"
-                " completions per held-out problem"
-            )
-        if self.optimizer.offload and self.optimizer.name != "adamw":
-            yield (
-                "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
-                f" {self.optimizer.name}"
-            )
-        if self.lora.dropout > 0 and updates * passes > 1:
+        if self.lora.dropout > 0 and self.optimizer.updates_per_step > 1:
             yield (
                 f"--lora-dropout {self.lora.dropout:g} needs one update per batch, found --updates-per-batch {updates}"
                 f" and --passes-per-batch {passes}: each pass draws new dropout masks, so probability ratios would"
@@ -306,6 +313,32 @@ class TrainConfig(Config):
                 " model at the first step; name one with --reference-model, or use --mode lora_only, whose base is the"
                 " reference"
             )
+
+    def _unfit_optimizer(self) -> Iterator[str]:
+        choices = self.optimizer
+        if choices.warmup_steps >= self.training_steps:
+            yield (
+                f"--warmup-steps {choices.warmup_steps} must be less than --training-steps {self.training_steps}: the"
+                " learning rate would never reach --lr"
+            )
+        if choices.offload and choices.name != "adamw":
+            yield (
+                "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
+                f" {choices.name}"
+            )
+
+    def _unfit_evaluation(self) -> Iterator[str]:
+        samples, temperature = self.evaluation.samples, self.evaluation.temperature
+        for key in ("eval_interval", "eval_temperature", "eval_pass_reward"):
+            if not samples and self.get(key) != self.default(key):
+                yield (
+                    f"{flag(key)} {self.get(key):g} has no effect without --eval-samples, the number of completions per"
+                    " held-out problem"
+                )
+        if (self.stop_at or "").startswith("eval_") and not self.evaluation.interval:
+            yield f"--stop-at {self.stop_at} has no effect without --eval-interval: nothing is evaluated before the end"
+        if samples > 1 and temperature == 0:
+            yield f"--eval-temperature 0 samples the same completion each time, found --eval-samples {samples}, not 1"
 
     def _unfit_rollouts(self) -> Iterator[str]:
         num_groups = self.rollouts.batch_size // self.sampling.group_size
@@ -347,6 +380,7 @@ EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
         ("rollouts", ("environment",)),
     ),
+    "warmup_steps": ("lr_scheduler_type", ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")),
     "atropos_url": ("rollouts", ("atropos",)),
     "atropos_timeout_s": ("rollouts", ("atropos",)),
 }

@@ -97,6 +97,8 @@ class Learnt:
     """Mean over the updates."""
     grad_norm: float
     """Global norm of the gradient before it is clipped, mean over the updates."""
+    lr: float
+    """Learning rate of the first update."""
     entropy: float
     """Mean entropy of the policy at the sampled tokens, before the first update, in nats."""
     mismatch: Mismatch
@@ -135,17 +137,20 @@ class Learner:
         self.optimizer = optimizer
         self._config, self._model, self._budget, self._reference = config, model, budget, reference
         self._spec, self._temperature = LossSpec.of(config.loss), config.sampling.temperature
+        self._schedule, self._num_before = factory.schedule(config), 0
+        """Factor of the learning rate by the number of planned updates before, and that number for this batch."""
         self._updates_in_backward = config.optimizer.gradient_release and not config.optimizer.offload
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit. The weights are whole."""
         self._take([])
 
-    def take(self, groups: Sequence[Group]) -> None:
-        """Start a step with this batch.
+    def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
+        """Start the step of this number with this batch.
 
         Raises:
             UsageError: given advantages are invalid.
         """
+        self._num_before = (step - 1) * self._config.optimizer.updates_per_step
         whole = with_advantages(groups, self._spec.advantage_scale)
         cut = _cut(whole, self._config.optimizer.updates_per_batch)
         self._take([samples(each, self._spec, max_new_tokens=self._config.sampling.longest) for each in cut])
@@ -184,6 +189,7 @@ class Learner:
             UsageError: memory ran out in the middle of an update with gradient release.
         """
         for number in range(self._config.optimizer.passes_per_batch * len(self._parts)):
+            self.optimizer.scale_rates(self._schedule(self._num_before + number))
             if not self._update(self._parts[number % len(self._parts)], first=number == 0):
                 break
         self._model.zero_grad(set_to_none=True)  # a KV cache that slept needs their memory
@@ -202,6 +208,7 @@ class Learner:
         return Learnt(
             loss=sum(loss.item() for loss in self._losses[:num_taken]) / max(num_taken, 1),
             grad_norm=sum(self._norms[:num_taken]) / max(num_taken, 1),
+            lr=self._config.learning_rate * self._schedule(self._num_before),
             entropy=share(self._entropy.item(), num_tokens),
             mismatch=self._tally.read(),
             shares=LossShares.of(self._loss_sums),

@@ -1,9 +1,11 @@
-"""Make the optimizer that a run's configuration asks for."""
+"""Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import get_scheduler
 
 from bridge.config import TrainConfig
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
@@ -28,6 +30,24 @@ def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimi
         return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed)
     assert kind.name == "adamw", "the configuration refuses the others"
     return OffloadedAdamW(groups, betas=betas, streams=choices.gradient_release)
+
+
+def schedule(config: TrainConfig) -> Callable[[int], float]:
+    """Return the factor of the learning rate at an update, by the number of planned updates before it.
+
+    It depends on nothing else, so that a resumed run continues the schedule, and an update that is skipped does not
+    delay its end.
+    """
+    choices = config.optimizer
+    scheduler = get_scheduler(
+        choices.lr_scheduler_type,
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # stands in for ours, whose `step` would be wrapped
+        num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
+        num_training_steps=config.training_steps * choices.updates_per_step,
+    )
+    factor: Callable[[int], float]
+    (factor,) = scheduler.lr_lambdas
+    return factor
 
 
 def decays(groups: Iterable[Mapping[str, Any]]) -> bool:

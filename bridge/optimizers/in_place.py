@@ -43,10 +43,17 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         }
         """What each parameter is stored multiplied by: its gradient is the unscaled one's divided by it."""
         _check_parameters(self._factors)
+        self._rates = [float(group["lr"]) for group in self.param_groups]
+        """Each group's learning rate before it is scaled."""
         self._steps = dict.fromkeys(self._factors, 0)
         """Number of updates of each parameter."""
         self._num_changed: list[Tensor] = []
         """Words that the last update changed, counted piece by piece."""
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiply the learning rates that the optimizer was made with; replaces an earlier factor."""
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -106,7 +106,9 @@ class EnvironmentStream:
         if not self._held_out:
             return None
         num_samples, seed = self._config.evaluation.samples, seed_of(self._config.seed, EVALUATION)
-        prompts = [problems.encode(self._tokenizer, problem) for problem in self._held_out]
+        temperature = self._config.evaluation.temperature
+        other = {} if temperature is None else {"temperature": temperature}
+        prompts = [self._encoded(problem) for problem in self._held_out]
         failures = self._failures_of(f"evaluation after step {step}", len(prompts), num_samples)
         num_scored = count(1)
 
@@ -116,7 +118,7 @@ class EnvironmentStream:
             return group
 
         groups = self._sampler.run(
-            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed)
+            self._sampler.each([self._endpoint], prompts, scored, num_samples=num_samples, seed=seed, **other)
         )
         self._report(failures)
         return groups
@@ -161,13 +163,16 @@ class EnvironmentStream:
         begun, self._again = self._again[:room], self._again[room:]
         untrained = (pair for pair in self._order if pair[0] not in self._trained)
         for number, problem in islice(untrained, room - len(begun)):
-            prompt = problems.encode(self._tokenizer, problem)
+            prompt = self._encoded(problem)
             begun.append(InFlight(number=number, problem=problem, prompt=prompt, begun=step))
         for each in begun:
             each.begun = step
             each.sent.clear()
             each.task = asyncio.create_task(self._sampled(each, count))
             self._in_flight.append(each)
+
+    def _encoded(self, problem: Problem) -> tuple[int, ...]:
+        return problems.encode(self._tokenizer, problem, **self._config.task.chat_template_kwargs)
 
     def _at_once(self, count: int) -> int:
         """Return how many groups to sample at once: as chosen, or as many as may wait and fit into the KV cache.

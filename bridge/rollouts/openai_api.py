@@ -101,13 +101,16 @@ class Vocabulary:
         return dict(found)
 
 
-def request(dialect: Dialect, *, max_new_tokens: int, temperature: float) -> dict[str, Any]:
+def request(dialect: Dialect, *, max_new_tokens: int, temperature: float, stop: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields that all requests to a server share."""
     fields: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
+    fields |= {"stop": list(stop)} if stop else {}
     if dialect == "bridge":
         return fields
     fields |= {name: WHOLE[name] for name in PROTOCOL} | {"logprobs": 1}
-    return fields | BEYOND_THE_PROTOCOL if dialect == "vllm" else fields
+    if dialect == "openai":
+        return fields
+    return fields | BEYOND_THE_PROTOCOL | ({"include_stop_str_in_output": True} if stop else {})
 
 
 def in_order(answer: Completions, num_samples: int) -> list[Choice]:

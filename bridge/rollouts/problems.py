@@ -61,8 +61,10 @@ def held_out(environment: Environment) -> list[Problem]:
     return problems
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, ...]:
+def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: Any) -> tuple[int, ...]:
     """Return the prompt's token ids; chat messages go through the model's chat template, or `plain_prompt` without one.
+
+    `template` is given to the chat template.
 
     Raises:
         RewardError: the messages have no template or do not fit it, or the prompt has no tokens.
@@ -79,7 +81,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, .
         )
     else:
         try:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **template
+            )
         except TemplateError as error:
             raise RewardError(
                 f"the model's chat template rejects the prompt {shortened(repr(prompt))}: {error.message}",

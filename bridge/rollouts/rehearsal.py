@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
+from transformers import PreTrainedTokenizerBase
+
 from bridge.config import TaskConfig
-from bridge.errors import RewardError
+from bridge.errors import RewardError, UsageError
 from bridge.rollouts.problems import encode
 from bridge.scoring.score import FailedScore, Scores
 from bridge.scoring.scorer import Scorer
@@ -30,15 +32,17 @@ def check(
 
     Raises:
         RewardError: a prompt cannot be encoded, or every score failed in the same way.
-        UsageError: the model has no tokenizer.
+        UsageError: the model has no tokenizer, or its chat template does not use an argument that it is given.
     """
     problems = list(islice(environment, NUM_PROBLEMS))
     held_out: list[Problem] = getattr(environment, "held_out", list)()
     processes = 0 if task.reward_processes == 0 else 1
     with closing(Scorer(recipe, processes=processes, timeout_s=task.reward_timeout_s)) as scorer:
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
-        for problem in (*problems, *held_out[:NUM_PROBLEMS]):
-            encode(tokenizer, problem)
+        tried = [*problems, *held_out[:NUM_PROBLEMS]]
+        for problem in tried:
+            encode(tokenizer, problem, **task.chat_template_kwargs)
+        _refuse_unused(task.chat_template_kwargs, tokenizer, tried)
         failures = asyncio.run(_failures(scorer, problems))
     if not failures:
         return
@@ -51,6 +55,18 @@ def check(
         remedy="fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
         " --max-unscored-share 1)",
     )
+
+
+def _refuse_unused(arguments: Iterable[str], tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
+    """Refuse an argument of the chat template that would be ignored without a word."""
+    is_text = all(isinstance(problem["prompt"], str) for problem in problems)
+    template = "" if is_text else str(tokenizer.chat_template or "")
+    if unused := [name for name in arguments if name not in template]:
+        why = "the prompts are text" if not template else f"the model's chat template does not use {', '.join(unused)}"
+        raise UsageError(
+            f"--chat-template-kwargs has no effect: {why}",
+            remedy="leave it out, or give the names that the model's chat template uses",
+        )
 
 
 async def _failures(scorer: Scorer, problems: Sequence[Problem]) -> list[FailedScore]:

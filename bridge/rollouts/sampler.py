@@ -128,12 +128,24 @@ class Sampler:
         return self._servers
 
     async def one(
-        self, servers: Sequence[Server], prompt: tuple[int, ...], *, num_samples: int, seed: int, index: int = 0
+        self,
+        servers: Sequence[Server],
+        prompt: tuple[int, ...],
+        *,
+        num_samples: int,
+        seed: int,
+        index: int = 0,
+        **other: float,
     ) -> tuple[Completion, ...]:
-        """Return `num_samples` completions of the prompt that has this index among those that share a seed."""
+        """Return `num_samples` completions of the prompt that has this index among those that share a seed.
+
+        `other` are sampling parameters in place of the run's.
+        """
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
         async with self._places:
-            return await self._completions(servers, {"prompt": prompt, "n": num_samples, "seed": first % 2**62})
+            return await self._completions(
+                servers, {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other}
+            )
 
     async def each(
         self,
@@ -143,6 +155,7 @@ class Sampler:
         *,
         num_samples: int,
         seed: int,
+        **other: float,
     ) -> list[Result]:
         """Await `then` with each prompt's index and completions as they arrive; return its results in prompt order.
 
@@ -152,7 +165,8 @@ class Sampler:
         servers = self.servers_at(endpoints)
 
         async def one(index: int, prompt: tuple[int, ...]) -> Result:
-            return await then(index, await self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index))
+            completions = await self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index, **other)
+            return await then(index, completions)
 
         tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
         try:
@@ -197,7 +211,9 @@ class Sampler:
     async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
         config = self._config
-        fields = openai_api.request(server.dialect, max_new_tokens=config.longest, temperature=config.temperature)
+        fields = openai_api.request(
+            server.dialect, max_new_tokens=config.longest, temperature=config.temperature, stop=config.stop
+        )
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url

@@ -23,6 +23,9 @@ from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
 from bridge.weights.opened_model import OpenedModel
 
+ROUNDING = 1e-9
+"""A weighted sum of rewards may be so much too small."""
+
 
 def step(
     number: int,
@@ -52,6 +55,7 @@ def step(
         retries=stream.num_retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
+        lr=learnt.lr,
         updates=learnt.num_updates,
         skipped_updates=learnt.num_skipped,
         entropy=learnt.entropy,
@@ -84,10 +88,34 @@ def step(
     )
 
 
-def evaluation(groups: Sequence[Group], *, step: int, version: int, seconds: float) -> Evaluation:
+def evaluation(
+    groups: Sequence[Group], *, step: int, version: int, seconds: float, pass_reward: float = 1.0
+) -> Evaluation:
+    """Return the metrics of an evaluation, with pass@k for the powers of two up to the completions of a problem."""
+    most = max((len(group.completions) + len(group.unscored) for group in groups), default=0)
+    several = [2**power for power in range(most.bit_length())]
     return Evaluation(
-        step=step, weight_version=version, num_problems=len(groups), seconds=seconds, **_of_rollouts(groups)
+        step=step,
+        weight_version=version,
+        num_problems=len(groups),
+        pass_at_k={str(k): pass_at(groups, k, pass_reward) for k in dict.fromkeys([*several, *[most] * (most > 0)])},
+        seconds=seconds,
+        **_of_rollouts(groups),
     )
+
+
+def pass_at(groups: Sequence[Group], k: int, pass_reward: float) -> float:
+    """Return the share of the problems that at least one of k completions passes, without bias; NaN if none has k.
+
+    Problems with fewer than k scored completions are left out.
+
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), equation 1.
+    """
+    shares = []
+    for rewards in (group.rewards for group in groups if len(group.rewards) >= k):
+        num_failed = sum(reward < pass_reward - ROUNDING for reward in rewards)
+        shares.append(1 - math.comb(num_failed, k) / math.comb(len(rewards), k))
+    return _mean(shares)
 
 
 def summary(

@@ -5,12 +5,16 @@ where it is measured (`measuring.py`).
 """
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+import operator
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bridge.errors import UsageError
 from bridge.types import LOGPROB_DIFF_EDGES
 
 BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
@@ -77,6 +81,8 @@ class StepMetrics:
     """Policy loss, mean over the step's updates."""
     grad_norm: float = metric("Gradient norm", over="same", curve="train/grad_norm")
     """Global norm of the gradient before clipping, mean over the step's updates."""
+    lr: float = metric("Learning rate", over="same", curve="train/lr", default=math.nan)
+    """Learning rate of the step's first update; in a schedule it may change with every update."""
     updates: int = metric("Updates", over="same", curve="train/updates")
     """Optimizer steps; fewer than configured if there was nothing to learn or a gradient was not finite."""
     skipped_updates: int = metric("Skipped updates", over="same", curve="train/skipped_updates", default=0)
@@ -194,6 +200,8 @@ class Evaluation:
     """Completions that are left out because scoring failed."""
     num_problems: int
     """Held-out problems."""
+    pass_at_k: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """k -> share of the problems that at least one of k completions passes, estimated from all completions."""
     completion_tokens_mean: float = metric("Completion length", "tokens", curve="held_out/completion_tokens")
     """Mean length of the completions."""
     truncated_share: float = share("Truncated completions", curve="held_out/truncated_share")
@@ -203,7 +211,7 @@ class Evaluation:
 
     def curves(self) -> dict[str, float]:
         """Return the finite points of this evaluation by the names of their curves."""
-        return _points(self, "held_out/part/", {})
+        return _points(self, "held_out/part/", {f"held_out/pass_at_{k}": each for k, each in self.pass_at_k.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +240,40 @@ class Summary:
     """Time to attach or load all parameters, in milliseconds."""
     weight_bytes: int
     """Bytes of weights that the trainer holds beside the server's; 0 with one copy."""
+
+
+Goal = Callable[[StepMetrics | Evaluation], bool]
+"""Whether a step or an evaluation reaches what ends the run."""
+CONDITION = re.compile(r"(\w+)\s*(>=|<=)\s*(-?[\d.]+(?:e[+-]?\d+)?)", re.IGNORECASE)
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+
+
+def goal_of(stop_at: str | None) -> Goal:
+    """Return when to stop: at a condition on one metric, `eval_` before those of evaluations; None: never.
+
+    Raises:
+        UsageError: it is no condition, or there is no such metric.
+    """
+    if stop_at is None:
+        return lambda _: False
+    found = CONDITION.fullmatch(stop_at.strip())
+    if found is None or found[3].count(".") > 1:
+        raise UsageError(
+            f"--stop-at: found {stop_at!r}, expected a metric, >= or <=, and a number",
+            remedy="--stop-at 'eval_reward_mean>=0.9', in quotes",
+        )
+    known: dict[str, tuple[type, str]] = {name: (StepMetrics, name) for name in declared(StepMetrics)}
+    known |= {f"eval_{name}": (Evaluation, name) for name in declared(Evaluation)}
+    if found[1] not in known:
+        near = difflib.get_close_matches(found[1], known, n=1)
+        raise UsageError(
+            f"--stop-at: there is no metric {found[1]!r}",
+            remedy=f"did you mean {near[0]}?"
+            if near
+            else "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it",
+        )
+    (kind, name), compare, bound = known[found[1]], COMPARISONS[found[2]], float(found[3])
+    return lambda record: isinstance(record, kind) and compare(getattr(record, name), bound)
 
 
 def _points(record: StepMetrics | Evaluation, parts: str, more: dict[str, float]) -> dict[str, float]:

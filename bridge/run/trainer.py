@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
 from bridge.run import measuring
 from bridge.run.checkpoint import Checkpoints, Found
-from bridge.run.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.scoring.score import Scores
@@ -88,7 +89,7 @@ def train(
             steps = f"steps {first} to {config.training_steps}"
             run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")
             summary = trainer.run()
-            run.record(f"all steps done; checkpoint {summary.checkpoint}")
+            run.record(f"done after step {summary.steps}; checkpoint {summary.checkpoint}")
             return summary
     finally:
         mode.close()
@@ -145,6 +146,9 @@ class Trainer:
         self._alarmed: dict[str, str | None] = {}
         """Alarms of the last step, by their kind."""
         self._steps: list[StepMetrics] = []
+        self._evaluated: Evaluation | None = None
+        """The last evaluation."""
+        self._goal, self._is_reached = goal_of(config.stop_at), False
         self._begun_at = 0
         """Step of the checkpoint that the run resumed from."""
         self._written = 0
@@ -178,7 +182,7 @@ class Trainer:
             before = self._evaluate()
         last, interval = self._config.training_steps, self._config.evaluation.interval
         try:
-            for step in range(self._begun_at + 1, last + 1):
+            for step in takewhile(lambda _: not self._is_reached, range(self._begun_at + 1, last + 1)):
                 self._step(step)
                 if self._checkpoints.is_due(step):
                     self._save()
@@ -191,7 +195,7 @@ class Trainer:
         if not self._is_last(last):
             self._surviving(self._mode.catch_up)
             self._tell_stream()
-        after = self._evaluate()
+        after = self._last_evaluation()
         return measuring.summary(
             self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
             before=before, after=after,
@@ -204,7 +208,7 @@ class Trainer:
         groups = self._surviving(lambda: self._stream.take(count, step=step))
         sampled = time.perf_counter()
         self._reporter.phase("train")
-        self._learner.take(groups)
+        self._learner.take(groups, step=step)
         if not self._prepares_inside():
             self._learner.prepare()
         seconds = sampled - start, time.perf_counter() - sampled
@@ -213,6 +217,7 @@ class Trainer:
         self._tell_stream()
         self._reporter.step(metrics, groups)
         self._count_skipped(metrics)
+        self._compare(metrics)
 
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         served = self._mode.version
@@ -253,6 +258,12 @@ class Trainer:
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
         return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
+
+    def _compare(self, record: StepMetrics | Evaluation) -> None:
+        """Let the run end if this reaches --stop-at; an evaluation before the first step does not count."""
+        if self._written > self._begun_at and not self._is_reached and self._goal(record):
+            self._is_reached = True
+            self._run.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
     def _watch(self, kind: str, alarm: str | None) -> None:
         """Log an alarm in the first of consecutive steps that have one."""
@@ -327,15 +338,27 @@ class Trainer:
             if groups is None:
                 return None
             seconds = time.perf_counter() - start
-            return measuring.evaluation(groups, step=self._written, version=self._mode.version, seconds=seconds)
+            return measuring.evaluation(
+                groups, step=self._written, version=self._mode.version, seconds=seconds,
+                pass_reward=self._config.evaluation.pass_reward,
+            )  # fmt: skip
 
         self._reporter.phase("evaluation")
         found = self._surviving(evaluation)
         if found is None:
             return None
+        self._evaluated = found
         self._run.append_evaluation(found)
         self._reporter.evaluation(found)
+        self._compare(found)
         return found.reward_mean
+
+    def _last_evaluation(self) -> float | None:
+        """Evaluate what is served now, unless that is done: the run may have ended with an evaluation."""
+        done = self._evaluated
+        if done and (done.step, done.weight_version) == (self._written, self._mode.version):
+            return done.reward_mean
+        return self._evaluate()
 
     def _tell_stream(self) -> None:
         self._stream.served(self._mode.endpoint, self._mode.version)

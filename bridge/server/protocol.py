@@ -255,6 +255,8 @@ class CompletionsRequest(Record):
     """Longest completion in tokens."""
     temperature: float = Field(ge=0, allow_inf_nan=False)
     """Sampling temperature; 0: always the likeliest token."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, and stay part of it."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of the first completion, incremented for each other one; None: a random one."""
 

@@ -52,6 +52,7 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
         Chart("Clipped tokens", "%", "Past the clip: the policy has moved far enough.",
               {"clipped_share": "all", "clipped_low_share": "low", "clipped_high_share": "high"}),
         Chart("Gradient norm", "", "Before clipping, mean over the updates.", {"grad_norm": "norm"}),
+        Chart("Learning rate", "", "Of the first update of each step.", {"lr": "rate"}, "plain"),
         Chart("Policy loss", "", "Says little by itself: it need not fall.", {"loss": "loss"}),
         Chart("Changed weights", "%", "Weights whose bytes the step changed.", {"changed_weight_share": "changed"}),
         Chart("Updates", "", "Per batch; skipped if the gradient was not finite.",

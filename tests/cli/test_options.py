@@ -187,6 +187,7 @@ def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str | b
         (("--lora-rank", "16"), "lora_r", 16),
         (("--delta", "3"), "clip_dual", 3.0),
         (("--top-entropy-quantile", "0.2"), "top_entropy", 0.2),
+        (("--lr-scheduler-type", "linear", "--lr-warmup-steps", "3"), "warmup_steps", 3),
     ],
 )
 def test_a_name_of_others_is_accepted_where_it_means_the_same(
@@ -194,6 +195,37 @@ def test_a_name_of_others_is_accepted_where_it_means_the_same(
 ) -> None:
     (config,) = parse("--model", "m", *given)
     assert config.get(field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        (("--stop", "</answer>"), "stop", ("</answer>",)),
+        (("--stop", '["\\n\\n", "x"]'), "stop", ("\n\n", "x")),
+        (("--stop", "[1"), "stop", ("[1",)),
+        (("--stop", "7"), "stop", ("7",)),
+        (("--chat-template-kwargs", '{"enable_thinking": false}'), "chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str, value: object) -> None:
+    (config,) = parse("--model", "m", *given)
+    assert config.get(field) == value
+    assert TrainConfig.of(model_name="m", **{field: value}).get(field) == value  # as in TOML
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--stop", ""), "--stop: must be text, or a JSON list of texts, none of them empty, found ''"),
+        (("--stop", '["a", 1]'), "--stop: must be text, or a JSON list of texts, none of them empty, found"),
+        (("--chat-template-kwargs", "enable_thinking"), "--chat-template-kwargs: must be a JSON object, such as"),
+        (("--chat-template-kwargs", '{"tokenize": true}'), "must not contain tokenize, which Bridge sets"),
+    ],
+)
+def test_texts_and_objects_of_another_form_are_refused(given: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse("--model", "m", *given)
+    assert told in refused.value.message
 
 
 def test_a_name_of_others_works_in_every_place_and_contradicts_ours(

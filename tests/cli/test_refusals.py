@@ -251,6 +251,14 @@ def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, e
         (("--mismatch", "none", "--mismatch-level", "token"), "--mismatch-level has no effect with --mismatch none"),
         (("--rollouts", "atropos", "--reward", "math"), "--reward has no effect with --rollouts atropos"),
         (("--atropos-url", "http://a:1"), "--atropos-url has no effect with --rollouts environment, only with atropos"),
+        (
+            ("--warmup-steps", "2"),
+            "--warmup-steps has no effect with --lr-scheduler-type constant, only with constant_",
+        ),
+        (
+            ("--lr-scheduler-type", "cosine", "--warmup-steps", "9", "--training-steps", "9"),
+            "--warmup-steps 9 must be less than --training-steps 9: the learning rate would never reach --lr",
+        ),
     ],
 )
 def test_a_choice_that_nothing_would_come_of_is_refused(bridge: Bridge, flags: tuple[str, ...], told: str) -> None:

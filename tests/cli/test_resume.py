@@ -1,6 +1,7 @@
 """`--resume`: which checkpoint and directory a run resumes from, what it logs, and what it never overwrites."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,23 @@ class Opened:
     found: Found | None
     told: list[str]
     save_path: Path
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "told", "remedy"),
+    [
+        ("reward_mean", "found 'reward_mean', expected a metric, >= or <=, and a number", "eval_reward_mean>=0.9"),
+        ("reward_mean>=1.2.3", "expected a metric, >= or <=, and a number", "in quotes"),
+        ("reward>=0.9", "there is no metric 'reward'", "did you mean reward_"),
+        ("rollouts>=1", "there is no metric 'rollouts'", "did you mean "),
+    ],
+)
+def test_a_goal_that_cannot_be_reached_is_refused_before_anything_is_started(
+    stop_at: str, told: str, remedy: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)) as refused:
+        open_run(TrainConfig.of(model_name="m", stop_at=stop_at))
+    assert remedy in refused.value.remedy
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,14 @@ class Backend:
         return ["".join(f"<{token}>" for token in sequence) for sequence in sequences]
 
 
-def output(index: int, finish_reason: str, logprobs: list[float]) -> Any:
+def output(index: int, finish_reason: str, logprobs: list[float], stop_reason: int | str | None = None) -> Any:
     """Return a completion from the engine, with a likelier alternative to the first token."""
     starts = [0, 2, 3][: len(logprobs)]
     flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], ranks=[3, 1, 3, 4], start_indices=starts)
     ids = tuple(10 * (place + 1) + index for place in range(len(logprobs)))
-    return SimpleNamespace(index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason)
+    return SimpleNamespace(
+        index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason, stop_reason=stop_reason
+    )
 
 
 class FakeEngine:
@@ -116,10 +118,21 @@ def test_the_engine_is_asked_for_the_whole_distribution_and_no_text(http: TestCl
     (prompt, params, first, adapter), (*_, second, _) = engine.asked
     assert (prompt, adapter) == ({"prompt_token_ids": [5, 6]}, None)
     assert params == {
-        "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "logprobs": 0, "flat_logprobs": True,
-        "detokenize": False, "output_kind": "final only",
+        "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "stop": [], "logprobs": 0,
+        "flat_logprobs": True, "detokenize": False, "output_kind": "final only",
     }  # fmt: skip
     assert first != second
+
+
+@pytest.mark.parametrize(("reason", "text"), [("x", "<10><20><30>"), (30, "<10><20>"), (None, "<10><20>")])
+def test_a_text_that_ends_a_completion_stays_in_it_and_a_stop_token_does_not(
+    http: TestClient, engine: FakeEngine, reason: int | str | None, text: str
+) -> None:
+    engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], reason)]
+    (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1, "stop": ["x", "yz"]}).json()["choices"]
+    assert (choice["text"], choice["token_ids"]) == (text, [10, 20, 30])
+    params = engine.asked[0][1]
+    assert (params["stop"], params["detokenize"]) == (["x", "yz"], True)
 
 
 def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngine) -> None:
@@ -139,6 +152,7 @@ def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngin
         {"temperature": -0.1},
         {"seed": "x"},
         {"top_p": 0.9},
+        {"stop": [""]},
         {"model": None},
     ],
     ids=str,
@@ -249,7 +263,7 @@ def test_a_character_that_the_prompt_began_is_nobodys() -> None:
 
 def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
     ended = SimpleNamespace(logprobs=[], ranks=[], start_indices=[])
-    engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort")]
+    engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort", stop_reason=None)]
     (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1}).json()["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
 

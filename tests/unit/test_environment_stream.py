@@ -1,12 +1,13 @@
 """Groups from a fake server, scored here and in worker processes, and what is kept when scores or the server fail."""
 
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from bridge.run import measuring
 from bridge.scoring.score import Scores
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem, TrainedProblems
+from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit.http_server import Asked, serving
 from tests.unit.openai_server import Bend, openai, unbent
@@ -253,6 +255,59 @@ def test_an_evaluation_requests_the_same_each_time_and_counts_what_was_scored(mo
     assert (found.reward_mean, found.reward_std, found.unscored, found.num_problems) == (2.5, 1.5, 2, 2)
     assert (again.reward_mean, again.completion_tokens_mean, again.truncated_share) == (2.5, 3, 0)
     assert ours.told[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
+
+
+def test_the_chat_template_gets_its_arguments_in_training_and_evaluation(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chat(Task):
+        def __iter__(self) -> Iterator[Problem]:
+            yield {"prompt": [{"role": "user", "content": "1+2"}]}
+
+        def held_out(self) -> list[Problem]:
+            return [*self]
+
+    tokenizer = skeleton.tokenizer(str(model))
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ cue }}"
+    monkeypatch.setattr(skeleton, "tokenizer", lambda _: tokenizer)
+    choices: dict[str, Any] = {"eval_samples": 3, "batch_size": 8, "stop": ["x"]}
+    with sampled(model, Chat(), saying(), chat_template_kwargs={"cue": "=>"}, **choices) as ours:
+        ours.groups(count=1)
+        ours.stream.evaluate(step=1)
+    asked = [each.body for each in ours.asked if each.method == "POST"]
+    assert [each["prompt"] for each in asked] == [tokenizer.convert_tokens_to_ids(list("1+2=>"))] * 2
+    assert [each["stop"] for each in asked] == [["x"]] * 2
+
+
+@pytest.mark.parametrize(("choices", "temperature"), [({}, 0.7), ({"eval_temperature": 0.25}, 0.25)])
+def test_an_evaluation_may_have_a_temperature_of_its_own(
+    model: Path, choices: dict[str, Any], temperature: float
+) -> None:
+    with sampled(model, Task(), saying(), temperature=0.7, eval_samples=3, **choices) as ours:
+        ours.stream.evaluate(step=0)
+        ours.groups()
+        ours.stream.evaluate(step=1)
+    asked = [each.body["temperature"] for each in ours.asked if each.method == "POST"]
+    assert asked == [temperature] * 2 + [0.7] * 3 + [temperature] * 2
+
+
+def test_pass_at_k_is_the_share_of_the_draws_of_k_in_which_one_passes(model: Path) -> None:
+    """Of 5 completions, 2 of one problem pass, and none of the other; of its draws of 2, 3 of 10 have none."""
+
+    def score(problem: Problem, text: str) -> float:
+        return 0.9 * (text in ("good", "fine")) * (problem["prompt"] == "say less") + 0.1 * (text != "raises")
+
+    with sampled(model, Task(score), saying(), eval_samples=5) as ours:
+        groups = ours.stream.evaluate(step=0) or []
+    found = measuring.evaluation(groups, step=0, version=1, seconds=1)
+    assert found.pass_at_k == pytest.approx({"1": 0.2, "2": 0.35, "4": 0.5, "5": 0.5})
+    assert found.curves()["held_out/pass_at_2"] == pytest.approx(0.35)
+    lower = measuring.evaluation(groups, step=0, version=1, seconds=1, pass_reward=0.1)
+    assert lower.pass_at_k == pytest.approx({"1": 0.8, "2": 1.0, "4": 1.0, "5": 1.0})
+    (_, less) = groups
+    few = replace(less, completions=less.completions[:2], rewards=(0.0, 1.0))
+    assert measuring.pass_at([groups[0], few], 4, 0.1) == 1.0, "a problem with fewer than k is left out"
+    assert math.isnan(measuring.pass_at([few], 4, 0.1))
 
 
 def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:

@@ -817,6 +817,42 @@ def test_every_optimizer_makes_good_completions_likelier_than_bad_ones(
     assert not same(weights(model), before)
 
 
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("choices", KINDS)
+def test_every_optimizer_follows_the_schedule(groups: list[Group], choices: dict[str, Any], released: bool) -> None:
+    fixed = choices | {"gradient_release": released, "weight_decay": 0.1, "training_steps": 4}
+    rising: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    for step, share in ((1, 0.0), (2, 0.5), (3, 1.0)):
+        ours, theirs = base(dtype=torch.bfloat16), base(dtype=torch.bfloat16)
+        one, other = learner_of(ours, lr=8e-3, **fixed, **rising), learner_of(theirs, lr=8e-3 * (share or 1), **fixed)
+        for learner in (one, other):
+            learner.take(groups, step=step)
+            learner.prepare()
+            learner.write()
+        assert one.learnt().lr == 8e-3 * share
+        expected = weights(theirs if share else base(dtype=torch.bfloat16))
+        assert same(weights(ours), expected)
+
+
+def test_the_rate_changes_with_every_update_of_a_batch(groups: list[Group]) -> None:
+    rates = list[float]()
+
+    class Recording(Descent):
+        def _step(self, norm: float, max_norm: float) -> None:
+            rates.extend(group["lr"] for group in self.param_groups[:1])
+            super()._step(norm, max_norm)
+
+    choices: dict[str, Any] = {"updates_per_batch": 2, "passes_per_batch": 2, "training_steps": 3, "lr": 1.2e-3}
+    learner = learner_of(base(), make_optimizer=Recording, lr_scheduler_type="linear", **choices)
+    for step in (2, 3, 2):  # the rate depends on nothing but the step
+        learner.take(groups, step=step)
+        learner.prepare()
+        learner.write()
+    second, third = [8e-4, 7e-4, 6e-4, 5e-4], [4e-4, 3e-4, 2e-4, 1e-4]
+    assert rates == pytest.approx([*second, *third, *second])
+    assert learner.learnt().lr == pytest.approx(8e-4)
+
+
 def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     """Return the mean of -advantage * log-probability over all tokens."""
     with torch.no_grad():

@@ -29,7 +29,7 @@ SURFACE = {
     "Policy.pack": "(self, samples, *, max_tokens)",
     "Policy.publish": "(self, write, *, in_flight)",
     "Policy.parameters": "(self)",
-    "Policy.sample": "(self, prompts, score, *, seed)",
+    "Policy.sample": "(self, prompts, score, *, seed, chat_template_kwargs)",
     "Policy.save": "(self, folder)",
     "Policy.update": "(self, optimizer, *, max_norm, in_flight)",
     "Policy.url": "",

@@ -12,7 +12,7 @@ from torch import Tensor
 from bridge.config import TrainConfig
 from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers import split_adamw
-from bridge.optimizers.factory import make, scaled_group
+from bridge.optimizers.factory import make, scaled_group, schedule
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
@@ -332,6 +332,23 @@ def test_the_factory_makes_what_the_configuration_names() -> None:
     offloaded = make_from(offload_optimizer=True, lr=3e-4)
     assert isinstance(offloaded, OffloadedAdamW)
     assert offloaded.param_groups[0]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", {0: 1, 7: 1, 100: 1}),
+        ("constant_with_warmup", {0: 0, 1: 0.25, 4: 1, 100: 1}),
+        ("linear", {0: 0, 2: 0.5, 4: 1, 6: 0.75, 12: 0}),
+        ("cosine", {0: 0, 2: 0.5, 4: 1, 6: (1 + math.sqrt(0.5)) / 2, 8: 0.5, 12: 0}),
+        ("inverse_sqrt", {0: 0, 2: 0.5, 4: 1, 16: 0.5}),
+    ],
+)
+def test_a_schedule_counts_the_planned_updates(kind: str, expected: dict[int, float]) -> None:
+    """Of 6 steps with 2 updates each, 2 steps are for warm-up."""
+    choices = {"training_steps": 6, "passes_per_batch": 2, "warmup_steps": 2 * (kind != "constant")}
+    factor = schedule(TrainConfig.of(model_name="m", lr_scheduler_type=kind, **choices))
+    assert {number: factor(number) for number in expected} == pytest.approx(expected, abs=1e-12)
 
 
 def test_an_update_is_compiled_for_the_gradients_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:

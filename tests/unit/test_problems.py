@@ -154,6 +154,13 @@ def test_messages_go_through_the_template_with_the_cue_to_answer(
     assert encoded == tuple(tokenizer.convert_tokens_to_ids(list("1+2=>")))
 
 
+def test_arguments_fill_the_template(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{% if short %}={% endif %}")
+    messages: Problem = {"prompt": [{"role": "user", "content": "1+2"}]}
+    for short, text in ((True, "1+2>="), (False, "1+2>")):
+        assert encode(tokenizer, messages, short=short) == tuple(tokenizer.convert_tokens_to_ids(list(text)))
+
+
 def test_messages_without_a_template_are_encoded_as_the_text_beside_them(tokenizer: PreTrainedTokenizerBase) -> None:
     beside: Any = {"prompt": [{"role": "user", "content": "1+2"}], "plain_prompt": "1+2="}
     assert encode(tokenizer, beside) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))

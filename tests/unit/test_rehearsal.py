@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from bridge.config import TaskConfig
-from bridge.errors import RewardError
+from bridge.errors import RewardError, UsageError
 from bridge.rollouts import rehearsal
 from bridge.scoring.score import Scores
 from bridge.types import Problem
+from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Hanging, Sample
@@ -65,6 +66,18 @@ def test_messages_for_a_model_without_a_chat_template_are_refused(model: Path) -
         with pytest.raises(RewardError, match="the model's tokenizer has no chat template"):
             tried(model, task)
         assert task.scored == []
+
+
+def test_an_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False, "thinking": 1}}
+    with pytest.raises(UsageError, match="--chat-template-kwargs has no effect: the prompts are text"):
+        tried(model, Task(), **choices)
+    tokenizer = skeleton.tokenizer(str(model))
+    monkeypatch.setattr(skeleton, "tokenizer", lambda _: tokenizer)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if thinking %}={% endif %}"
+    with pytest.raises(UsageError, match="the model's chat template does not use enable_thinking"):
+        tried(model, Task(prompt=CHAT), **choices)
+    assert tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True}) == []
 
 
 def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:

@@ -98,6 +98,21 @@ def test_a_vllm_with_bridge_in_it_is_asked_by_the_route_for_rollouts() -> None:
         assert (asked.path, asked.body["temperature"], asked.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
 
 
+@pytest.mark.parametrize("is_bridge", [False, True])
+def test_texts_that_end_a_completion_are_asked_for_if_there_are_any(is_bridge: bool) -> None:
+    with serving(openai(is_bridge=is_bridge)) as server:
+        sampled(Endpoint(url=server.url), num_samples=2)
+        with sampler(stop=("x", "yz")) as ours:
+            ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=2, seed=1)
+    requests = [asked.body for asked in server.asked if asked.method == "POST"]
+    without, given = requests[: len(PROMPTS)], requests[len(PROMPTS) :]
+    assert not any(request.keys() & {"stop", "include_stop_str_in_output"} for request in without)
+    assert all(request["stop"] == ["x", "yz"] for request in given)
+    assert all(request.get("include_stop_str_in_output", is_bridge) is True for request in given)
+    if is_bridge:
+        CompletionsRequest.model_validate(given[0])
+
+
 def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() -> None:
     """In vLLM, completion i of a request gets the request's seed + i."""
     num_samples, prompts = 8, [(5,)] * 50

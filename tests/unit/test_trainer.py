@@ -98,6 +98,32 @@ def test_every_interval_is_saved_and_the_last_step_once(running: Running) -> Non
         assert run.saved() == {f"step_{step}": {"step": step, "weight_version": 3 + step} for step in (1, 2, 3)}
 
 
+def test_a_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) -> None:
+    with running() as run:
+        summary = run.train(training_steps=6, stop_at="weight_version>=5")  # it begins at 3
+        assert [row["step"] for row in run.metrics] == [1, 2]
+        assert (summary.steps, [*run.saved()]) == (2, ["step_2"])
+        assert run.told == ["--stop-at weight_version>=5: reached after step 2"]
+
+
+def test_a_run_ends_with_the_first_evaluation_that_reaches_its_goal(running: Running) -> None:
+    choices: dict[str, Any] = {"training_steps": 6, "eval_samples": 2, "eval_interval": 2}
+    with running() as run:
+        summary = run.train(**choices, stop_at="eval_truncated_share <= 0")  # so does the one before training
+        evaluations = (run.folder / "run" / "evaluations.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in evaluations] == [0, 2]
+        assert (summary.steps, summary.reward_after) == (2, json.loads(evaluations[-1])["reward_mean"])
+        assert run.told == ["--stop-at eval_truncated_share <= 0: reached after step 2"]
+    with pytest.raises(ValueError, match="--stop-at eval_kl>=1 has no effect without --eval-interval"):
+        TrainConfig.of(model_name="m", stop_at="eval_kl>=1", eval_samples=2)
+
+
+def test_a_goal_that_no_step_reaches_changes_nothing(running: Running) -> None:
+    with running() as run:
+        run.train(stop_at="kl>=0.5")
+        assert ([row["step"] for row in run.metrics], run.told) == ([1, 2, 3], [])
+
+
 def test_equal_rewards_teach_nothing_and_the_run_goes_on(running: Running) -> None:
     with running() as run:
         before = run.weights()
@@ -499,8 +525,12 @@ def test_staleness_is_that_of_the_oldest_token_whose_version_is_known(
 
 
 def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="--eval-interval 2 has no effect without --eval-samples"):
-        TrainConfig.of(model_name="m", eval_interval=2)
+    for key, name in (("interval", "interval"), ("temperature", "temperature"), ("pass_reward", "pass-reward")):
+        with pytest.raises(ValueError, match=f"--eval-{name} 2 has no effect without --eval-samples"):
+            TrainConfig.of(model_name="m", **{f"eval_{key}": 2})
+    with pytest.raises(ValueError, match="--eval-temperature 0 samples the same completion each time"):
+        TrainConfig.of(model_name="m", eval_temperature=0, eval_samples=2)
+    assert TrainConfig.of(model_name="m", eval_temperature=0, eval_samples=1).evaluation.temperature == 0
 
 
 @pytest.mark.parametrize("version", [0, 3])

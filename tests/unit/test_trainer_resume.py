@@ -84,9 +84,9 @@ def test_a_run_that_was_killed_and_goes_on_is_the_run_that_was_not(
 @pytest.mark.parametrize(
     "choices",
     [
-        {"updates_per_batch": 2, "passes_per_batch": 2},
+        {"updates_per_batch": 2, "passes_per_batch": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1},
         {"optimizer": "adamw-bf16"},
-        {"optimizer": "adamw-8bit", "gradient_release": True},
+        {"optimizer": "adamw-8bit", "gradient_release": True, "lr_scheduler_type": "linear"},
         {"optimizer": "adamw-4bit"},
         {"offload_optimizer": True},
         {"offload_optimizer": True, "gradient_release": True, "micro_batch_tokens": 12},
@@ -183,7 +183,7 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
         *before, began, first, second, done = [event.partition(" ")[2] for event in events]
         assert (before, [first, second]) == (run.told_before, run.told)
         assert began == f"training {run.mode.server.manifest.model} by --mode shared_vllm: steps 1 to 3"
-        assert done == f"all steps done; checkpoint {run.folder / 'saved' / 'step_3'}"
+        assert done == f"done after step 3; checkpoint {run.folder / 'saved' / 'step_3'}"
 
 
 @pytest.mark.parametrize("step", [1, 3])
