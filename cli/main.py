@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "env": ("cli.env:env", "Feed an Atropos API with rollouts of an environment."),
     "verify": ("cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
     "restore": ("cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
+    "export": ("cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
     "plan": ("cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
         "cli.report.command:report",
