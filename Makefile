@@ -22,7 +22,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loa
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 
-.PHONY: help setup lint type test test-unit test-all test-gpu families contract soak demo compare bench clean
+.PHONY: help setup lint type test test-unit test-all test-gpu families contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,8 +68,12 @@ compare: $(INSTALLED) ## The demo's task by every mode: sync time, memory and re
 bench: $(INSTALLED) ## Run the benchmarks of benchmarks/
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)"; done
 
+docs: $(INSTALLED) ## The docs as a site: site/index.html
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## Remove what can be made again; .venv and runs/ stay
-	@rm -rf build dist .contract .pytest_cache .mypy_cache .ruff_cache .import_linter_cache ./*.egg-info
+	@rm -rf build dist site .contract .pytest_cache .mypy_cache .ruff_cache .import_linter_cache ./*.egg-info
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml

@@ -128,7 +128,9 @@ class Policy:
     """
 
     model: PreTrainedModel
-    """The transformers model, in evaluation mode. Its parameters are the server's: change them inside `update` only."""
+    """The transformers model, in evaluation mode. Its parameters are the server's: change them inside `update` only.
+
+    `pack` and `logprobs` give it attention for packed sequences; from then on it takes no padding."""
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingConfig
     """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on."""
@@ -149,7 +151,6 @@ class Policy:
             self.version = status.version
             self._attached = attach_parameters(manifest)
             self.model = self._attached.model
-            self._shares_prompts = preparation.prepare(self.model, compute, note, max_model_len=manifest.max_model_len)
         except BaseException:
             self.close()
             raise
@@ -250,7 +251,9 @@ class Policy:
     @cached_property
     def _shares_prompts(self) -> bool:
         """Prepare the model for packed sequences, once; return whether completions of one prompt may share it."""
-        return preparation.prepare(self.model, self._compute, note, max_model_len=self._manifest.max_model_len)
+        shares = preparation.prepare(self.model, self._compute, note, max_model_len=self._manifest.max_model_len)
+        self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+        return shares
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
@@ -362,6 +365,16 @@ class Policy:
                 " learning rate",
             )
         return norm
+
+
+def _refuse_padding(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    mask = given.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise UsageError(
+            "the batch has padding, and this model's attention is the one for packed sequences",
+            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+        )
 
 
 def _reward(score: Score | None, problem: Problem, text: str) -> float:

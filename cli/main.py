@@ -19,12 +19,14 @@ REPORT = "this is a bug in Bridge: please report the lines above, with the comma
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("cli.demo:demo", "Train a tiny model in place on a running vLLM, and prove that there is one copy."),
+    "init": ("cli.init:init", "Write a file with every choice, explained, and a task to start from."),
     "run": ("cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
     "serve-vllm": ("cli.serve:serve", "Start vLLM so that a trainer can share its weights."),
     "train": ("cli.train:train", "Train a model on a server that is already running."),
     "env": ("cli.env:env", "Feed an Atropos API with rollouts of an environment."),
     "verify": ("cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
     "restore": ("cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
+    "export": ("cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
     "plan": ("cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
         "cli.report.command:report",

@@ -1,7 +1,11 @@
-"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that there is none."""
+"""Fetch a model's config.json from the hub before vLLM starts, which takes minutes to report that there is none.
+
+It also uploads what `bridge export` wrote.
+"""
 
 import difflib
 import os
+import shlex
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -99,3 +103,40 @@ def _did_you_mean(model: str) -> str:
     names = {folder.name.removeprefix("models--").replace("--", "/") for folder in folders} - {model}
     near = difflib.get_close_matches(model, sorted(names), n=2, cutoff=0.8)
     return f"did you mean {', or '.join(near)}? " if near else ""
+
+
+def check_push(repo: str) -> None:
+    """Check that `repo` can be a name and that the hub knows who uploads, before anything takes long.
+
+    Raises:
+        UsageError: it is no name, nobody is logged in, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi, hf_hub_url
+
+    try:
+        hf_hub_url(repo, CONFIG_NAME)  # checks the name
+        HfApi().whoami()
+    except Exception as error:  # as above
+        raise UsageError(
+            f"--push {repo}: {shortened(error, 200)}", remedy="hf auth login; a name is ORGANISATION/NAME"
+        ) from error
+
+
+def push(folder: Path, repo: str, *, leave_out: str) -> str:
+    """Upload the files of `folder` but the one named `leave_out`, and return the page of the repository.
+
+    A repository that does not exist is made, private.
+
+    Raises:
+        UsageError: the hub refuses, or does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        page = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=page.repo_id, folder_path=folder, ignore_patterns=[leave_out])
+    except Exception as error:  # as above
+        again = f"hf upload {shlex.quote(repo)} {shlex.quote(str(folder))} --exclude {leave_out}"
+        raise UsageError(f"--push {repo}: {shortened(error, 200)}", remedy=f"the folder is written; {again}") from error
+    return str(page)

@@ -27,11 +27,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
-def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable: bool = True) -> Iterator[Path]:
+def written_whole(
+    folder: Path, *, replaceable: Callable[[Path], bool], durable: bool = True, flag: str = "--save-path"
+) -> Iterator[Path]:
     """Yield a scratch folder beside `folder`, and move it there at the end of the block.
 
     After an error `folder` is unchanged. `replaceable` decides whether an existing folder may be replaced; an empty one
     always may. With `durable`, everything is on disk before the name appears. Modes follow the umask.
+    `flag` is the option that chooses another folder.
 
     Raises:
         UsageError: the existing folder may not be replaced, or the disk is full or refuses.
@@ -39,8 +42,8 @@ def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable:
     folder = folder.resolve()
     scratch = _beside(folder)
     try:
-        with _one_line_errors(folder, scratch):
-            _check_replaceable(folder, replaceable)
+        with _one_line_errors(folder, scratch, flag):
+            _check_replaceable(folder, replaceable, flag)
             scratch.mkdir(parents=True)
             for path in folder.parent.iterdir():
                 writer = _SCRATCH_NAME.fullmatch(path.name)
@@ -50,7 +53,7 @@ def written_whole(folder: Path, *, replaceable: Callable[[Path], bool], durable:
             _open_alike(scratch)
             for path in (*scratch.rglob("*"), scratch) if durable else ():
                 _fsync(path)
-            _move(scratch, folder, replaceable)
+            _move(scratch, folder, replaceable, flag)
             if durable:
                 _fsync(folder.parent)
     finally:
@@ -92,16 +95,16 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool]) -> None:
+def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool], flag: str) -> None:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not (folder.is_dir() and replaceable(folder)):
         raise UsageError(
-            f"{folder} exists, and Bridge did not write it", remedy="move it away, or choose another with --save-path"
+            f"{folder} exists, and Bridge did not write it", remedy=f"move it away, or choose another with {flag}"
         )
 
 
 @contextmanager
-def _one_line_errors(folder: Path, scratch: Path) -> Iterator[None]:
+def _one_line_errors(folder: Path, scratch: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except BridgeError:  # some of them are OSErrors
@@ -112,7 +115,7 @@ def _one_line_errors(folder: Path, scratch: Path) -> Iterator[None]:
         raise UsageError(
             f"cannot write {folder}: {' '.join(str(error).split())} (after {num_bytes} bytes, with "
             f"{shutil.disk_usage(nearest).free} bytes free)",
-            remedy="make room there, or choose another folder with --save-path",
+            remedy=f"make room there, or choose another folder with {flag}",
         ) from error
 
 
@@ -131,9 +134,9 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool]) -> None:
+def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool], flag: str) -> None:
     """Move `scratch` to `folder`; an older `folder` is in `scratch` afterwards."""
-    _check_replaceable(folder, replaceable)
+    _check_replaceable(folder, replaceable, flag)
     if not folder.exists() or not any(folder.iterdir()):
         scratch.rename(folder)
     elif not _exchange(scratch, folder):  # unsupported by the file system: for an instant there is no `folder`

@@ -18,7 +18,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER
-from bridge.weights import loaded
+from bridge.weights import loaded, model_folder
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import AttachedModel, attach, attach_again
 from bridge.weights.opened_model import OpenedModel
@@ -50,6 +50,7 @@ class LoraDisk:
 
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
+        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         base = self._open_base()
         self._adapter = Adapter(base.model, self._config)
         self._serve_first()
@@ -71,6 +72,7 @@ class LoraDisk:
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
+        model_folder.copy_tokenizer(self._config.model_name, folder)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         self._adapter.load(checkpoint)

@@ -16,6 +16,7 @@ from bridge.modes.patched_server import PatchedServer, manifest_of
 from bridge.server import manifest
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.protocol import ADAPTER
+from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import open_handles
 from bridge.weights.opened_model import OpenedModel
@@ -40,6 +41,7 @@ class LoraMemory(PatchedServer):
 
     def open(self) -> OpenedModel:
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
+        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         base = self.attach()
         self._adapter = Adapter(base.model, self._config)
         self._move_in(takeover=self._run.resumes)
@@ -52,6 +54,7 @@ class LoraMemory(PatchedServer):
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
+        model_folder.copy_tokenizer(self._config.model_name, folder)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         self._adapter.check(checkpoint)  # before the server pauses

@@ -90,7 +90,7 @@ class Mode(Protocol):
         """Publish what was written and not published yet."""
 
     def save(self, folder: Path) -> None:
-        """Write the trained weights into `folder`, as transformers or PEFT load them."""
+        """Write the trained weights and the tokenizer into `folder`, as transformers or PEFT load them."""
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         """Load the weights of a checkpoint and publish them as `version`, or as the next one if that is later."""

@@ -50,7 +50,7 @@ def load(
         raise _no_room(model, place, needed, free)
     start = time.perf_counter()
     try:
-        whole = _from_pretrained(model, dtype).to(place).eval()
+        whole = from_pretrained(model, dtype).to(place).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _no_room(model, place, needed, free_bytes(place)) from error
     rope.follow_server(whole, max_model_len, server_class=server_class)
@@ -107,7 +107,12 @@ def _no_room(model: str, device: torch.device, needed: int, free: int) -> UsageE
     )
 
 
-def _from_pretrained(model: str, dtype: torch.dtype) -> PreTrainedModel:
+def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Load all weights of `model` into main memory; `auto` keeps the dtype of the model.
+
+    Raises:
+        UsageError: there is no such model, or it lacks some of its weights.
+    """
     loaded: PreTrainedModel
     try:
         with no_progress_bar():

@@ -6,6 +6,7 @@ Not covered: writing a folder whole or not at all (`bridge/core/whole_folder.py`
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Largest file of weights, and of their copy in host memory while it is written."""
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -46,13 +49,46 @@ def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
         UsageError: `source` has no tokenizer, or cannot be reached.
     """
     for folder in _source_folders(str(source)):
-        found = tuple(folder / name for name in _COPIED_FILES if (folder / name).is_file())
-        if any(path.name in _TOKENIZER_FILES for path in found):
-            return found
+        if has_tokenizer(folder):
+            return tuple(folder / name for name in _COPIED_FILES if (folder / name).is_file())
     raise UsageError(
         f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be useless",
         remedy="put the tokenizer's files beside the model's weights",
     )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Copy what `tokenizer_files` finds into the existing `folder`.
+
+    Raises:
+        UsageError: `source` has no tokenizer, or cannot be reached; nothing was copied.
+    """
+    for path in tokenizer_files(source):
+        copyfile(path, folder / path.name)
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy a whole model with its tokenizer into the existing `folder`, and nothing else that `source` holds.
+
+    Raises:
+        UsageError: it has no configuration, no weights or no tokenizer; nothing was copied.
+    """
+    index = source / INDEX_NAME
+    held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
+    missing = [path.name for path in held if not path.is_file()]
+    if missing:
+        raise UsageError(f"{source} is no whole model: it has no {missing[0]}", remedy="name a complete folder")
+    for path in (*held, *tokenizer_files(source)):
+        copyfile(path, folder / path.name)
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file of this name belongs to a model folder as `save` writes it."""
+    return name in (CONFIG_NAME, *_COPIED_FILES) or _WEIGHTS.fullmatch(name) is not None
 
 
 def _source_folders(source: str) -> Iterator[Path]:

@@ -16,6 +16,8 @@ CODE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 """Text in backquotes; it may contain one line break."""
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)[^)]*\)")
+ANCHOR = re.compile(r"\[[^]]*\]\(([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
 SOURCE = re.compile(r"^ *Source: .*", re.MULTILINE | re.DOTALL)
 FILE = re.compile(
     r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|toml)(?:::\w+)?"
@@ -87,6 +89,23 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
     inside = [(page, link) for page, link in links if link and not link.startswith(OF_OTHERS)]
     assert len(inside) > 10
     assert [f"{page.name}: {link}" for page, link in inside if not (page.parent / link).exists()] == []
+
+
+def test_every_anchor_of_a_link_is_a_heading() -> None:
+    links = [(page, *link) for page in pages() for link in ANCHOR.findall(page.read_text())]
+    inside = [(page, path, anchor) for page, path, anchor in links if not path.startswith(OF_OTHERS)]
+    assert inside
+    assert [each for each in inside if each[2] not in anchors((each[0].parent / each[1]) if each[1] else each[0])] == []
+
+
+def anchors(page: Path) -> set[str]:
+    headings = HEADING.findall(FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_site_has_every_page_of_the_docs() -> None:
+    shown = re.findall(r"^  - .*: ([\w.]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(llama: LiveServer) -> Non
     assert llama.status().version == before + 1
 
 
+def test_padding_is_computed_right_or_refused(llama: LiveServer) -> None:
+    """Attention for packed sequences has no mask: with padding it would attend to it, and nothing would tell."""
+    ids, mask = torch.tensor([[0, 0, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1]])
+    with bridge.attach(llama.path, sampling=SHORT) as policy, torch.no_grad():
+        alone = policy.model(input_ids=ids[:, 2:]).logits[0, -1]
+        positions = torch.tensor([[0, 0, 0, 1, 2]])
+        padded = policy.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[0, -1]
+        assert torch.allclose(padded, alone, atol=0.05)
+        policy.pack([policy.encode("a", "b")])
+        with pytest.raises(UsageError, match="padding"):
+            policy.model(input_ids=ids, attention_mask=mask, position_ids=positions)
+        policy.model(input_ids=ids[:, 2:], attention_mask=mask[:, 2:])
+
+
 def test_serve_starts_a_server_and_stops_it(tmp_path: Path) -> None:
     model = tiny.write(tiny.llama(), tmp_path / "model")
     with bridge.serve(model, *scenarios.EAGER, sampling=SHORT, device="cpu", max_model_len=256) as policy:

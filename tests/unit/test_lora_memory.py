@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from bridge.errors import AttachError, BridgeError, ManifestError, UsageError
 from tests.unit import toy_server
@@ -118,6 +119,7 @@ def test_a_checkpoint_comes_back_here_and_in_the_server(world: World, handover: 
     saved, folder = running.adapter(), world.folder / "adapter_step_1"
     folder.mkdir()
     running.mode.save(folder)
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<eos>"
     running.publish()
     running.mode.restore(folder, version=40)
     assert all(torch.equal(saved[name], value) for name, value in running.adapter().items())

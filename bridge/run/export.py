@@ -1,0 +1,94 @@
+"""Export a checkpoint as a plain model folder: an adapter is merged into its base, other weights are copied.
+
+Not covered: uploading the folder (`bridge/core/hub.py`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from bridge.core import mark, whole_folder
+from bridge.errors import UsageError
+from bridge.run import checkpoint
+from bridge.weights import adapter_folder, loaded, model_folder
+from bridge.weights.stored_tensors import headers, refuse_misfits
+
+BASE_KEY = "base_model_name_or_path"
+NAME_BASE = "name the base that it was trained on with --model"
+
+
+def export(source: Path, out: Path, *, base: str | None = None) -> Path:
+    """Write the model in `source` with its tokenizer to `out`, whole or not at all, and return the folder.
+
+    `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names.
+    Only an earlier export to which nobody has added a file is replaced.
+
+    Raises:
+        UsageError: `source` is damaged or holds no model, `base` does not fit it, or `out` cannot be written.
+    """
+    if not source.is_dir():
+        raise UsageError(f"there is no folder {source}", remedy="name a checkpoint, such as SAVE_PATH/step_N")
+    if checkpoint.is_checkpoint(source):
+        checkpoint.read(source)
+    is_adapter = (source / adapter_folder.CONFIG_NAME).is_file()
+    if base is not None and not is_adapter:
+        raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", remedy="leave --model out")
+    with whole_folder.written_whole(out, replaceable=_is_export, flag="--out") as scratch:
+        if is_adapter:
+            base = base or _base_of(source)
+            tokenizer = source if model_folder.has_tokenizer(source) else base  # earlier versions saved none
+            model_folder.save(_merged(source, base), tokenizer, scratch)
+        else:
+            model_folder.copy(source, scratch)
+        mark.put(scratch, "export")
+    return out.resolve()
+
+
+def _is_export(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()]
+    return mark.kind_of(folder) == "export" and all(model_folder.is_part(name) or name == mark.NAME for name in names)
+
+
+def _base_of(source: Path) -> str:
+    path = source / adapter_folder.CONFIG_NAME
+    try:
+        base = json.loads(path.read_text()).get(BASE_KEY)
+    except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
+        raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
+    if not isinstance(base, str) or not base:
+        raise UsageError(f"{path} names no base", remedy=NAME_BASE)
+    return base
+
+
+def _merged(source: Path, base: str) -> PreTrainedModel:
+    """Return `base`, in its own dtype, with the adapter in `source` added to its weights: W + alpha / r B A.
+
+    Source: LoRA, arXiv 2106.09685; `merge_and_unload` of PEFT.
+    """
+    try:
+        model = loaded.from_pretrained(base, "auto")
+    except UsageError as error:
+        raise UsageError(f"{error.message} (the base of {source})", remedy=NAME_BASE) from error
+    try:
+        adapted: Any = PeftModel.from_pretrained(model, str(source))
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"the adapter {source} does not fit {base}: {reason}", remedy=NAME_BASE) from error
+    found = {name: stored.shape for name, stored in headers(source / adapter_folder.WEIGHTS_NAME).items()}
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    refuse_misfits(f"the adapter {source}", found, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
+        raise UsageError(
+            f"the adapter {source} changes the head or the embedding of {base}, which are one tensor: merged, it would"
+            " change both",
+            remedy="serve it as an adapter: vllm serve BASE --enable-lora",
+        )
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged
