@@ -69,7 +69,7 @@ bench: $(INSTALLED) ## Run the benchmarks of benchmarks/
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)"; done
 
 docs: $(INSTALLED) ## The docs as a site: site/index.html
-	@$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --editable '.[docs]'
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --editable '.[docs]' >> $(LOG) 2>&1
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove what can be made again; .venv and runs/ stay
