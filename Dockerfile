@@ -15,7 +15,7 @@ COPY . /src
 RUN cd /src && pip install --no-cache-dir '.[gpu]'
 
 # Mount a volume here: runs, checkpoints and downloaded models are written below it.
-WORKDIR /work
-ENV HF_HOME=/work/huggingface
+WORKDIR /bridge
+ENV HF_HOME=/bridge/huggingface
 ENTRYPOINT ["bridge"]
 CMD ["--help"]
