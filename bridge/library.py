@@ -7,6 +7,7 @@ from the next token on. Nothing is copied.
 Not covered: the whole of a run, with checkpoints, metrics and resuming (`bridge run`, `bridge.run.trainer`).
 """
 
+import inspect
 import logging
 import math
 import os
@@ -296,7 +297,8 @@ class Policy:
         server stops serving them, and `bridge restore` loads a checkpoint.
 
         Raises:
-            UsageError: the norm is not finite, or the policy only reads; nothing was changed.
+            UsageError: the norm is not finite, the optimizer needs a closure, or the policy only reads; nothing was
+                changed.
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
@@ -349,8 +351,14 @@ class Policy:
         """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
 
         Raises:
-            UsageError: it is not finite.
+            UsageError: it is not finite, or `optimizer` needs a closure.
         """
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
+                remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
+            )
         if isinstance(optimizer, InPlaceOptimizer):
             norm = optimizer.global_norm()
         else:

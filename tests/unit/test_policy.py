@@ -1,0 +1,75 @@
+"""`bridge.Policy` over a toy server's memory: wrong uses end in one clear error, and before the fence.
+
+Not covered: a real server (`tests/cpu/test_library.py`).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bridge
+from bridge import library
+from bridge.errors import UsageError
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import Status
+from tests.models import tiny
+from tests.unit import toy_server
+
+
+class FenceClient(BridgeClient):
+    """Grants everything, and records the calls."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.calls: list[str] = []
+        self._version = 0
+
+    def take_lease(self, run: str) -> Status:
+        return self._called("lease")
+
+    def pause(self, *_: Any, **__: Any) -> Status:
+        return self._called("pause")
+
+    def publish(self, version: int | None = None) -> Status:
+        self._version += 1
+        return self._called("publish")
+
+    def _called(self, name: str) -> Status:
+        self.calls.append(name)
+        return Status.model_construct(version=self._version, state="serving")
+
+
+@pytest.fixture
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
+    monkeypatch.setattr(library, "BridgeClient", FenceClient)
+    toy = toy_server.serve(tiny.llama(), tmp_path / "model")
+    with bridge.Policy(
+        toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
+    ) as made:
+        yield made
+
+
+def calls(policy: bridge.Policy) -> list[str]:
+    assert isinstance(policy._client, FenceClient)
+    return policy._client.calls
+
+
+def with_gradients(policy: bridge.Policy) -> bridge.Policy:
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    return policy
+
+
+def weights(policy: bridge.Policy) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+    optimizer = torch.optim.LBFGS(policy.parameters())
+    with pytest.raises(UsageError, match="LBFGS needs a closure"):
+        with_gradients(policy).update(optimizer)
+    assert "pause" not in calls(policy)
