@@ -297,8 +297,8 @@ class Policy:
         server stops serving them, and `bridge restore` loads a checkpoint.
 
         Raises:
-            UsageError: the norm is not finite, the optimizer needs a closure, or the policy only reads; nothing was
-                changed.
+            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure, or the
+                policy only reads; nothing was changed.
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
@@ -351,8 +351,12 @@ class Policy:
         """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
 
         Raises:
-            UsageError: it is not finite, or `optimizer` needs a closure.
+            UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure.
         """
+        if not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise UsageError(
+                f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
+            )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(

@@ -73,3 +73,17 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: b
     with pytest.raises(UsageError, match="LBFGS needs a closure"):
         with_gradients(policy).update(optimizer)
     assert "pause" not in calls(policy)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
+@pytest.mark.parametrize("bridges_own", [True, False])
+def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
+    policy: bridge.Policy, max_norm: Any, bridges_own: bool
+) -> None:
+    """A negative one would turn the gradients around, and None would raise inside the fence."""
+    before, own = weights(policy), policy.optimizer(lr=1e-3)
+    optimizer = own if bridges_own else torch.optim.SGD(policy.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match="max_norm is"):
+        with_gradients(policy).update(optimizer, max_norm=max_norm)
+    assert "pause" not in calls(policy)
+    assert all(map(torch.equal, before, weights(policy)))
