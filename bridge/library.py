@@ -282,8 +282,8 @@ class Policy:
         """
         chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
         config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
-        groups = [factory.scaled_group(each, 1.0, lr=lr, weight_decay=weight_decay) for each in self.parameters()]
-        optimizer = factory.make(config, groups)
+        group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
+        optimizer = factory.make(config, [group])
         optimizer.allocate()
         return optimizer
 

@@ -87,3 +87,12 @@ def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
         with_gradients(policy).update(optimizer, max_norm=max_norm)
     assert "pause" not in calls(policy)
     assert all(map(torch.equal, before, weights(policy)))
+
+
+def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(policy: bridge.Policy) -> None:
+    """With a group for each parameter, it set the first one's alone, and the step failed inside the fence."""
+    optimizer, before = policy.optimizer(lr=1e-3), weights(policy)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with_gradients(policy).update(optimizer)
+    moved = [float((old - new).abs().max()) for old, new in zip(before, weights(policy), strict=True)]
+    assert min(moved) > 0.4, moved
