@@ -310,8 +310,9 @@ class Policy:
             else:
                 optimizer.step()
 
-        times = self.publish(write, in_flight=in_flight)
-        optimizer.zero_grad()
+        with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+            times = self.publish(write, in_flight=in_flight)
+            optimizer.zero_grad()
         return times
 
     def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:

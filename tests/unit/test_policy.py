@@ -3,6 +3,8 @@
 Not covered: a real server (`tests/cpu/test_library.py`).
 """
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,3 +98,17 @@ def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(polic
     with_gradients(policy).update(optimizer)
     moved = [float((old - new).abs().max()) for old, new in zip(before, weights(policy), strict=True)]
     assert min(moved) > 0.4, moved
+
+
+def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) -> None:
+    """Else a loop that goes on, as in a notebook, adds the next batch's to those that were applied."""
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        with_gradients(policy).update(Interrupted(policy.parameters(), lr=1.0))
+    assert policy.version == 1
+    assert all(parameter.grad is None for parameter in policy.parameters())
