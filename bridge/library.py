@@ -200,10 +200,12 @@ class Policy:
         template gets `chat_template_kwargs`.
 
         Raises:
-            UsageError: the server rejects a request, for example because a prompt is too long.
+            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, or the server rejects a request, for
+                example because a prompt is too long.
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
         """
+        _check_prompts(prompts)
         whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
         ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
         found = self._sampler.sample(
@@ -387,6 +389,26 @@ def _refuse_padding(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) ->
         raise UsageError(
             "the batch has padding, and this model's attention is the one for packed sequences",
             remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+        )
+
+
+def _check_prompts(prompts: object) -> None:
+    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts.
+
+    Raises:
+        UsageError: it is one, or a dictionary has no `prompt`.
+    """
+    alone = isinstance(prompts, str | Mapping)
+    entries = [] if alone or not isinstance(prompts, Sequence) else prompts
+    wrong = next((each for each in entries if isinstance(each, dict) and "prompt" not in each), None)
+    if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
+        raise UsageError(
+            f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
+            remedy="policy.sample([prompt])",
+        )
+    if wrong is not None:
+        raise UsageError(
+            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}", remedy="add its text or messages as 'prompt'"
         )
 
 

@@ -112,3 +112,16 @@ def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) 
         with_gradients(policy).update(Interrupted(policy.parameters(), lr=1.0))
     assert policy.version == 1
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("one", ["say 1:", {"prompt": "say 1:", "answer": "1"}, [{"role": "user", "content": "1"}]])
+def test_one_prompt_in_place_of_a_list_is_refused(policy: bridge.Policy, one: Any) -> None:
+    """Its letters or fields would be taken for prompts."""
+    with pytest.raises(UsageError, match="one prompt"):
+        policy.sample(one)
+
+
+def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.Policy) -> None:
+    with pytest.raises(UsageError, match="no 'prompt', only 'question'"):
+        policy.sample([{"question": "1 + 1"}])
+    assert policy.sample([]) == []
