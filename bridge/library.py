@@ -28,7 +28,7 @@ from bridge.checks.result import Check
 from bridge.config import ComputeConfig, LossConfig, SamplingConfig, TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
-from bridge.errors import UsageError
+from bridge.errors import RewardError, UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
 from bridge.optimizers import factory
@@ -413,7 +413,14 @@ def _check_prompts(prompts: object) -> None:
 
 
 def _reward(score: Score | None, problem: Problem, text: str) -> float:
-    reward = 0.0 if score is None else float(score(problem, text))
+    found: Any = 0.0 if score is None else score(problem, text)
+    try:
+        reward = float(found)
+    except (TypeError, ValueError):
+        reward = math.nan
     if not math.isfinite(reward):
-        raise UsageError(f"the reward of {text[:80]!r} is {reward}", remedy="return a finite number from score")
+        raise RewardError(
+            f"the reward of {text[:80]!r} is {found!r}, expected a finite number",
+            remedy="return a finite number from score",
+        )
     return reward

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import bridge
 from bridge import library
-from bridge.errors import UsageError
+from bridge.errors import RewardError, UsageError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 from tests.models import tiny
@@ -125,3 +126,14 @@ def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.P
     with pytest.raises(UsageError, match="no 'prompt', only 'question'"):
         policy.sample([{"question": "1 + 1"}])
     assert policy.sample([]) == []
+
+
+@pytest.mark.parametrize("reward", [None, [1.0], "good", float("nan")])
+def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
+    with pytest.raises(RewardError, match="the reward of 'text' is .*expected a finite number"):
+        library._reward(lambda *_: reward, {"prompt": ""}, "text")
+
+
+@pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
+def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
+    assert library._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
