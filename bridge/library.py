@@ -382,9 +382,9 @@ class Policy:
         return norm
 
 
-def _refuse_padding(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
-    mask = given.get("attention_mask")
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
     if mask is not None and not bool(mask.all()):
         raise UsageError(
             "the batch has padding, and this model's attention is the one for packed sequences",

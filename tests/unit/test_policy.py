@@ -137,3 +137,11 @@ def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
 @pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
 def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
     assert library._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_padding_is_refused_however_the_mask_is_passed(policy: bridge.Policy, by_name: bool) -> None:
+    policy.pack([policy.encode("a", "b")])
+    ids, mask = torch.tensor([[0, 0, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1]])
+    with pytest.raises(UsageError, match="padding"):
+        policy.model(input_ids=ids, attention_mask=mask) if by_name else policy.model(ids, mask)
