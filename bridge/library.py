@@ -143,7 +143,7 @@ class Policy:
     ) -> None:
         self.sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
-        self._calls = count()
+        self._calls, self._closed = count(), False
         self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
         self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
         try:
@@ -165,7 +165,10 @@ class Policy:
         self.close()
 
     def close(self) -> None:
-        """Return the server to other trainers, and close the connections."""
+        """Return the server to other trainers, and close the connections; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self._sampler.close()
         finally:

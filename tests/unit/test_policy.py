@@ -145,3 +145,8 @@ def test_padding_is_refused_however_the_mask_is_passed(policy: bridge.Policy, by
     ids, mask = torch.tensor([[0, 0, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1]])
     with pytest.raises(UsageError, match="padding"):
         policy.model(input_ids=ids, attention_mask=mask) if by_name else policy.model(ids, mask)
+
+
+def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) -> None:
+    policy.close()
+    policy.close()
