@@ -411,7 +411,8 @@ def _check_prompts(prompts: object) -> None:
         )
     if wrong is not None:
         raise UsageError(
-            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}", remedy="add its text or messages as 'prompt'"
+            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
+            remedy="add its text or messages as 'prompt'",
         )
 
 
