@@ -353,7 +353,7 @@ class Policy:
         program = Path(sys.argv[0]).name or "python"
         return fence.when_free(lambda: self._client.take_lease(f"{program} (pid {os.getpid()})"))
 
-    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: Any) -> float:
         """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
 
         Raises:

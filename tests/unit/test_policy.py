@@ -105,7 +105,7 @@ def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) 
     """Else a loop that goes on, as in a notebook, adds the next batch's to those that were applied."""
 
     class Interrupted(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step(closure)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -124,7 +124,7 @@ def test_one_prompt_in_place_of_a_list_is_refused(policy: bridge.Policy, one: An
 
 def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.Policy) -> None:
     with pytest.raises(UsageError, match="no 'prompt', only 'question'"):
-        policy.sample([{"question": "1 + 1"}])
+        policy.sample([{"question": "1 + 1"}])  # type: ignore[list-item]
     assert policy.sample([]) == []
 
 
