@@ -150,3 +150,12 @@ def test_padding_is_refused_however_the_mask_is_passed(policy: bridge.Policy, by
 def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) -> None:
     policy.close()
     policy.close()
+
+
+def test_completions_fit_the_servers_longest_sequence() -> None:
+    """With the default of 256 tokens, a server of that length would reject every prompt."""
+    default = bridge.SamplingConfig(group_size=4)
+    assert library._fitting(default, 256) == bridge.SamplingConfig(group_size=4, max_new_tokens=128)
+    assert library._fitting(default, 512) is library._fitting(default, None) is default
+    with pytest.raises(UsageError, match="max_new_tokens=256 leaves no room"):
+        library._fitting(bridge.SamplingConfig(max_new_tokens=256), 256)
