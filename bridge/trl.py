@@ -99,6 +99,11 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             )
         self._policy.publish(lambda: None)
 
+    def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Publish the best checkpoint, if the trainer has just loaded it into the server's memory."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._policy.publish(lambda: None)
+
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
         """Take the step here: the trainer's own call of `step`, right after this, then finds no gradients.
 

@@ -69,3 +69,16 @@ def test_parameters_outside_the_servers_memory_are_refused_when_training_begins(
     with pytest.raises(UsageError, match=r"2 of the trainer's parameters .* adapter\.weight"):
         fence.on_train_begin(None, None, None, model=policy.model)
     assert "publish" not in calls(policy)
+
+
+@pytest.mark.parametrize(
+    ("loads", "best", "num_published"), [(True, "step_1", 1), (True, None, 0), (False, "step_1", 0)]
+)
+def test_the_best_checkpoint_is_published_when_training_ends(
+    policy: bridge.Policy, loads: bool, best: str | None, num_published: int
+) -> None:
+    """The trainer loads it into the server's memory, whose prefix cache is of the last step's weights."""
+    (fence,) = bridge.for_trl(policy, choices())["callbacks"]
+    args, state = SimpleNamespace(load_best_model_at_end=loads), SimpleNamespace(best_model_checkpoint=best)
+    fence.on_train_end(args, state, None, model=policy.model)
+    assert calls(policy).count("publish") == num_published
