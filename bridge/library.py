@@ -133,8 +133,6 @@ class Policy:
 
     `pack` and `logprobs` give it attention for packed sequences; from then on it takes no padding."""
     tokenizer: PreTrainedTokenizerBase
-    sampling: SamplingConfig
-    """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on."""
     version: int
     """Number of updates that were published since the server loaded its weights."""
 
@@ -142,7 +140,7 @@ class Policy:
         self, manifest: Manifest, *, sampling: SamplingConfig, compute: ComputeConfig, reads_only: bool
     ) -> None:
         sampling = _fitting(sampling, manifest.max_model_len)
-        self.sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
         self._calls, self._closed = count(), False
         self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
@@ -174,6 +172,11 @@ class Policy:
             self._sampler.close()
         finally:
             self._client.close()
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on, from when it was attached."""
+        return self._sampling
 
     @property
     def device(self) -> torch.device:

@@ -159,3 +159,9 @@ def test_completions_fit_the_servers_longest_sequence() -> None:
     assert library._fitting(default, 512) is library._fitting(default, None) is default
     with pytest.raises(UsageError, match="max_new_tokens=256 leaves no room"):
         library._fitting(bridge.SamplingConfig(max_new_tokens=256), 256)
+
+
+def test_the_sampling_cannot_be_replaced(policy: bridge.Policy) -> None:
+    """`logprobs` would use the new temperature, and `sample` the old one."""
+    with pytest.raises(AttributeError, match="sampling"):
+        policy.sampling = bridge.SamplingConfig(temperature=0.5)  # type: ignore[misc]
