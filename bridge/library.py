@@ -306,8 +306,8 @@ class Policy:
         server stops serving them, and `bridge restore` loads a checkpoint.
 
         Raises:
-            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure, or the
-                policy only reads; nothing was changed.
+            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure or
+                changes nothing of the server's, or the policy only reads; nothing was changed.
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
@@ -361,7 +361,8 @@ class Policy:
         """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
 
         Raises:
-            UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure.
+            UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
+                nothing of the server's.
         """
         if not isinstance(max_norm, int | float) or not max_norm > 0:
             raise UsageError(
@@ -373,13 +374,19 @@ class Policy:
                 f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
                 remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
             )
+        own = {id(each) for each in self._attached.parameters.values()}
+        changed = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if changed and not any(id(each) in own for each in changed):
+            raise UsageError(
+                f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
+                remedy="make it with policy.parameters(), before anything is added to policy.model",
+            )
         if isinstance(optimizer, InPlaceOptimizer):
             norm = optimizer.global_norm()
         else:
-            trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-            norm = norm_of((each.grad, 1.0) for each in trained)
+            norm = norm_of((each.grad, 1.0) for each in changed)
             if math.isfinite(norm) and norm > max_norm:
-                torch._foreach_mul_([each.grad for each in trained], max_norm / norm)
+                torch._foreach_mul_([each.grad for each in changed], max_norm / norm)
         if not math.isfinite(norm):
             raise UsageError(
                 f"the gradient norm is {norm}, expected a finite number: no weight was changed",

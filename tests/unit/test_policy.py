@@ -165,3 +165,14 @@ def test_the_sampling_cannot_be_replaced(policy: bridge.Policy) -> None:
     """`logprobs` would use the new temperature, and `sample` the old one."""
     with pytest.raises(AttributeError, match="sampling"):
         policy.sampling = bridge.SamplingConfig(temperature=0.5)  # type: ignore[misc]
+
+
+def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None:
+    """As after `get_peft_model(policy.model)`: the server would never change, and nothing would tell."""
+    other, head = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    other.grad = head.grad = torch.ones(2)
+    with pytest.raises(UsageError, match="none of the 1 parameters that SGD would change is the server's"):
+        policy.update(torch.optim.SGD([other], lr=1.0))
+    assert "pause" not in calls(policy)
+    with_gradients(policy).update(torch.optim.SGD([*policy.parameters(), head], lr=1.0))  # a critic, for example
+    assert policy.version == 1
