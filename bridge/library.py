@@ -345,7 +345,7 @@ class Policy:
         Raises:
             UsageError: there is something at `folder`, or the disk refuses.
         """
-        with written_whole(Path(folder), replaceable=lambda _: False) as partial:
+        with written_whole(Path(folder), replaceable=lambda _: False, flag="policy.save(FOLDER)") as partial:
             model_folder.save(self.model, self._manifest.model, partial)
         return Path(folder)
 

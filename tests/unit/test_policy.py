@@ -176,3 +176,9 @@ def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None
     assert "pause" not in calls(policy)
     with_gradients(policy).update(torch.optim.SGD([*policy.parameters(), head], lr=1.0))  # a critic, for example
     assert policy.version == 1
+
+
+def test_the_remedy_of_a_folder_that_exists_is_one_of_the_library(policy: bridge.Policy, tmp_path: Path) -> None:
+    (tmp_path / "model" / "there").touch()
+    with pytest.raises(UsageError, match=r"choose another with policy\.save\(FOLDER\)"):
+        policy.save(tmp_path / "model")
