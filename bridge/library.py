@@ -20,6 +20,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -288,9 +289,19 @@ class Policy:
 
         `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
         bf16 step, which are most of them at learning rates of reinforcement learning.
+
+        Raises:
+            UsageError: there is no such optimizer, or a number is out of range.
         """
         chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
-        config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+        try:
+            config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(
+                f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+                remedy="policy.optimizer('adamw', lr=1e-6)",
+            ) from error
         group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
         optimizer = factory.make(config, [group])
         optimizer.allocate()

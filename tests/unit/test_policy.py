@@ -182,3 +182,13 @@ def test_the_remedy_of_a_folder_that_exists_is_one_of_the_library(policy: bridge
     (tmp_path / "model" / "there").touch()
     with pytest.raises(UsageError, match=r"choose another with policy\.save\(FOLDER\)"):
         policy.save(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"), [({"name": "sgd", "lr": 1e-6}, "name is 'sgd'"), ({"lr": 0.0}, "lr is 0.0: .* greater than 0")]
+)
+def test_an_optimizer_that_cannot_be_made_is_one_clear_line(
+    policy: bridge.Policy, chosen: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        policy.optimizer(**chosen)
