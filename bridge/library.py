@@ -7,6 +7,7 @@ from the next token on. Nothing is copied.
 Not covered: the whole of a run, with checkpoints, metrics and resuming (`bridge run`, `bridge.run.trainer`).
 """
 
+import inspect
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,7 +29,7 @@ from bridge.checks.result import Check
 from bridge.config import ComputeConfig, LossConfig, SamplingConfig, TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
-from bridge.errors import UsageError
+from bridge.errors import RewardError, UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
 from bridge.optimizers import factory
@@ -132,17 +134,16 @@ class Policy:
 
     `pack` and `logprobs` give it attention for packed sequences; from then on it takes no padding."""
     tokenizer: PreTrainedTokenizerBase
-    sampling: SamplingConfig
-    """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on."""
     version: int
     """Number of updates that were published since the server loaded its weights."""
 
     def __init__(
         self, manifest: Manifest, *, sampling: SamplingConfig, compute: ComputeConfig, reads_only: bool
     ) -> None:
-        self.sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        sampling = _fitting(sampling, manifest.max_model_len)
+        self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
-        self._calls = count()
+        self._calls, self._closed = count(), False
         self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
         self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
         try:
@@ -164,11 +165,19 @@ class Policy:
         self.close()
 
     def close(self) -> None:
-        """Return the server to other trainers, and close the connections."""
+        """Return the server to other trainers, and close the connections; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self._sampler.close()
         finally:
             self._client.close()
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on, from when it was attached."""
+        return self._sampling
 
     @property
     def device(self) -> torch.device:
@@ -199,10 +208,12 @@ class Policy:
         template gets `chat_template_kwargs`.
 
         Raises:
-            UsageError: the server rejects a request, for example because a prompt is too long.
+            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, or the server rejects a request, for
+                example because a prompt is too long.
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
         """
+        _check_prompts(prompts)
         whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
         ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
         found = self._sampler.sample(
@@ -278,11 +289,21 @@ class Policy:
 
         `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
         bf16 step, which are most of them at learning rates of reinforcement learning.
+
+        Raises:
+            UsageError: there is no such optimizer, or a number is out of range.
         """
         chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
-        config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
-        groups = [factory.scaled_group(each, 1.0, lr=lr, weight_decay=weight_decay) for each in self.parameters()]
-        optimizer = factory.make(config, groups)
+        try:
+            config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(
+                f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+                remedy="policy.optimizer('adamw', lr=1e-6)",
+            ) from error
+        group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
+        optimizer = factory.make(config, [group])
         optimizer.allocate()
         return optimizer
 
@@ -296,7 +317,8 @@ class Policy:
         server stops serving them, and `bridge restore` loads a checkpoint.
 
         Raises:
-            UsageError: the norm is not finite, or the policy only reads; nothing was changed.
+            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure or
+                changes nothing of the server's, or the policy only reads; nothing was changed.
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
@@ -308,8 +330,9 @@ class Policy:
             else:
                 optimizer.step()
 
-        times = self.publish(write, in_flight=in_flight)
-        optimizer.zero_grad()
+        with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+            times = self.publish(write, in_flight=in_flight)
+            optimizer.zero_grad()
         return times
 
     def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:
@@ -333,7 +356,7 @@ class Policy:
         Raises:
             UsageError: there is something at `folder`, or the disk refuses.
         """
-        with written_whole(Path(folder), replaceable=lambda _: False) as partial:
+        with written_whole(Path(folder), replaceable=lambda _: False, flag="policy.save(FOLDER)") as partial:
             model_folder.save(self.model, self._manifest.model, partial)
         return Path(folder)
 
@@ -345,19 +368,36 @@ class Policy:
         program = Path(sys.argv[0]).name or "python"
         return fence.when_free(lambda: self._client.take_lease(f"{program} (pid {os.getpid()})"))
 
-    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: Any) -> float:
         """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
 
         Raises:
-            UsageError: it is not finite.
+            UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
+                nothing of the server's.
         """
+        if not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise UsageError(
+                f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
+                remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
+            )
+        own = {id(each) for each in self._attached.parameters.values()}
+        changed = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if changed and not any(id(each) in own for each in changed):
+            raise UsageError(
+                f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
+                remedy="make it with policy.parameters(), before anything is added to policy.model",
+            )
         if isinstance(optimizer, InPlaceOptimizer):
             norm = optimizer.global_norm()
         else:
-            trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-            norm = norm_of((each.grad, 1.0) for each in trained)
+            norm = norm_of((each.grad, 1.0) for each in changed)
             if math.isfinite(norm) and norm > max_norm:
-                torch._foreach_mul_([each.grad for each in trained], max_norm / norm)
+                torch._foreach_mul_([each.grad for each in changed], max_norm / norm)
         if not math.isfinite(norm):
             raise UsageError(
                 f"the gradient norm is {norm}, expected a finite number: no weight was changed",
@@ -367,9 +407,9 @@ class Policy:
         return norm
 
 
-def _refuse_padding(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
-    mask = given.get("attention_mask")
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
     if mask is not None and not bool(mask.all()):
         raise UsageError(
             "the batch has padding, and this model's attention is the one for packed sequences",
@@ -377,8 +417,58 @@ def _refuse_padding(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) ->
         )
 
 
+def _fitting(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
+    """Shorten the default `max_new_tokens` to half of the server's longest sequence, as `bridge train` does.
+
+    Raises:
+        UsageError: the chosen one leaves no room for a prompt.
+    """
+    chosen = sampling.max_new_tokens
+    if longest is None:
+        return sampling
+    half = max(longest // 2, 1)
+    if chosen is not None and chosen >= longest:
+        raise UsageError(
+            f"max_new_tokens={chosen} leaves no room for a prompt: the server's longest sequence, prompt and"
+            f" completion, has {longest} tokens",
+            remedy=f"max_new_tokens={half}, or serve with a larger --max-model-len",
+        )
+    if chosen is not None or half >= sampling.longest:
+        return sampling
+    note(f"max_new_tokens={half}: half of the server's longest sequence, which has {longest} tokens")
+    return sampling.model_copy(update={"max_new_tokens": half})
+
+
+def _check_prompts(prompts: object) -> None:
+    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts.
+
+    Raises:
+        UsageError: it is one, or a dictionary has no `prompt`.
+    """
+    alone = isinstance(prompts, str | Mapping)
+    entries = [] if alone or not isinstance(prompts, Sequence) else prompts
+    wrong = next((each for each in entries if isinstance(each, dict) and "prompt" not in each), None)
+    if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
+        raise UsageError(
+            f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
+            remedy="policy.sample([prompt])",
+        )
+    if wrong is not None:
+        raise UsageError(
+            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
+            remedy="add its text or messages as 'prompt'",
+        )
+
+
 def _reward(score: Score | None, problem: Problem, text: str) -> float:
-    reward = 0.0 if score is None else float(score(problem, text))
+    found: Any = 0.0 if score is None else score(problem, text)
+    try:
+        reward = float(found)
+    except (TypeError, ValueError):
+        reward = math.nan
     if not math.isfinite(reward):
-        raise UsageError(f"the reward of {text[:80]!r} is {reward}", remedy="return a finite number from score")
+        raise RewardError(
+            f"the reward of {text[:80]!r} is {found!r}, expected a finite number",
+            remedy="return a finite number from score",
+        )
     return reward

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, count, groupby, repeat
 from typing import Any
 
+import torch
 from packaging.version import Version
 from transformers import TrainerCallback
 
@@ -33,6 +34,11 @@ UNSET: dict[str, tuple[object, ...]] = {
     "use_vllm": (False,), "use_transformers_continuous_batching": (False,),
 }  # fmt: skip
 """Choices of TRL's `GRPOConfig` about generation that have no effect here -> their values that ask for nothing."""
+MOVING: dict[str, str] = {
+    "cast_lm_head_to_fp32": "moves the head out of the server's memory",
+    "fp16": "scales gradients for a step of the trainer's own, and the step is taken in the fence",
+}
+"""Choices of `GRPOConfig` that would train something else than the server's weights -> why."""
 
 
 def for_trl(policy: Policy, args: Any) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def for_trl(policy: Policy, args: Any) -> dict[str, Any]:
     `trainer.add_callback`. Replace `optimizers` by your own, if you like.
 
     Raises:
-        UsageError: `args` chooses something that has no effect here, or several processes.
+        UsageError: `args` chooses something that has no effect here, several processes or GPUs, or another device.
         IncompatibleVersionError: another version of TRL is installed, or none.
     """
     _check_version()
@@ -55,6 +61,10 @@ def for_trl(policy: Policy, args: Any) -> dict[str, Any]:
             )
     if args.world_size > 1:
         raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
+    for name, reason in MOVING.items():
+        if getattr(args, name, False):
+            raise UsageError(f"GRPOConfig has {name}=True, which {reason}", remedy=f"leave {name} out")
+    _check_device(policy, args)
     optimizer = policy.optimizer(
         "adamw", lr=args.learning_rate, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2)
     )
@@ -72,10 +82,27 @@ class Fence(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._places = {parameter.data_ptr() for parameter in policy.model.parameters()}
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Publish what is in memory: a resumed trainer has just loaded its checkpoint into it."""
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        """Publish what is in memory: a resumed trainer has just loaded its checkpoint into it.
+
+        Raises:
+            UsageError: the trainer would train parameters that are not the server's.
+        """
+        named = model.named_parameters() if model is not None else ()
+        moved = [name for name, each in named if each.requires_grad and each.data_ptr() not in self._places]
+        if moved:
+            raise UsageError(
+                f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
+                remedy="pass neither peft_config nor another model or device to GRPOTrainer",
+            )
         self._policy.publish(lambda: None)
+
+    def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Publish the best checkpoint, if the trainer has just loaded it into the server's memory."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._policy.publish(lambda: None)
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
         """Take the step here: the trainer's own call of `step`, right after this, then finds no gradients.
@@ -118,6 +145,23 @@ class _Rollouts:
             "completion_ids": [[*each.token_ids] for each in completions],
             "logprobs": [[*each.logprobs] for each in completions],
         }
+
+
+def _check_device(policy: Policy, args: Any) -> None:
+    """Refuse a device to which the trainer would copy the weights, and several GPUs, which it would copy them to.
+
+    Raises:
+        UsageError: the trainer's devices are not the server's.
+    """
+    here, there = policy.device, args.device
+    same = here.type == there.type and (here.index or 0) == (there.index or 0)
+    if same and args.n_gpu <= 1:
+        return
+    found = f"{args.n_gpu} GPUs" if same else str(there)
+    remedy = "GRPOConfig(use_cpu=True)"
+    if here.type == "cuda":
+        remedy = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
+    raise UsageError(f"the trainer would use {found}, and the server's weights are on {here}", remedy=remedy)
 
 
 def _check_version() -> None:

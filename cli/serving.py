@@ -34,7 +34,11 @@ def serve(
     """
     folder = Path(tempfile.mkdtemp(prefix="bridge-serve-"))
     given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
-    command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
+    try:
+        command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
+    except BaseException:  # there is no log to keep yet
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     with (
         StartedServer(command, folder / "server.log").running(),
         attach(command.manifest, sampling=sampling, compute=compute) as policy,

@@ -142,7 +142,8 @@ class InPlaceOptimizer(torch.optim.Optimizer):
                 f"the optimizer's state was saved with {found}, and this one is {self.flags}",
                 remedy=f"load it with {found}",
             )
-        shapes = {(index, name): part.shape for index in state for name, part in self.parts(parameters[index]).items()}
+        known = [index for index in state if index in range(len(parameters))]
+        shapes = {(index, name): part.shape for index in known for name, part in self.parts(parameters[index]).items()}
         held = {
             (index, name): part.shape for index, each in state.items() for name, part in each.items() if name != "step"
         }

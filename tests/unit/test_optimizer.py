@@ -361,3 +361,11 @@ def test_an_update_is_compiled_for_the_gradients_that_are_expected(monkeypatch: 
     assert asked == [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
     split_adamw.SplitMasterAdamW(weights, compiles=False).expect(torch.float32)
     assert len(asked) == 2
+
+
+def test_the_state_of_more_parameters_is_refused() -> None:
+    many = [parameter(torch.ones(4, 4).bfloat16(), torch.ones(4, 4)) for _ in range(3)]
+    optimizer = SplitMasterAdamW(many)
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="other parameters"):
+        SplitMasterAdamW(many[:1]).load_state_dict(optimizer.state_dict())

@@ -1,0 +1,194 @@
+"""`bridge.Policy` over a toy server's memory: wrong uses end in one clear error, and before the fence.
+
+Not covered: a real server (`tests/cpu/test_library.py`).
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import bridge
+from bridge import library
+from bridge.errors import RewardError, UsageError
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import Status
+from tests.models import tiny
+from tests.unit import toy_server
+
+
+class FenceClient(BridgeClient):
+    """Grants everything, and records the calls."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.calls: list[str] = []
+        self._version = 0
+
+    def take_lease(self, run: str) -> Status:
+        return self._called("lease")
+
+    def pause(self, *_: Any, **__: Any) -> Status:
+        return self._called("pause")
+
+    def publish(self, version: int | None = None) -> Status:
+        self._version += 1
+        return self._called("publish")
+
+    def _called(self, name: str) -> Status:
+        self.calls.append(name)
+        return Status.model_construct(version=self._version, state="serving")
+
+
+@pytest.fixture
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
+    monkeypatch.setattr(library, "BridgeClient", FenceClient)
+    toy = toy_server.serve(tiny.llama(), tmp_path / "model")
+    with bridge.Policy(
+        toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
+    ) as made:
+        yield made
+
+
+def calls(policy: bridge.Policy) -> list[str]:
+    assert isinstance(policy._client, FenceClient)
+    return policy._client.calls
+
+
+def with_gradients(policy: bridge.Policy) -> bridge.Policy:
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    return policy
+
+
+def weights(policy: bridge.Policy) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+    optimizer = torch.optim.LBFGS(policy.parameters())
+    with pytest.raises(UsageError, match="LBFGS needs a closure"):
+        with_gradients(policy).update(optimizer)
+    assert "pause" not in calls(policy)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
+@pytest.mark.parametrize("bridges_own", [True, False])
+def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
+    policy: bridge.Policy, max_norm: Any, bridges_own: bool
+) -> None:
+    """A negative one would turn the gradients around, and None would raise inside the fence."""
+    before, own = weights(policy), policy.optimizer(lr=1e-3)
+    optimizer = own if bridges_own else torch.optim.SGD(policy.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match="max_norm is"):
+        with_gradients(policy).update(optimizer, max_norm=max_norm)
+    assert "pause" not in calls(policy)
+    assert all(map(torch.equal, before, weights(policy)))
+
+
+def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(policy: bridge.Policy) -> None:
+    """With a group for each parameter, it set the first one's alone, and the step failed inside the fence."""
+    optimizer, before = policy.optimizer(lr=1e-3), weights(policy)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with_gradients(policy).update(optimizer)
+    moved = [float((old - new).abs().max()) for old, new in zip(before, weights(policy), strict=True)]
+    assert min(moved) > 0.4, moved
+
+
+def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) -> None:
+    """Else a loop that goes on, as in a notebook, adds the next batch's to those that were applied."""
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        with_gradients(policy).update(Interrupted(policy.parameters(), lr=1.0))
+    assert policy.version == 1
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("one", ["say 1:", {"prompt": "say 1:", "answer": "1"}, [{"role": "user", "content": "1"}]])
+def test_one_prompt_in_place_of_a_list_is_refused(policy: bridge.Policy, one: Any) -> None:
+    """Its letters or fields would be taken for prompts."""
+    with pytest.raises(UsageError, match="one prompt"):
+        policy.sample(one)
+
+
+def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.Policy) -> None:
+    with pytest.raises(UsageError, match="no 'prompt', only 'question'"):
+        policy.sample([{"question": "1 + 1"}])  # type: ignore[list-item]
+    assert policy.sample([]) == []
+
+
+@pytest.mark.parametrize("reward", [None, [1.0], "good", float("nan")])
+def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
+    with pytest.raises(RewardError, match="the reward of 'text' is"):
+        library._reward(lambda *_: reward, {"prompt": ""}, "text")
+
+
+@pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
+def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
+    assert library._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_padding_is_refused_however_the_mask_is_passed(policy: bridge.Policy, by_name: bool) -> None:
+    policy.pack([policy.encode("a", "b")])
+    ids, mask = torch.tensor([[0, 0, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1]])
+    with pytest.raises(UsageError, match="padding"):
+        policy.model(input_ids=ids, attention_mask=mask) if by_name else policy.model(ids, mask)
+
+
+def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) -> None:
+    policy.close()
+    policy.close()
+
+
+def test_completions_fit_the_servers_longest_sequence() -> None:
+    """With the default of 256 tokens, a server of that length would reject every prompt."""
+    default = bridge.SamplingConfig(group_size=4)
+    assert library._fitting(default, 256) == bridge.SamplingConfig(group_size=4, max_new_tokens=128)
+    assert library._fitting(default, 512) is library._fitting(default, None) is default
+    with pytest.raises(UsageError, match="max_new_tokens=256 leaves no room"):
+        library._fitting(bridge.SamplingConfig(max_new_tokens=256), 256)
+
+
+def test_the_sampling_cannot_be_replaced(policy: bridge.Policy) -> None:
+    """`logprobs` would use the new temperature, and `sample` the old one."""
+    with pytest.raises(AttributeError, match="sampling"):
+        policy.sampling = bridge.SamplingConfig(temperature=0.5)  # type: ignore[misc]
+
+
+def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None:
+    """As after `get_peft_model(policy.model)`: the server would never change, and nothing would tell."""
+    other, head = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    other.grad = head.grad = torch.ones(2)
+    with pytest.raises(UsageError, match="none of the 1 parameters that SGD would change is the server's"):
+        policy.update(torch.optim.SGD([other], lr=1.0))
+    assert "pause" not in calls(policy)
+    with_gradients(policy).update(torch.optim.SGD([*policy.parameters(), head], lr=1.0))  # a critic, for example
+    assert policy.version == 1
+
+
+def test_the_remedy_of_a_folder_that_exists_is_one_of_the_library(policy: bridge.Policy, tmp_path: Path) -> None:
+    (tmp_path / "model" / "there").touch()
+    with pytest.raises(UsageError, match=r"choose another with policy\.save\(FOLDER\)"):
+        policy.save(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"), [({"name": "sgd", "lr": 1e-6}, "name is 'sgd'"), ({"lr": 0.0}, "lr is 0.0: .* greater than 0")]
+)
+def test_an_optimizer_that_cannot_be_made_is_one_clear_line(
+    policy: bridge.Policy, chosen: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        policy.optimizer(**chosen)
