@@ -39,7 +39,7 @@ from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.rollouts import problems
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.rollouts.sampler import Sampler, seed_of
+from bridge.rollouts.sampler import Sampler, fitting, seed_of
 from bridge.server import discovery, fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -140,7 +140,7 @@ class Policy:
     def __init__(
         self, manifest: Manifest, *, sampling: SamplingConfig, compute: ComputeConfig, reads_only: bool
     ) -> None:
-        sampling = _fitting(sampling, manifest.max_model_len)
+        sampling = fitting(sampling, manifest.max_model_len, note)
         self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
         self._calls, self._closed = count(), False
@@ -415,28 +415,6 @@ def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, 
             "the batch has padding, and this model's attention is the one for packed sequences",
             remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
         )
-
-
-def _fitting(sampling: SamplingConfig, longest: int | None) -> SamplingConfig:
-    """Shorten the default `max_new_tokens` to half of the server's longest sequence, as `bridge train` does.
-
-    Raises:
-        UsageError: the chosen one leaves no room for a prompt.
-    """
-    chosen = sampling.max_new_tokens
-    if longest is None:
-        return sampling
-    half = max(longest // 2, 1)
-    if chosen is not None and chosen >= longest:
-        raise UsageError(
-            f"max_new_tokens={chosen} leaves no room for a prompt: the server's longest sequence, prompt and"
-            f" completion, has {longest} tokens",
-            remedy=f"max_new_tokens={half}, or serve with a larger --max-model-len",
-        )
-    if chosen is not None or half >= sampling.longest:
-        return sampling
-    note(f"max_new_tokens={half}: half of the server's longest sequence, which has {longest} tokens")
-    return sampling.model_copy(update={"max_new_tokens": half})
 
 
 def _check_prompts(prompts: object) -> None:

@@ -45,16 +45,22 @@ def seed_of(run_seed: int, call: int) -> int:
 
 
 def fit_completions(config: Choices, longest: int | None, note: Callable[[str], None]) -> Choices:
-    """Return `config` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
+    """Return `config` with completions as `fitting` finds them; UsageError as there."""
+    fitted = fitting(config.sampling, longest, note)
+    return config if fitted is config.sampling else config.changed(max_new_tokens=fitted.max_new_tokens)
+
+
+def fitting(sampling: SamplingConfig, longest: int | None, note: Callable[[str], None]) -> SamplingConfig:
+    """Return `sampling` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
 
     By default half of the sequence is left for the prompt; `note` reports a default that becomes shorter.
 
     Raises:
         UsageError: the chosen length leaves no room for a prompt.
     """
-    chosen = config.sampling.max_new_tokens
+    chosen = sampling.max_new_tokens
     if longest is None:
-        return config
+        return sampling
     half = max(longest // 2, 1)
     if chosen is not None and chosen >= longest:
         raise UsageError(
@@ -63,9 +69,9 @@ def fit_completions(config: Choices, longest: int | None, note: Callable[[str], 
             remedy=f"--max-new-tokens {half}, or serve with a larger --max-model-len",
         )
     if chosen is not None or half >= DEFAULT_NEW_TOKENS:
-        return config
+        return sampling
     note(f"--max-new-tokens {half}: half of the server's longest sequence, which has {longest} tokens")
-    return config.changed(max_new_tokens=half)
+    return sampling.model_copy(update={"max_new_tokens": half})
 
 
 class Sampler:

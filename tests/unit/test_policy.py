@@ -152,13 +152,14 @@ def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) 
     policy.close()
 
 
-def test_completions_fit_the_servers_longest_sequence() -> None:
+def test_completions_fit_the_servers_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default of 256 tokens, a server of that length would reject every prompt."""
-    default = bridge.SamplingConfig(group_size=4)
-    assert library._fitting(default, 256) == bridge.SamplingConfig(group_size=4, max_new_tokens=128)
-    assert library._fitting(default, 512) is library._fitting(default, None) is default
-    with pytest.raises(UsageError, match="max_new_tokens=256 leaves no room"):
-        library._fitting(bridge.SamplingConfig(max_new_tokens=256), 256)
+    monkeypatch.setattr(library, "BridgeClient", FenceClient)
+    whole = toy_server.serve(tiny.llama(), tmp_path / "model").manifest
+    short = whole.model_copy(update={"max_model_len": 256})
+    sampling = bridge.SamplingConfig(group_size=4)
+    with bridge.Policy(short, sampling=sampling, compute=bridge.ComputeConfig(), reads_only=False) as made:
+        assert made.sampling == bridge.SamplingConfig(group_size=4, max_new_tokens=128)
 
 
 def test_the_sampling_cannot_be_replaced(policy: bridge.Policy) -> None:
