@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
@@ -86,7 +86,8 @@ def samples(
 ) -> list[Sample]:
     """Turn the groups of one update into samples, with the advantages and weights of `loss`; by default DAPO's.
 
-    Completions without an advantage are left out. `max_new_tokens` is required by `dr_grpo`, which divides by it.
+    Completions without an advantage are left out. `max_new_tokens` is required by losses that divide by it: `dr_grpo`
+    and `rloo`.
 
     Raises:
         UsageError: the advantages that a group was given are invalid, or the loss needs `max_new_tokens`.
@@ -97,8 +98,7 @@ def samples(
             "this loss divides by the length of the longest completion, which is not given",
             remedy="samples(groups, loss, max_new_tokens=policy.sampling.longest)",
         )
-    scaled = learning.with_advantages(groups, spec.advantage_scale)
-    return learning.samples(scaled, spec, max_new_tokens=max_new_tokens or 1)
+    return learning.samples(groups, spec, max_new_tokens=max_new_tokens or 1)
 
 
 def policy_loss(
@@ -159,9 +159,7 @@ class Policy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -251,20 +249,23 @@ class Policy:
     def pack(self, samples: Sequence[Sample], *, max_tokens: int = 16_384) -> list[MicroBatch]:
         """Pack samples into micro-batches of at most `max_tokens`, without padding; each prompt once where it can be.
 
-        A longer sample gets a micro-batch of its own. The first call checks that the model computes for packed
+        A longer sample gets its own micro-batch. The first call checks that the model computes for packed
         sequences what it does for each alone.
 
         Raises:
             UnsupportedModelError: it does not.
         """
-        return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=self._shares_prompts)
+        _, shares_prompts = self._prepared
+        return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=shares_prompts)
 
     @cached_property
-    def _shares_prompts(self) -> bool:
-        """Prepare the model for packed sequences, once; return whether completions of one prompt may share it."""
-        shares = preparation.prepare(self.model, self._compute, note, max_model_len=self._manifest.max_model_len)
+    def _prepared(self) -> tuple[PreTrainedModel, bool]:
+        """The model, prepared for packed sequences once, and whether completions of one prompt may share it."""
+        shares_prompts = preparation.prepare(
+            self.model, self._compute, note, max_model_len=self._manifest.max_model_len
+        )
         self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
-        return shares
+        return self.model, shares_prompts
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
@@ -273,8 +274,8 @@ class Policy:
 
         Shapes: -> [N] float32, [N] float32.
         """
-        assert isinstance(self._shares_prompts, bool), "the model is prepared"
-        return model_logprobs(self.model, batch, self.sampling.temperature)
+        model, _ = self._prepared
+        return model_logprobs(model, batch, self.sampling.temperature)
 
     def optimizer(
         self,

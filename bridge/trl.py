@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` on one copy of the weights: three changed lines of a stock script, and no weight sync.
+"""TRL's `GRPOTrainer` on one copy of the weights: four changed lines of a stock script, and no weight sync.
 
     with bridge.attach() as policy:                                                         # instead of use_vllm=True
         trainer = GRPOTrainer(**bridge.for_trl(policy, args), args=args, reward_funcs=..., train_dataset=...)

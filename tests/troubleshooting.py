@@ -1,7 +1,7 @@
 """docs/troubleshooting.md, generated from the checks of `bridge doctor`: what each can find, and how to fix it.
 
 `python -m tests.troubleshooting` regenerates the page. Every check runs here on facts that make it fail, so the page
-has no words of its own. `FINDINGS` are those runs.
+repeats what the checks report. `FINDINGS` lists these failures.
 """
 
 import os

@@ -214,7 +214,7 @@ def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str,
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (("--stop", ""), "--stop: must be text, or a JSON list of texts, none of them empty, found ''"),
         (("--stop", '["a", 1]'), "--stop: must be text, or a JSON list of texts, none of them empty, found"),
@@ -222,10 +222,10 @@ def test_texts_and_objects_are_given_as_json(given: tuple[str, ...], field: str,
         (("--chat-template-kwargs", '{"tokenize": true}'), "must not contain tokenize, which Bridge sets"),
     ],
 )
-def test_texts_and_objects_of_another_form_are_refused(given: tuple[str, ...], told: str) -> None:
+def test_texts_and_objects_of_another_form_are_refused(given: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse("--model", "m", *given)
-    assert told in refused.value.message
+    assert message in refused.value.message
 
 
 def test_a_name_of_others_works_in_every_place_and_contradicts_ours(

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on a server's own weights: the example, what it learns beside a stock script, and a resumed run.
+"""TRL's GRPOTrainer on a server's own weights: the example, and what it learns beside a stock script.
 
-Not covered: memory and speed (benchmarks, on a GPU).
+Not covered: a resumed run, memory and speed.
 """
 
 import difflib
@@ -31,7 +31,7 @@ print(json.dumps([each["reward"] for each in trainer.state.log_history if "rewar
 
 
 def stock(model: str) -> str:
-    """Return the script as it is without Bridge."""
+    """Return the example without Bridge."""
     lines = EXAMPLE.replace("import bridge  # +\n", "").replace("with bridge.attach() as policy:  # +", "if True:")
     start = lines.index("        **bridge.for_trl")
     return lines[:start] + f"        model={model!r},\n" + lines[lines.index("\n", start) + 1 :]
