@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 LOG := $(VENV)/setup.log
+# verifiers pins versions of libraries that vLLM uses, too. uv installs what its agents run.
+VERIFIERS := .venv-verifiers
+VERIFIERS_RELEASE := verifiers[openenv]~=0.4.0
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Set on the command line to overrule what is found: make setup PYTHON=/opt/python3.12/bin/python3 EXTRA=gpu
@@ -22,12 +25,14 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loa
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 
-.PHONY: help setup lint type test test-unit test-all test-gpu families contract soak demo compare bench docs clean
+.PHONY: help setup verifiers lint type test test-unit test-all test-gpu test-verifiers families contract soak demo compare bench docs clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## Make .venv with everything in it (PYTHON=..., EXTRA=cpu|gpu)
+
+verifiers: $(VERIFIERS)/.installed ## Make .venv-verifiers for environments of verifiers and OpenEnv, and install Reasoning Gym
 
 lint: $(INSTALLED) ## ruff's rules and format, and the directions of imports
 	@$(BIN)/ruff check .
@@ -49,8 +54,11 @@ test-all: test ## The slow ones, too: every architecture, learning, long runs, r
 test-gpu: $(INSTALLED) ## The same and more on a GPU
 	@$(BIN)/python -m pytest tests/gpu
 
+test-verifiers: $(VERIFIERS)/.installed ## Train on environments of verifiers, OpenEnv and Reasoning Gym, on the CPU
+	@$(PYTEST) tests/cpu/test_packages.py
+
 families: $(INSTALLED) ## Prove every family on the CPU, and write docs/families.md from what is found
-	@$(BIN)/python -m pytest tests/cpu/test_families.py --record-families
+	@$(BIN)/python -m pytest tests/cpu/test_families.py tests/unit/test_parallel.py --record-families
 	$(BIN)/python -m tests.family_results
 
 contract: $(INSTALLED) ## Check the pinned symbols in the source of every supported vLLM
@@ -107,5 +115,18 @@ $(INSTALLED): pyproject.toml
 		say "torchvision is broken beside this torch, and text models need none: removing it"
 		log $$pip uninstall --yes torchvision torchaudio torchcodec || fail "a broken torchvision could not be removed"
 	fi
+	touch $@
+	say "done"
+
+$(VERIFIERS)/.installed: $(INSTALLED)
+	@say() { echo "verifiers: $$*"; }
+	log=$(VERIFIERS)/setup.log
+	fail() { tail -n 25 $$log >&2; echo "error: $$*; the whole log is $$log" >&2; exit 1; }
+	$(BIN)/python -m venv $$([ -e $@ ] || echo --clear) $(VERIFIERS)
+	pip="-m pip --disable-pip-version-check --no-input install"
+	say "$(VERIFIERS_RELEASE) and uv in $(VERIFIERS), a minute or two (about 800 MB); log: $$log"
+	$(VERIFIERS)/bin/python $$pip "$(VERIFIERS_RELEASE)" uv >> $$log 2>&1 || fail "verifiers could not be installed"
+	say "Reasoning Gym in $(VENV)"
+	$(BIN)/python $$pip --editable '.[gym]' >> $$log 2>&1 || fail "Reasoning Gym could not be installed"
 	touch $@
 	say "done"

@@ -49,11 +49,13 @@ def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def serve_command(model: Path, folder: Path, *, max_lora_rank: int | None = None) -> ServerCommand:
+def serve_command(
+    model: Path, folder: Path, *, max_lora_rank: int | None = None, max_model_len: int = 1024
+) -> ServerCommand:
     """Return the patched server's command: `bridge serve-vllm --gpu-memory-utilization 0.3`."""
     share = 0.3 if torch.cuda.is_available() else None
     config = ServeConfig(
-        model=str(model), port=free_port("127.0.0.1"), gpu_memory_utilization=share, max_model_len=1024,
+        model=str(model), port=free_port("127.0.0.1"), gpu_memory_utilization=share, max_model_len=max_model_len,
         vllm_config_path=folder / "manifest.json", max_lora_rank=max_lora_rank,
     )  # fmt: skip
     return ServerCommand.of(config, ["--load-format", "dummy", "--no-enable-log-requests"])

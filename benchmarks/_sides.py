@@ -93,8 +93,7 @@ class Side:
 
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
-        engine = [flag.format(completions=work.completions) for flag in ENGINE_FLAGS]
-        engine += ["--middleware", _lengths.MIDDLEWARE] if work.lengths else []
+        engine = [*engine_flags(work.completions), *lengths_flags(work.lengths)]
         chosen = shlex.split(self.variant)
         place = chosen.index("--") if "--" in chosen else len(chosen)
         return [
@@ -106,6 +105,16 @@ class Side:
             "--vllm-config-path", str(folder / "manifest.json"), "--kv-sleep", "never", "--optimizer",
             *chosen[:place], "--", *engine, *self.engine, *chosen[place + 1 :],
         ]  # fmt: skip
+
+
+def engine_flags(completions: int) -> list[str]:
+    """Return vLLM's flags for steps of so many completions."""
+    return [flag.format(completions=completions) for flag in ENGINE_FLAGS]
+
+
+def lengths_flags(lengths: str | None) -> list[str]:
+    """Return the flags with which a server gives each completion a length of its own, if there are `lengths`."""
+    return ["--middleware", _lengths.MIDDLEWARE] if lengths else []
 
 
 def environment(work: Work) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TRL's GRPO with vLLM in the trainer's process (colocate), on the task of `_work.py`.
+"""TRL's GRPO with vLLM in the trainer's process (colocate), or on Bridge's server, on the task of `_work.py`.
 
 Prints one JSON object per step: seconds per part and torch's peak memory. TRL is not modified: its methods are timed
 from outside, and every timed part begins and ends with an idle device.
@@ -13,7 +13,8 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +22,8 @@ from typing import Any, TextIO
 import torch
 from transformers import AutoTokenizer, TrainerCallback
 
-from benchmarks import _work
+import bridge
+from benchmarks import _sides, _work
 from benchmarks._lengths import Lognormal
 from bridge.rollouts import problems
 
@@ -32,19 +34,37 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     options = flags().parse_args()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    clock = Clock()
-    trainer = trl.GRPOTrainer(
-        model=str(options.model),
-        reward_funcs=clock.reward,
-        args=trl.GRPOConfig(**settings(options)),
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
-        processing_class=AutoTokenizer.from_pretrained(options.model),
-    )
-    watch(trainer, clock)
-    if options.lengths:
-        limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
-    trainer.add_callback(Lines(clock, lines))
-    trainer.train()
+    clock, args = Clock(), trl.GRPOConfig(**settings(options))
+    with stock(options) if not options.on_bridge else on_bridge(options, args) as chosen:
+        trainer = trl.GRPOTrainer(
+            **chosen,
+            reward_funcs=clock.reward,
+            args=args,
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
+        )
+        watch(trainer, clock)
+        if options.lengths and trainer.use_vllm:
+            limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
+        trainer.add_callback(Lines(clock, lines))
+        trainer.train()
+
+
+@contextmanager
+def stock(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what a stock script passes to the trainer."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    yield {"model": str(options.model), "processing_class": tokenizer}
+
+
+@contextmanager
+def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]]:
+    """Yield what `bridge.for_trl` passes to the trainer, beside a server with the same settings."""
+    engine = [*_sides.engine_flags(options.completions), *_sides.lengths_flags(options.lengths)]
+    share = options.share if torch.cuda.is_available() else None
+    with bridge.serve(
+        options.model, *engine, max_model_len=options.max_model_len, gpu_memory_utilization=share
+    ) as policy:
+        yield bridge.for_trl(policy, args)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -62,6 +82,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
+    parser.add_argument("--on-bridge", action="store_true", help="one copy of the weights, by bridge.for_trl")
     parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
     return parser
 
@@ -80,9 +101,9 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "per_device_train_batch_size": options.batch,
         "gradient_accumulation_steps": options.completions // options.batch,
         "num_generations": options.group, "max_completion_length": options.tokens, "temperature": 1.0,
-        "use_vllm": not options.no_vllm, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
-        "vllm_max_model_length": options.max_model_len, "shuffle_dataset": False,
-        "vllm_enable_sleep_mode": options.sleep,
+        "use_vllm": not (options.no_vllm or options.on_bridge), "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": options.share, "vllm_max_model_length": options.max_model_len,
+        "vllm_enable_sleep_mode": options.sleep, "shuffle_dataset": False,
         "vllm_importance_sampling_correction": not options.no_correction,
         "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
@@ -125,6 +146,8 @@ def watch(trainer: Any, clock: Clock) -> None:
         generation = trainer.vllm_generation
         generation.generate = clock.part("generation", generation.generate)
         generation.sync_weights = clock.part("sync", generation.sync_weights)
+    elif trainer.rollout_func is not None:
+        trainer.rollout_func = clock.part("generation", trainer.rollout_func)
     trainer._prepare_inputs = clock.part("prepare", trainer._prepare_inputs)
     trainer.training_step = clock.part("training_step", trainer.training_step)
     trainer.accelerator.clip_grad_norm_ = clock.part("clip", trainer.accelerator.clip_grad_norm_)

@@ -1,18 +1,21 @@
 """The task of `grpo.py` for both sides: prompts of one length, and a reward that distinguishes completions.
 
-`bridge run --environment benchmarks/_work.py:Hashed` uses it, and so does TRL's process. `train_step.py` makes up a
-batch of it. The model and its tokenizer, for which a letter is a token, are in `_models.py`.
+`bridge run --environment benchmarks/_work.py:Hashed` uses it, and so does TRL's process. `turns.py` adds a tool, and
+`train_step.py` makes up a batch of it. The model and its tokenizer, for which a letter is a token, are in `_models.py`.
 """
 
 import math
 import random
 import string
+import time
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 from bridge.types import Completion, Group, Problem
 
 PROMPT_TOKENS = 120
+ANSWER_TOKENS = 100
 NUM_PROMPTS = 512
 
 
@@ -37,6 +40,22 @@ class Hashed:
     def score(self, problem: Problem, completion: str) -> float:
         del problem
         return reward(completion)
+
+
+class Waiting(Hashed):
+    """The same task with a tool."""
+
+    def reset(self, **_: Any) -> None:
+        """Do nothing: no call depends on an earlier one."""
+
+    def wait(self, seconds: float) -> str:
+        """Wait, and return an answer of `ANSWER_TOKENS` letters.
+
+        Args:
+            seconds: Time to wait.
+        """
+        time.sleep(seconds)
+        return "a" * ANSWER_TOKENS
 
 
 def batch(vocabulary: int, num_completions: int, *, group: int, num_tokens: int) -> list[Group]:

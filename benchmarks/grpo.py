@@ -12,7 +12,8 @@ weights with a token-mean loss, clipped gradients and truncated importance weigh
 end token that cannot be sampled. Each side runs in its own processes, alone on the GPU; an outside clock stamps the
 end of every step, and NVML reports the memory of the whole GPU. Warm-up steps are excluded. The difference: TRL's
 AdamW keeps bf16 moments and rounds every update to bf16; Bridge loses no update, and `--ours` selects the moments. All
-prompts have one length, so TRL pads nothing.
+prompts have one length, so TRL pads nothing. With `--trl "16 --on-bridge"` TRL's trainer works on Bridge's one copy of
+the weights (`bridge.for_trl`), without importance weights: the same as "16 --no-correction".
 
 With `--lengths`, completions end at lengths with a long tail: a cap for each completion of a prompt, the same on both
 sides, which take the prompts in the same order. Steps then differ, and figures are means instead of medians; TRL pads
@@ -89,6 +90,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument(
         "--ours", nargs="*", default=list(OURS), metavar="OPTIMIZER", help='"OPTIMIZER [flags of bridge run]"'
     )
+    flags.add_argument("--models", type=Path, help="folder for the models, which stay there for the next time")
     flags.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of no file; goes without --trl's runs")
     flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
     flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
@@ -116,10 +118,11 @@ class Bench:
     def measure(self, size: str) -> None:
         """Run all sides in turn on one model."""
         with TemporaryDirectory(prefix="bridge-bench-") as scratch:
-            say(f"{size}: writing the model")
-            model = Path(scratch, "model")
-            made_up = [DUMMY] if self.options.dummy_weights else []
-            subprocess.run([sys.executable, "-m", "benchmarks._models", size, str(model), *made_up], check=True)
+            model = Path(self.options.models or scratch, f"{size}-{DUMMY}" if self.options.dummy_weights else size)
+            if not model.exists():
+                say(f"{size}: writing the model")
+                made_up = [DUMMY] if self.options.dummy_weights else []
+                subprocess.run([sys.executable, "-m", "benchmarks._models", size, str(model), *made_up], check=True)
             weights_gib = weight_bytes(model) / GIB
             runs: dict[Side, list[Run]] = {}
             for number, side in enumerate(self._turns()):

@@ -1,5 +1,8 @@
 """The error tree: failures that a user can cause or fix. Bugs are plain `assert`s and end in exit code 1."""
 
+from functools import partial
+from typing import Any
+
 
 class BridgeError(Exception):
     """Something a person can fix: what happened, what was found and expected, and the remedy."""
@@ -10,6 +13,9 @@ class BridgeError(Exception):
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), remedy=self.remedy), (self.message,)
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.remedy}"
@@ -55,6 +61,10 @@ class ServerUnreachableError(BridgeError, ConnectionError):
     """The server does not answer, or reports that it is unhealthy."""
 
     exit_code = 5
+
+
+class RankError(BridgeError, RuntimeError):
+    """A process that trains beside this one failed, or is gone."""
 
 
 class AtroposError(BridgeError, ConnectionError):

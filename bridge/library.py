@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -38,6 +39,7 @@ from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.rollouts import problems
+from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
 from bridge.server import discovery, fence, manifest
@@ -270,11 +272,14 @@ class Policy:
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
 
-        Only the first have a gradient; both are in nats, and aligned with `batch.sampled_logprobs_N`.
+        Only the first have a gradient; both are in nats, and aligned with `batch.sampled_logprobs_N`. If this policy's
+        `sampling` has a `top_k`, `top_p` or `min_p`, both are of the distribution over the tokens that these kept.
 
         Shapes: -> [N] float32, [N] float32.
         """
         model, _ = self._prepared
+        if not filters(self.sampling):  # a teacher, say, of a student that is filtered
+            batch = replace(batch, kept=None)
         return model_logprobs(model, batch, self.sampling.temperature)
 
     def optimizer(

@@ -22,6 +22,7 @@ from bridge.config import SamplingConfig
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.library import Policy
 from bridge.rollouts import problems
+from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.server.endpoint import Endpoint
@@ -59,6 +60,11 @@ def for_trl(policy: Policy, args: Any) -> dict[str, Any]:
                 f"GRPOConfig has {name}={chosen!r}, which has no effect on completions from a Bridge server",
                 remedy=f"leave {name} out",
             )
+    if chosen := filters(policy.sampling):
+        raise UsageError(
+            f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
+            remedy="attach the policy without them",
+        )
     if args.world_size > 1:
         raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
     for name, reason in MOVING.items():
@@ -116,7 +122,8 @@ class _Rollouts:
     """TRL's `rollout_func`: samples from the policy's server."""
 
     def __init__(self, policy: Policy, args: Any) -> None:
-        self._policy, self._calls = policy, count()
+        self._policy = policy
+        self._calls: count[int] | None = None
         self._seed, self._template = args.seed, args.chat_template_kwargs or {}
         self._config = SamplingConfig(
             max_new_tokens=args.max_completion_length,
@@ -129,7 +136,7 @@ class _Rollouts:
 
         Shapes: lists of one list of token ids or log-probabilities per prompt.
         """
-        del trainer
+        self._calls = self._calls or count(trainer.state.global_step)  # a resumed trainer samples what it would have
         runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
         if len({length for _, length in runs}) > 1:
             runs = [(prompt, 1) for prompt in prompts]

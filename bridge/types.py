@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 Message = dict[str, str]
@@ -53,17 +54,41 @@ class Completion:
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token under the server's sampling distribution, in nats; NaN if unknown."""
     text: str
-    """The decoded completion without special tokens."""
+    """The decoded completion without special tokens; with tools, every turn and every answer on lines of its own."""
     finish_reason: FinishReason
     """Why the server stopped; `length` means that it was truncated."""
     versions: tuple[int | None, ...] = ()
     """Version of the weights that sampled each token, None if unknown; empty: unknown for all."""
     sampled: tuple[bool, ...] | None = None
     """Which tokens the model sampled; others, such as a tool's answer, are not trained on. Absent: all."""
+    kept: tuple[tuple[float, int], ...] = ()
+    """What top-k, top-p and min-p kept of the vocabulary for each token: a threshold between the logit of the last kept
+    word and that of the next, over the temperature, and the number of kept words; empty: they were off."""
+
+    tool_errors: int = 0
+    """Calls of tools that failed."""
+    others: tuple["Completion", ...] = ()
+    """Further token sequences of the same run of an agent; they share its reward, and it counts once."""
+
+    @property
+    def sequences(self) -> tuple["Completion", ...]:
+        return (self, *self.others)
 
     @property
     def num_sampled(self) -> int:
-        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+        own = len(self.token_ids) if self.sampled is None else sum(self.sampled)
+        return own + sum(other.num_sampled for other in self.others)
+
+    @property
+    def turns(self) -> tuple[int | None, ...]:
+        """Return the place of each token's turn among its turns, which are runs of sampled tokens; None outside."""
+        flags = (True,) * len(self.token_ids) if self.sampled is None else self.sampled
+        begun = accumulate(own and not before for before, own in pairwise((False, *flags)))
+        return tuple(number - 1 if own else None for number, own in zip(begun, flags, strict=True))
+
+    @property
+    def num_turns(self) -> int:
+        return len({*self.turns} - {None}) + sum(other.num_turns for other in self.others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +122,8 @@ class Group:
     """
     reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """If the reward is a weighted sum: name of each part -> one unweighted value per completion."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """For each completion one reward per turn, of which its reward is the sum; empty: none has them."""
     unscored: tuple[Unscored, ...] = ()
     """Sampled completions that are left out because their score failed."""
 

@@ -11,14 +11,13 @@ from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json
-from cli import console
+from cli import console, ranks
 from cli.options import Json
+from cli.ranks import Part, trained
 from cli.report import command as report
-from cli.run import attached_to
 from cli.serve import free_port, prepare
-from cli.server_process import StartedServer
 from cli.steps import duration
-from cli.train import load_environment, train_in
+from cli.train import load_environment
 from cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
@@ -44,13 +43,20 @@ Where = Annotated[
 ]
 
 
-def demo(*, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "auto", as_json: Json = False) -> None:
+Gpus = Annotated[
+    int, typer.Option("--gpus", metavar="INTEGER", min=1, help="Replicas, on a GPU each; on a CPU, servers.")
+]
+
+
+def demo(
+    *, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "auto", gpus: Gpus = 1, as_json: Json = False
+) -> None:
     """Train a tiny model in place on a running vLLM, and prove that there is one copy.
 
     Needs no network, GPU or download. Exits with 3 if the reward did not rise or a check failed.
     """
     run = _fresh(out)
-    summary, checks = _train_and_verify(demo_model_folder(), run, steps, device)
+    summary, checks = _train_and_verify(demo_model_folder(), run, steps, device, gpus)
     document = conclusion(summary, checks)
     write_json(run.path / "summary.json", document)
     page = run.path / report.NAME
@@ -94,7 +100,9 @@ def demo_model_folder() -> Path:
         return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
 
 
-def _train_and_verify(model: Path, run: RunDirectory, steps: int, device: Device) -> tuple["Summary", list[Check]]:
+def _train_and_verify(
+    model: Path, run: RunDirectory, steps: int, device: Device, gpus: int
+) -> tuple["Summary", list[Check]]:
     serve = ServeConfig(
         model=str(model),
         port=free_port(HOST),
@@ -110,14 +118,20 @@ def _train_and_verify(model: Path, run: RunDirectory, steps: int, device: Device
         max_new_tokens=4,
         eval_samples=16,
         run_dir=run.path,
+        gpus=gpus,
     )
-    environment = load_environment(train)
+    environment, places = load_environment(train), ranks.places(train, serve)
     command = prepare(serve, [])
     write_json(run.server_config, serve.document())
-    with StartedServer(command, run.server_log, limit_s=START_LIMIT_S).running() as process:
-        summary = train_in(run, attached_to(train, command), environment, as_json=False, process=process, chosen=train)
-        console.note("verifying on the same live server")
-        return summary, proof(command.manifest, as_json=False)
+    part = Part(
+        serve=serve, train=train, chosen=train, vllm_flags=[], start_limit_s=START_LIMIT_S, run_dir=run.path,
+        resume=None,
+    )  # fmt: skip
+    with ranks.started(places, run) as world:
+        world.told(part)
+        with trained(world, part, lambda: command, run, environment, log=run.server_log) as summary:
+            console.note("verifying on the same live server")
+            return summary, proof(command.manifest, as_json=False)
 
 
 def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:

@@ -166,6 +166,7 @@ def _server(examined: "Examined", known: Facts, port: int | None, *, searched: b
     named = {exported.server.pid: discovery.choice(path, exported) for path, exported in discovery.running().items()}
     yield processes.port(wanted, live.server.pid if live and wanted == own else None, named)
     yield processes.engines_have_servers(processes.running())
+    yield processes.mailboxes_have_ranks(processes.leftover_mailboxes())
 
 
 def report(sections: Iterable[Section]) -> None:

@@ -1,9 +1,10 @@
 """The last lines of a run, however it ends: its checkpoint, and the commands to resume it and to report on it."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,16 +46,20 @@ def _print(run: "RunDirectory", config: "TrainConfig") -> None:
 
 def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
     """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
+    more = {"run_dir": str(run_dir)} | ({"training_steps": str(training_steps)} if training_steps else {})
+    return shlex.join(["bridge", *private.shown_arguments(changed(arguments, more))])
+
+
+def changed(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
+    """Return the arguments of this command with other values for these choices and, unless told not to, --resume."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, vllms = arguments[:place], arguments[place:]
-    more = ["--resume", "--run-dir", str(run_dir)]
-    more += ["--training-steps", str(training_steps)] if training_steps else []
-    kept = _without(own, {"run_dir", "training_steps"} if training_steps else {"run_dir"})
-    return shlex.join(["bridge", *private.shown_arguments([*kept, *more, *vllms])])
+    given = ((f"--{key.replace('_', '-')}", value) for key, value in choices.items())
+    more = [*(["--resume"] if resume else []), *chain.from_iterable(given)]
+    return [*_without(arguments[:place], choices, resume=resume), *more, *arguments[place:]]
 
 
-def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
-    """Yield `arguments` without --resume, and without the flags of `fields` and their values."""
+def _without(arguments: Sequence[str], fields: Container[str | None], *, resume: bool) -> Iterator[str]:
+    """Yield `arguments` without the flags of `fields` and their values, and without --resume if it is added again."""
     from bridge.config import TrainConfig
 
     rest = iter(arguments)
@@ -64,5 +69,5 @@ def _without(arguments: Sequence[str], fields: set[str]) -> Iterator[str]:
         if TrainConfig.field_of(key) in fields:
             if not equals:
                 next(rest, None)  # its value
-        elif key not in {"resume", "no_resume"}:
+        elif not (resume and key in {"resume", "no_resume"}):
             yield argument

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.config import FeedConfig
+from bridge.errors import UsageError
 from cli import console
 from cli.options import Json, from_config
 from cli.train import rehearse
@@ -24,18 +25,26 @@ Name = Annotated[
 ]
 
 
-@from_config(FeedConfig, hide=("eval_data",))  # nothing is evaluated
+@from_config(FeedConfig, hide=("eval_data", "top_k", "top_p", "min_p"))  # nothing is evaluated; filters are refused
 def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None:
     """Feed an Atropos API with rollouts of an environment.
 
     Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
     from bridge.atropos import feeder
+    from bridge.scoring.agent import WithAgent
+    from bridge.scoring.tools import WithTools
     from environments import registry
 
     if name is not None:
         config = config.changed(environment=name)
     environment = registry.load(config.task)
+    if isinstance(environment, WithTools | WithAgent):
+        raise UsageError(
+            f"environment {config.task.environment} takes several turns, and an Atropos API is fed with"
+            " single turns only",
+            remedy=f"bridge run --environment {config.task.environment}, which needs no API",
+        )
     rehearse(config, environment)
 
     def show(progress: "FeedProgress", line: str) -> None:

@@ -40,6 +40,8 @@ def derive(
         size = ModelSize.of(model)
     except UsageError as error:
         return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded: {error.message}")
+    if trainer.mode == "shared_vllm":
+        trainer = trainer.changed(gpus=max(1, trainer.gpus // tensor_parallel_size))  # replicas
     need = Need.of(size, trainer, gpu_bytes=gpu_bytes, num_ranks=tensor_parallel_size)
     if need.apart:
         return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")

@@ -21,14 +21,18 @@ from bridge.errors import UsageError
 
 PANELS: Mapping[str | None, tuple[str, ...]] = {
     None: ("model", "model_name", "mode", "environment", "data", "training_steps", "save_path", "device"),
-    "Batch and sampling": ("batch_size", "group_size", "max_new_tokens", "temperature", "stop", "seed"),
+    "Several GPUs and hosts": ("gpus", "hosts", "rendezvous", "restarts"),
+    "Batch and sampling": (
+        "batch_size", "group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed",
+    ),
     "Continuous rollouts": (
         "max_staleness", "groups_in_flight", "in_flight_kv", "pause_while_training", "skip_without_signal",
         "max_oversampling",
     ),
     "Problems and rewards": (
+        "env_args", "verifiers_python",
         "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs", "reward", "reward_timeout_s",
-        "reward_processes", "max_unscored_share", "overlong_buffer", "overlong_penalty",
+        "reward_processes", "max_turns", "tool_timeout_s", "max_unscored_share", "overlong_buffer", "overlong_penalty",
     ),
     "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (
@@ -42,6 +46,7 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     ),
     "Evaluation and saving": (
         "stop_at", "eval_samples", "eval_interval", "eval_temperature", "eval_pass_reward", "eval_data",
+        "eval_env_args",
         "save_interval", "keep_last", "save_optimizer", "resume", "run_dir", "save_rollouts", "tensorboard", "wandb",
     ),
     "Mode lora_only": (

@@ -45,6 +45,12 @@ PHASES = {
 }
 LABEL, TITLE = "dim", "bold"
 
+
+def _balance(step: StepMetrics) -> str:
+    """Return how much more the busiest of several ranks has to train on."""
+    return f", busiest {step.rank_token_balance:.2f}x" if math.isfinite(step.rank_token_balance) else ""
+
+
 Figure = tuple[str, Callable[[StepMetrics], str], Callable[[StepMetrics], float] | None]
 REWARD: Figure = ("reward", lambda step: f"{step.reward_mean:.3f} ± {step.reward_std:.3f}", None)
 FIGURES: tuple[Figure, ...] = (
@@ -55,7 +61,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     ("fence", lambda step: duration(step.fence_s), lambda step: step.fence_s),
     ("rollouts", lambda step: f"{tokens_per_s(step):,.0f} tok/s", tokens_per_s),
-    ("training", lambda step: duration(step.train_s), lambda step: step.train_s),
+    ("training", lambda step: duration(step.train_s) + _balance(step), lambda step: step.train_s),
     ("memory", lambda step: f"{step.peak_memory_gib:.2f} GiB", lambda step: step.peak_memory_gib),
 )
 """Name, value of the last step as text, and the value of the curve beside it."""

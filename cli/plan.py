@@ -21,13 +21,14 @@ from bridge.planning import memory
 from bridge.planning.memory import GIB, SERVERS_GPU, Need
 from bridge.planning.model_size import ModelSize, folder_of
 from bridge.run.run_directory import RunDirectory
-from cli import accelerator, console
+from cli import accelerator, console, ranks
 from cli.options import Json, from_config, option
 from cli.plan_rows import Limits, Row, command, plan_rows
 
 SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
-    "micro_batch_tokens", "gradient_checkpointing", "kv_sleep", "max_model_len", "lora_r",
+    "micro_batch_tokens", "gradient_checkpointing", "kv_sleep", "max_model_len", "lora_r", "gpus",
+    "tensor_parallel_size",
 }  # fmt: skip
 """Choices in the help text; every other choice of `bridge run` is accepted too."""
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
@@ -95,8 +96,10 @@ def plan(
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
-    limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(train, serve.max_model_len))
-    rows = plan_rows(size, train, limits, modes)
+    num_parts = ranks.num_parts(train, serve)
+    replicated = train.changed(gpus=ranks.num_replicas(train, num_parts))
+    limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
+    rows = plan_rows(size, replicated, limits, modes, num_parts)
     fitting = [row for row in rows if not row.lacking_gib]
     best = next(iter(fitting), None)
     lean = next((row for row in fitting if not row.host_gib), None) if best and best.host_gib else None
@@ -119,7 +122,9 @@ def plan(
         console.data(json.dumps(document, allow_nan=False))
         return
     counted = "counted in its files" if size.exact else "estimated from its dimensions"
-    console.note(f"{size.num_params / 1e9:.2f}B parameters, {counted}; {limits.gpu_bytes / GIB:.1f} GiB of GPU memory")
+    num_gpus = replicated.gpus * num_parts
+    each = f" on each of {num_gpus} GPUs" if num_gpus > 1 else " of GPU memory"
+    console.note(f"{size.num_params / 1e9:.2f}B parameters, {counted}; {limits.gpu_bytes / GIB:.1f} GiB{each}")
     console.note(f"KV cache: at least {limits.kv_tokens:,} tokens; all sizes in GiB")
     for obstacle in against:
         console.note(f"not with {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")

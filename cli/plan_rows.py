@@ -30,6 +30,8 @@ OPTIMIZERS = tuple(
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
+ALONE = "offload_optimizer", "gradient_release"
+"""Choices that train on one GPU."""
 ELSEWHERE = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, OPTIMIZERS),
@@ -85,12 +87,21 @@ class Row:
     """Tokens of the KV cache of the verdict."""
 
 
-def plan_rows(size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str]) -> list[Row]:
-    """Return every setup in one of `modes` that agrees with the choices given in `config`."""
+def plan_rows(
+    size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str], num_parts: int = 1
+) -> list[Row]:
+    """Return every setup in one of `modes` that agrees with the choices given in `config`.
+
+    `config.gpus` replicas have `num_parts` GPUs each; with several, all weights are trained.
+    """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
+    if config.replicas > 1 or num_parts > 1:
+        found = [each for each in found if each["mode"] != "none" and not any(map(each.get, ALONE))]
+    if num_parts > 1:
+        found = [each for each in found if each["mode"] == "shared_vllm"]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
-    rows = [_row(size, config.changed(**choices), choices, limits) for choices in agreeing]
+    rows = [_row(size, config.changed(**choices), choices, limits, num_parts) for choices in agreeing]
     if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
@@ -104,8 +115,8 @@ def _agree(choices: Choices, field: str, value: Any) -> bool:
     return bool(choices.get(field, value) == value)
 
 
-def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits) -> Row:
-    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes)
+def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits, num_parts: int) -> Row:
+    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes, num_ranks=num_parts)
     least_kv = limits.kv_tokens * need.kv_per_token
     found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
@@ -135,6 +146,8 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits)
 def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
     """Return the command that trains as in `row`, with every other choice given in `config`."""
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
+    in_parts = serve.tensor_parallel_size > 1
+    parts += ["--tensor-parallel-size", str(serve.tensor_parallel_size)] if in_parts else []
     parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)
     for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
         parts += _flag(key, config.get(key)) if config.was_given(key) else ()

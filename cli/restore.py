@@ -93,10 +93,14 @@ def _folder_of(checkpoint: str) -> Path:
 
 def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     """Check that `folder` holds weights of the served model, and return what loads them."""
-    from bridge.weights import attach, model_folder, skeleton
+    from bridge.ranks.world import Ranks
+    from bridge.weights import attach, model_folder, parts_folder, skeleton
+    from bridge.weights.parts import Parts
 
-    attached = attach.attach(exported)
-    served, name = attached.model, exported.model
+    count = exported.tp_degree
+    attached = [attach.attach(exported, part, num_parts=count) for part in range(count)]
+    parts = [Parts(cuts=each.cuts, within=Ranks(part, count)) for part, each in enumerate(attached)]
+    served, name = attached[0].model, exported.model
     found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
     others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]
     if others:
@@ -106,11 +110,22 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
             f"{folder} is of another model than {name}, which the server serves: {differences}",
             remedy=f"name a checkpoint of {name}, or serve that one: {serve_it}",
         )
-    model_folder.check(served, folder)
+    if count == 1:
+        model_folder.check(served, folder)
+    else:
+        parts_folder.check(served, parts[0], folder)
+
+    def load() -> None:
+        if count == 1:
+            model_folder.load_into(served, folder)
+            return
+        for each, part in zip(attached, parts, strict=True):
+            parts_folder.load_into(each.model, part, folder)
+            attach.settle(each.device)
 
     def write() -> None:
         try:
-            model_folder.load_into(attached.model, folder)
+            load()
         except BaseException:
             console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
             raise

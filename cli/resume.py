@@ -22,8 +22,8 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     Call it before anything is started.
 
     Raises:
-        UsageError: checkpoints of another run are in the way, or the run directory, the reference or --stop-at cannot
-            be used.
+        UsageError: checkpoints of another run are in the way, no step is left, or the run directory, the reference or
+            --stop-at cannot be used.
     """
     from bridge.learn import reference
     from bridge.run import metrics, trackers
@@ -33,6 +33,8 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     trackers.check(config)
     passed_over: list[str] = []
     config, found = _resumed(config, passed_over) if config.resume else (config, None)
+    if found is not None:
+        found.check_left(config.training_steps)
     folder = config.checkpoints.save_path
     made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
     try:

@@ -1,7 +1,6 @@
 """`bridge run`: start a server, wait for it, train on it in this process, and stop it."""
 
-import os
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,15 +8,13 @@ import typer
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.run.run_directory import write_json
-from bridge.server import api_key
-from cli import console, ending
+from cli import again, alike, console, ending, ranks, rendezvous
 from cli.options import Json, from_config
+from cli.ranks import Part, attached_to, send_key, trained
 from cli.resume import open_run
-from cli.serve import VllmFlags, prepare
-from cli.server_command import ServerCommand
-from cli.server_process import START_LIMIT_S, StartedServer, reachable
-from cli.train import load_environment, rehearse, train_in
-from cli.vllm_flags import value
+from cli.serve import VllmFlags, check_model, prepare
+from cli.server_process import START_LIMIT_S
+from cli.train import load_environment, rehearse
 
 StartLimit = Annotated[
     float,
@@ -30,6 +27,15 @@ StartLimit = Annotated[
         rich_help_panel="Server",
     ),
 ]
+OnRay = Annotated[
+    bool,
+    typer.Option(
+        "--ray",
+        metavar="",
+        help="Let a running Ray cluster choose the hosts, and start this command on each.",
+        rich_help_panel="Several GPUs and hosts",
+    ),
+]
 
 
 @from_config(ServeConfig, TrainConfig, hide=("vllm_host", "start_command"))
@@ -38,6 +44,7 @@ def run(
     train: TrainConfig,
     *,
     start_limit_s: StartLimit = START_LIMIT_S,
+    on_ray: OnRay = False,
     as_json: Json = False,
     vllm_flags: VllmFlags = None,
 ) -> None:
@@ -46,24 +53,45 @@ def run(
 
     if train.publishing.start_command is not None:
         raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
+    if on_ray:
+        from cli import on_ray as cluster
+
+        raise typer.Exit(cluster.run(train, serve))
     environment = load_environment(train)
     serves = for_adapters(serve, train)
-    settled, directory, found = open_run(train)
-    try:
-        settled = fit_completions(settled, serve.max_model_len, console.note)
-        command = prepare(serves, vllm_flags or [], shares_weights=shares_weights(train), trainer=settled)
-        settled = attached_to(settled, command)
-        send_key(vllm_flags or [])
-        rehearse(settled, environment)
-        write_json(directory.server_config, serve.document(serves))
-        console.note(
-            f"mode {train.mode}, vLLM at {settled.server.url()}, checkpoints in {settled.checkpoints.save_path}"
-        )
-        server = StartedServer(command, directory.server_log, limit_s=start_limit_s)
-        with server.running() as process, ending.printed(directory, settled):
-            train_in(directory, settled, environment, as_json=as_json, process=process, resume=found, chosen=train)
-    finally:
-        directory.remove_if_unused()
+    places, flags = ranks.places(train, serve), vllm_flags or []
+    with rendezvous.opened(train) as place, again.after_a_loss(train, place) as resumed:
+        if place is not None and not place.is_first:
+            check_model(serves.model, shares_weights=shares_weights(train))
+            met, run_dir = place.attend(alike.facts(train, serves, flags))
+            directory = ranks.join_run(Path(run_dir))
+            console.note(f"host {met.host + 1} of {train.hosts}; the first one, at {place.name}, reports")
+            with ranks.started(places, directory, met) as world:
+                ranks.take_part(world, directory)
+            return
+        settled, directory, found = open_run(train)
+        resumed.run_dir = directory.path
+        try:
+            settled = fit_completions(settled, serve.max_model_len, console.note)
+            command = prepare(serves, flags, shares_weights=shares_weights(train), trainer=settled)
+            send_key(flags)
+            rehearse(settled, environment)
+            write_json(directory.server_config, serve.document(serves))
+            url = attached_to(settled, command).server.url()
+            console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {settled.checkpoints.save_path}")
+            part = Part(
+                serve=serves, train=settled, chosen=train, vllm_flags=flags, start_limit_s=start_limit_s,
+                run_dir=directory.path, resume=found,
+            )  # fmt: skip
+            facts = alike.facts(train, serves, flags)
+            all_met = None if place is None else place.gather(facts, str(directory.path))
+            with ranks.started(places, directory, all_met) as world, ending.printed(directory, settled):
+                world.told(part)
+                log = directory.server_log
+                with trained(world, part, lambda: command, directory, environment, log=log, as_json=as_json):
+                    pass
+        finally:
+            directory.remove_if_unused()
 
 
 def shares_weights(train: TrainConfig) -> bool:
@@ -89,16 +117,3 @@ def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:
             remedy="leave --max-lora-rank out: it is derived",
         )
     return serve
-
-
-def send_key(flags: Sequence[str]) -> None:
-    """Let this process send the API key among vLLM's own `flags`, if there is one."""
-    if key := value(flags, "--api-key"):
-        os.environ[api_key.VARIABLE] = key
-    api_key.headers()  # refuses a key that cannot be sent
-
-
-def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:
-    """Return `train` pointed at the server that `command` starts."""
-    train = train.changed(vllm_port=command.port, vllm_host=reachable(command.host))
-    return train.changed(vllm_config_path=command.manifest) if command.shares_weights else train

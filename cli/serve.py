@@ -127,7 +127,7 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
         if error.errno != errno.EADDRINUSE:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
         remedy = f"choose another with {flag}, such as {free_port(host)}"
-        raise UsageError(f"port {port} is taken{_holder(port)}", remedy=remedy) from error
+        raise UsageError(f"port {port} is taken{holder(port)}", remedy=remedy) from error
 
 
 def free_port(host: str) -> int:
@@ -176,7 +176,7 @@ def _refuse_out_of_sight(path: Path) -> None:
     )
 
 
-def _holder(port: int) -> str:
+def holder(port: int) -> str:
     """Return which process listens on `port`; empty if that is not visible."""
     with contextlib.suppress(psutil.Error):
         for listener in psutil.net_connections("tcp"):

@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge.config import FeedConfig, TrainConfig
+from bridge.config.choices import flag
+from bridge.errors import UsageError
 from bridge.run.run_directory import RunDirectory, labelled_json
 from bridge.types import Environment
 from cli import console, ending, live
@@ -17,13 +19,20 @@ from cli.steps import summary_line
 
 if TYPE_CHECKING:
     from bridge.modes.mode import ServerProcess
+    from bridge.ranks.world import Ranks
     from bridge.run.checkpoint import Found
     from bridge.run.metrics import Summary
 
 
-@from_config(TrainConfig)
+@from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous", "restarts"))
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
     """Train a model on a server that is already running."""
+    for name in ("gpus", "hosts", "restarts"):
+        if config.get(name) != config.default(name):
+            raise UsageError(
+                f"{flag(name)} {config.get(name)}: bridge train takes one running server",
+                remedy="bridge run, which starts a server on each GPU",
+            )
     from cli.server_process import StartedServer
     from cli.start_command import StartCommand
 
@@ -46,11 +55,20 @@ def load_environment(config: TrainConfig) -> Environment | None:
         UsageError: there is none, it cannot be used, or it has no held-out problems to evaluate on.
     """
     from bridge.rollouts import problems
+    from bridge.scoring.agent import WithAgent
+    from bridge.scoring.tools import WithTools
     from environments import registry
 
     if config.rollouts.source != "environment":
         return None
     environment = registry.load(config.task)
+    unused = [name for name in ("max_turns", "tool_timeout_s") if config.get(name) != config.default(name)]
+    if unused and not isinstance(environment, WithTools | WithAgent):
+        raise UsageError(
+            f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
+            f" {config.task.environment} has none",
+            remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
+        )
     if config.evaluation.samples:
         problems.held_out(environment)
     return environment
@@ -79,16 +97,25 @@ def train_in(
     process: "ServerProcess | None" = None,
     resume: "Found | None" = None,
     chosen: TrainConfig | None = None,
+    ranks: "Ranks | None" = None,
 ) -> "Summary":
     """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived.
 
     Raises:
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
+    from bridge.ranks.world import ALONE
     from bridge.run import trackers, trainer
-    from bridge.run.reporting import Several
+    from bridge.run.reporting import Reporter, Several
     from environments import registry
 
+    recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
+    ranks = ranks or ALONE
+    if not ranks.leads:
+        return trainer.train(
+            config, environment, run, Reporter(), recipe=recipe, process=process, resume=resume, chosen=chosen,
+            ranks=ranks,
+        )  # fmt: skip
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
@@ -100,10 +127,11 @@ def train_in(
             environment,
             run,
             Several(curves, lines),
-            recipe=partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None,
+            recipe=recipe,
             process=process,
             resume=resume,
             chosen=chosen,
+            ranks=ranks,
         )
     run.write_summary(summary)
     console.note(summary_line(summary))

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 from bridge.core.foreign_code import foreign_code, shortened, source_file
 from bridge.errors import RewardError
+from bridge.scoring.tools import names as tool_names
 from bridge.types import Problem
 
 EXAMPLE = "{'prompt': '3+4='}"
 NUM_FIRST = 64
 """Problems that are checked before anything starts."""
+RUN = "def run(self, problem: dict, base_url: str) -> float"
 SCORE = "def score(self, problem: dict, completion: str) -> float"
 
 
@@ -34,6 +36,46 @@ def check_score(environment: Any, name: str) -> None:
             f"environment {name}: score cannot be called with (problem, completion): {error}",
             remedy=f"write it as: {SCORE}",
         ) from error
+
+
+def has_tools(kind: type) -> bool:
+    """Return whether a class is in the shape of TRL's `environment_factory`: it has a method `reset`."""
+    return callable(getattr(kind, "reset", None))
+
+
+def is_agent(kind: type, name: str) -> bool:
+    """Return whether a class has a method `run`, and no tools.
+
+    Raises:
+        RewardError: `run` cannot be called as Bridge calls it, or would be a tool.
+    """
+    if not callable(run := getattr(kind, "run", None)):
+        return False
+    if has_tools(kind):
+        if {"problem", "base_url"} <= inspect.signature(run).parameters.keys():
+            fault = "has a method reset, so that run(problem, base_url) would be a tool that the model calls"
+            _refuse(name, fault, "give reset another name: an agent is begun by run alone")
+        return False
+    try:
+        inspect.signature(run).bind(None, {}, "")
+    except TypeError as error:
+        _refuse(name, f"is an agent whose run cannot be called with (problem, base_url): {error}", f"write: {RUN}")
+    return True
+
+
+def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
+    """Return the JSON schemas of the tools of `environment`, its public methods.
+
+    Raises:
+        RewardError: it has none, or one has no docstring or type hints that describe it.
+    """
+    from transformers.utils import get_json_schema  # it imports torch
+
+    tools = tool_names(type(environment))
+    if not tools:
+        _refuse(name, "has a method reset, and no tools", "add a public method, which the model can call")
+    with foreign_code(f"environment {name}: describing its tools {', '.join(tools)}", source_file(type(environment))):
+        return [get_json_schema(getattr(environment, tool)) for tool in tools]
 
 
 def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:

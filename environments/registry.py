@@ -9,9 +9,11 @@ from bridge.config import TaskConfig
 from bridge.config.choices import flag
 from bridge.core.foreign_code import source_file
 from bridge.errors import UsageError
+from bridge.scoring.agent import Agent
 from bridge.scoring.score import Scores
+from bridge.scoring.tools import Tools
 from bridge.types import Environment, Problem
-from environments import inspection, own_code, rewards, rows
+from environments import inspection, own_code, packages, rewards, rows
 from environments.arithmetic import Arithmetic
 from environments.gsm8k import GSM8K
 from environments.jsonl import JSONL
@@ -47,6 +49,22 @@ class Task:
         return self._recipe()
 
 
+class ToolTask(Task):
+    """A class with tools, put together from what a person chose."""
+
+    def __init__(self, task: Task, schemas: list[dict[str, Any]], tools: Callable[[], Tools]) -> None:
+        super().__init__(task.__iter__, task.held_out(), tools)
+        self.schemas, self.tools = schemas, tools
+
+
+class AgentTask(Task):
+    """An agent, put together from what a person chose."""
+
+    def __init__(self, task: Task, agent: Callable[[], Agent]) -> None:
+        super().__init__(task.__iter__, task.held_out(), agent)
+        self.agent = agent
+
+
 def load(config: TaskConfig) -> Environment:
     """Return the environment that `config` names, with its problems checked.
 
@@ -54,29 +72,42 @@ def load(config: TaskConfig) -> Environment:
         UsageError: there is no such environment, file, class, data or reward, or a choice does not apply to it.
         RewardError: its code raised, it has no problems or no score, or one of its problems is invalid.
     """
+    packages.check(config)
     if config.environment in FORMATS:
         return _of_rows(config, FORMATS[config.environment])
-    kind = _class(config.environment)
-    unused = [name for name in OF_DATA if getattr(config, name) != TaskConfig.model_fields[name].default]
+    kind = _class(config)
+    if inspection.is_agent(kind, config.environment) or inspection.has_tools(kind):
+        return _of_turns(config, kind)
+    unused = _of_data(config)
     if unused:
         raise UsageError(
             f"{', '.join(map(flag, unused))}: only for --environment {' and '.join(FORMATS)}, not {config.environment}",
             remedy=f"leave {'it' if len(unused) == 1 else 'them'} out, or --environment {list(FORMATS)[-1]}",
         )
-    return _of_class(config, kind)
+    environment = own_code.made(kind, config.environment)
+    if not _rewards(config):
+        inspection.check_score(environment, config.environment)
+    return _of_class(config, environment)
 
 
 def scorer(config: TaskConfig) -> Scores:
     """Return what scores the completions of the environment that `config` names, without reading its problems.
+
+    With tools it is what calls them, too, and of an agent what runs it.
 
     Raises:
         UsageError: there is no such environment, file, class or reward.
         RewardError: its code raised, or it has no score.
     """
     chosen = _rewards(config)
-    if chosen:
+    kind = None if config.environment in FORMATS else _class(config)
+    if kind is not None and inspection.has_tools(kind):
+        return _tools(config, kind)
+    if kind is not None and inspection.is_agent(kind, config.environment):
+        return _agent(config, kind)
+    if chosen or kind is None:
         return Rewards(chosen)
-    environment = own_code.made(_class(config.environment), config.environment)
+    environment = own_code.made(kind, config.environment)
     inspection.check_score(environment, config.environment)
     scores: Scores = environment
     return scores
@@ -121,11 +152,8 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
     return Task(partial(iter, training.problems(problem)), kept, partial(scorer, config))
 
 
-def _of_class(config: TaskConfig, kind: type) -> Environment:
+def _of_class(config: TaskConfig, environment: Any) -> Task:
     name, chosen = config.environment, _rewards(config)
-    environment = own_code.made(kind, name)
-    if not chosen:
-        inspection.check_score(environment, name)
     compared = _compared(chosen)
     held_out = inspection.check_problems(environment, name, compared)
 
@@ -137,7 +165,44 @@ def _of_class(config: TaskConfig, kind: type) -> Environment:
     return Task(read, kept, partial(scorer, config) if chosen else lambda: environment)
 
 
-def _class(name: str) -> type:
+def _of_data(config: TaskConfig) -> list[str]:
+    """Return the choices that only apply to rows."""
+    return [name for name in OF_DATA if getattr(config, name) != TaskConfig.model_fields[name].default]
+
+
+def _of_turns(config: TaskConfig, kind: type) -> ToolTask | AgentTask:
+    """Return a class with tools or an agent: its problems are its own, or those of --data."""
+    name = config.environment
+    if config.data is None and (unused := _of_data(config)):
+        raise UsageError(
+            f"{', '.join(map(flag, unused))}: {name} has its own problems, unless --data has them",
+            remedy="add --data path/to/problems.jsonl, or a method held_out to the class",
+        )
+    environment = own_code.made(kind, name)
+    has_tools, own = inspection.has_tools(kind), "get_reward" if inspection.has_tools(kind) else "run"
+    if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own)):
+        inspection.check_score(environment, name)
+    schemas = inspection.schemas(environment, name) if has_tools else []
+    task = _of_class(config, environment) if config.data is None else _of_rows(config, JSONL)
+    if has_tools:
+        return ToolTask(task, schemas, partial(_tools, config, kind))
+    return AgentTask(task, partial(_agent, config, kind))
+
+
+def _tools(config: TaskConfig, kind: type) -> Tools:
+    chosen = _rewards(config)
+    return Tools(partial(own_code.made, kind, config.environment), Rewards(chosen) if chosen else None)
+
+
+def _agent(config: TaskConfig, kind: type) -> Agent:
+    chosen = _rewards(config)
+    return Agent(partial(own_code.made, kind, config.environment), Rewards(chosen) if chosen else None)
+
+
+def _class(config: TaskConfig) -> type:
+    if found := packages.kind(config):
+        return found
+    name = config.environment
     if name in CLASSES:
         return CLASSES[name]
     if ":" in name or name.endswith(".py"):
@@ -148,7 +213,7 @@ def _class(name: str) -> type:
     meant = f"did you mean {close[0]}? " if close else ""
     form = own_code.FORMS["environment"]
     raise UsageError(
-        f"no environment {name!r}, expected {', '.join(known)} or {form}",
+        f"no environment {name!r}, expected {', '.join((*known, *packages.FORMS))} or {form}",
         remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
     )
 
@@ -166,7 +231,10 @@ def _instructed(problem: Problem, system_prompt: str | None) -> Problem:
             return problem
         plain = prompt
         prompt = [{"role": "user", "content": prompt}]
-    own = prompt[1:] if prompt[0]["role"] == "system" else prompt
+    own = prompt
+    if prompt[0]["role"] == "system":
+        own, before = prompt[1:], prompt[0]["content"]
+        plain = plain and plain.removeprefix(f"{before}\n\n")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     changed: Any = {**problem, "prompt": [*system, *own]}
     if plain is not None:

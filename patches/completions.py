@@ -9,7 +9,7 @@ Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,19 +17,25 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from bridge.errors import AttachError
+from bridge.rollouts.distribution import filters
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from patches import ranks
 from patches.generate import CLIENT_GONE
-from patches.logprobs_wire import ROLLOUT
+from patches.logprobs_wire import FILTERED, ROLLOUT
+from patches.thresholds import COUNT_BITS, unpack
 
 PINS = """
 vllm.v1.engine.async_llm
-    AsyncLLM: model_config, tokenizer
+    AsyncLLM: model_config, tokenizer, vllm_config
     call async AsyncLLM.generate(prompt, sampling_params, request_id, lora_request)  # cancelled, it ends its request
-vllm.config.model: ModelConfig: max_model_len
+vllm.config.model
+    ModelConfig: max_model_len
+    call ModelConfig.get_vocab_size()
+vllm.config.vllm: VllmConfig: speculative_config
 vllm.entrypoints.openai.models.serving: OpenAIServingModels: lora_requests, base_model_paths
 vllm.sampling_params
-    SamplingParams: n, temperature, seed, max_tokens, stop, logprobs, flat_logprobs, detokenize, output_kind
+    SamplingParams: n, temperature, top_k, top_p, min_p, seed, max_tokens, stop, logprobs,
+        flat_logprobs, detokenize, output_kind
     RequestOutputKind: FINAL_ONLY
 vllm.outputs
     RequestOutput: outputs
@@ -54,9 +60,11 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     if length + body.max_tokens > longest:
         given = f"a prompt of {length} tokens and max_tokens={body.max_tokens}"
         raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
+    chosen = _filters(body, engine)
+    request_id = f"{FILTERED if chosen else ROLLOUT}{uuid.uuid4().hex}"
     try:
         answers = engine.generate(
-            {"prompt_token_ids": list(body.prompt)}, _params(body), f"{ROLLOUT}{uuid.uuid4().hex}", lora_request=adapter
+            {"prompt_token_ids": list(body.prompt)}, _params(body, chosen), request_id, lora_request=adapter
         )
         answer = await _unless_hung_up(request, answers)
     except ValueError as error:  # vLLM refuses the request
@@ -74,6 +82,11 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
         [list(output.token_ids[: -1 if _has_stop_token(output) else None]) for output in outputs],
     )
+    now = request.app.state.bridge_fence.version
+
+    def origins(ranks: list[int]) -> dict[str, Any]:
+        return _with_kept(now, ranks) if chosen else {"versions": _runs(ranks)}
+
     choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
         {
             "index": output.index,
@@ -81,15 +94,46 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
             "finish_reason": output.finish_reason,
             "token_ids": list(output.token_ids),
             "logprobs": {"token_logprobs": each},
-            "versions": _runs(output.logprobs.ranks[start] for start in output.logprobs.start_indices),
+            **origins([output.logprobs.ranks[start] for start in output.logprobs.start_indices]),
         }
         for output, each, text in zip(outputs, logprobs, texts, strict=True)
     ]
     return JSONResponse({"choices": choices})
 
 
+def _filters(body: CompletionsRequest, engine: Any) -> dict[str, float]:
+    """Return the filters that can drop anything; AttachError if vLLM would not report what they keep."""
+    chosen = filters(body) if body.temperature else {}  # else always the likeliest token
+    if chosen.get("top_k", 0) >= engine.model_config.get_vocab_size():
+        del chosen["top_k"]
+    if chosen and engine.vllm_config.speculative_config is not None:
+        raise AttachError(
+            f"{', '.join(chosen)} cannot be combined with speculation: vLLM does not report what was kept",
+            remedy="restart the server without --speculative-config, or sample from the whole distribution",
+        )
+    return chosen
+
+
 def _has_stop_token(output: Any) -> bool:
     return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+
+
+def _with_kept(now: int, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what the engine has put in place of the tokens' ranks: versions, and what was kept.
+
+    The last bits of a version are enough: none is later than that of `now`.
+
+    Raises:
+        AttachError: nothing is known of what was kept.
+    """
+    versions, thresholds, counts = unpack(ranks)
+    if not counts.all():
+        raise AttachError(
+            "this server's sampler does not report what top_k, top_p and min_p keep",
+            remedy="restart it without vLLM's choices for sampling, such as watermarks, or leave the filters out",
+        )
+    ages = (now - versions) % 2**COUNT_BITS
+    return {"versions": _runs((now - ages).tolist()), "kept": [*zip(thresholds.tolist(), counts.tolist(), strict=True)]}
 
 
 def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:
@@ -107,11 +151,12 @@ def _adapter(request: Request, name: str) -> Any:
     return adapter
 
 
-def _params(body: CompletionsRequest) -> Any:
+def _params(body: CompletionsRequest, chosen: Mapping[str, float]) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
+        **chosen,
         stop=list(body.stop),
         logprobs=0,
         flat_logprobs=True,

@@ -24,7 +24,7 @@ from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import AttachError, BridgeError, UnsupportedModelError
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest, Shard
-from bridge.weights import skeleton
+from bridge.weights import layout, skeleton
 from patches.compatibility import installed_version
 
 PINS = """
@@ -45,6 +45,7 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
             raise UnsupportedModelError(answer["error"], remedy=answer["remedy"])
         shards.append(Shard.model_validate(answer))
     shards.sort(key=lambda shard: shard.rank)
+    layout.check_parts([shard.param_mappings for shard in shards])
     config = engine_client.model_config
     return Manifest(
         shards=tuple(shards),
@@ -54,7 +55,7 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
         max_model_len=config.max_model_len,
         tp_degree=len(shards),
         dp_shard_degree=1,
-        num_params=sum(math.prod(view.shape) for shard in shards for view in shard.param_mappings.values()),
+        num_params=sum(math.prod(view.whole or view.shape) for view in shards[0].param_mappings.values()),
         param_names=tuple(sorted(shards[0].param_mappings)),
         shared_weights_enabled=True,
         single_copy_enabled=True,

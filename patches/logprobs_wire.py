@@ -7,7 +7,8 @@ Why this is safe: these are the bytes that vLLM's own encoder makes of these arr
 Log-probabilities of prompts, which are sent once, are left alone.
 
 A rollout has no use for the third array, the ranks of its tokens in the vocabulary: it gets the version that sampled
-each token instead. A paused engine has no output left to send, so a step's outputs are all of one version.
+each token instead, and if it is filtered what was kept in the same number (`thresholds.py`). A paused engine has no
+output left to send, so a step's outputs are all of one version.
 Seen in vLLM 0.26 to 0.33: `vllm/v1/outputs.py`, `vllm/v1/serial_utils.py`, `vllm/v1/core/sched/scheduler.py`.
 """
 
@@ -16,6 +17,8 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+
+from patches.thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
 
 PINS = """
 vllm.v1.engine.core
@@ -34,6 +37,8 @@ vllm.v1.serial_utils
 """
 ROLLOUT = "bridge-rollout-"
 """Part of the ids of requests whose tokens get versions; vLLM adds more at both ends."""
+FILTERED = f"{ROLLOUT}filtered-"
+"""The same for requests whose tokens get thresholds, too."""
 SERVE_VERSION = "bridge_serve_version"
 """Method of the engine: from now on it samples with this version."""
 
@@ -68,11 +73,13 @@ def send_bytes() -> None:
 
     step: Any = None
     arrays: list[Any] = []  # those of the step, each as type, shape of a row, bytes, and bytes of a row
+    is_packed = False  # whether the step's ranks share their bits with thresholds
 
     def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
-        nonlocal step, arrays
+        nonlocal step, arrays, is_packed
         if step is not self:
             step, arrays = self, [_as_bytes(array) for array in self[:3]]
+            is_packed = bool(np.any(self.sampled_token_ranks.astype(np.int64) >> RANK_SHIFT))
         first = req_idx if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[req_idx]
         wires = []
         for dtype, shape, content, row_bytes in arrays:
@@ -88,13 +95,22 @@ def send_bytes() -> None:
         for outputs in sent.values():
             for output in outputs.outputs:
                 lists = output.new_logprobs
-                if lists is not None and ROLLOUT in output.request_id:
-                    dtype, (count,), _ = lists.sampled_token_ranks
-                    versions = Ext(CUSTOM_TYPE_RAW_VIEW, np.full(count, _version, dtype).tobytes())
-                    output.new_logprobs = lists._replace(sampled_token_ranks=(dtype, (count,), versions))
+                if lists is not None and (is_packed or ROLLOUT in output.request_id):
+                    dtype, shape, content = lists.sampled_token_ranks
+                    numbers = _instead(output.request_id, np.frombuffer(content.data, dtype), is_packed=is_packed)
+                    content = Ext(CUSTOM_TYPE_RAW_VIEW, numbers.tobytes())
+                    output.new_logprobs = lists._replace(sampled_token_ranks=(dtype, shape, content))
         return sent
 
     LogprobsLists.slice_request, Scheduler.update_from_output = slice_request, update_from_output
+
+
+def _instead(request_id: str, ranks: Any, *, is_packed: bool) -> Any:
+    """Return what a request gets in place of its tokens' ranks, or of ranks packed with thresholds."""
+    if FILTERED in request_id:
+        kept = ranks & KEPT_MASK if is_packed else np.zeros(len(ranks), np.int64)  # no number of words: unknown
+        return np.int64(_version % 2**COUNT_BITS) << RANK_SHIFT | kept
+    return np.full_like(ranks, _version) if ROLLOUT in request_id else unpack(ranks)[0]
 
 
 def _as_bytes(array: Any) -> tuple[str, tuple[int, ...], bytes, int]:

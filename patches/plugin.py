@@ -24,7 +24,16 @@ def register() -> None:
     """Patch this process's vLLM, if `VLLM_ENABLE_SHARED_WEIGHTS=1` and it fits; later calls do nothing."""
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from patches import compatibility, loading, logprobs_wire, memory_pool, model_runner, prefix_cache, tether
+    from patches import (
+        compatibility,
+        loading,
+        logprobs_wire,
+        memory_pool,
+        model_runner,
+        prefix_cache,
+        tether,
+        thresholds,
+    )
 
     compatibility.check_installed()
     from vllm import envs
@@ -32,5 +41,5 @@ def register() -> None:
     for name in VARIABLES:  # or vLLM warns at startup that it does not know them
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     tether.tie()
-    for patched in (loading, model_runner, memory_pool, prefix_cache, logprobs_wire):
+    for patched in (loading, model_runner, memory_pool, prefix_cache, logprobs_wire, thresholds):
         patched.patch()

@@ -38,17 +38,26 @@ async def finiteness(engine: Any) -> Finiteness:
     )
 
 
+async def digests(engine: Any, part: int) -> dict[str, str]:
+    """Return the digests of one rank's parameters; HTTPException if there is no such rank."""
+    each: list[dict[str, str]] = await engine.collective_rpc("bridge_digests")
+    if not 0 <= part < len(each):
+        raise HTTPException(404, f"this server has {len(each)} ranks, and none of number {part}")
+    return each[part]
+
+
 async def read(engine: Any, elements: Sequence[Element], exported: Manifest) -> tuple[float, ...]:
     """Read single elements; HTTPException if the model does not have them."""
     answers = await engine.collective_rpc("bridge_read", args=(_checked(elements, exported),))
-    return tuple(agreed(answers, "the values of elements"))
+    each = [iter(own) for own in answers]
+    return tuple(next(each[element.part]) for element in elements)
 
 
 async def write(engine: Any, elements: Sequence[Element], values: Sequence[float], exported: Manifest) -> None:
     """Set single elements; HTTPException if the model does not have them, or their types cannot hold the values."""
     documents = _checked(elements, exported)
     for element, value in zip(elements, values, strict=True):
-        dtype: torch.dtype = getattr(torch, exported.shard(0).ipc_handles[element.parameter].dtype)
+        dtype: torch.dtype = getattr(torch, exported.dtype)
         if not abs(value) <= torch.finfo(dtype).max:  # nor is NaN
             raise HTTPException(422, f"{element.parameter} is {dtype}, and {value} is not a finite number of that type")
     await engine.collective_rpc("bridge_write", args=(documents, list(values)))
@@ -56,7 +65,7 @@ async def write(engine: Any, elements: Sequence[Element], values: Sequence[float
 
 def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, Any]]:
     """Return `elements` as workers take them, if the model has them."""
-    handles = exported.shard(0).ipc_handles
+    handles = exported.shard(0).ipc_handles  # all ranks have parameters of the same names
     unknown = [element.parameter for element in elements if element.parameter not in handles]
     if unknown:
         raise HTTPException(
@@ -65,7 +74,9 @@ def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, 
             f" {unknown[0][:100]!r}; expected vLLM's own names, as in the manifest's ipc_handles",
         )
     for element in elements:
-        size = math.prod(handles[element.parameter].shape)
+        if element.part >= len(exported.shards):
+            raise HTTPException(422, f"this server has {len(exported.shards)} ranks, and none of number {element.part}")
+        size = math.prod(exported.shard(element.part).ipc_handles[element.parameter].shape)
         if element.index >= size:
             raise HTTPException(422, f"{element.parameter} has {size} elements, so none has index {element.index}")
     return [element.model_dump() for element in elements]

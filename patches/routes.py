@@ -160,9 +160,8 @@ async def _resume(body: HolderRequest, fence: Fence) -> Status:
 
 
 @router.get("/tensors/digest")
-async def _digest(state: AppState) -> protocol.Digests:
-    digests = await state.bridge_engine.collective_rpc("bridge_digests")
-    return protocol.Digests(digests=ranks.agreed(digests, "the digests of their parameters"))
+async def _digest(state: AppState, part: int = 0) -> protocol.Digests:
+    return protocol.Digests(digests=await ranks.digests(state.bridge_engine, part))
 
 
 @router.get("/tensors/finite")

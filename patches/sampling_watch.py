@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes, in_words
+from patches.logprobs_wire import FILTERED
 
 PINS = """
 vllm.v1.engine.async_llm: wrap async AsyncLLM.add_request(request_id, prompt, params)
@@ -26,7 +27,8 @@ def watch(engine: Any) -> None:
 
     @wraps(add_request)
     async def watched(request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(params, "temperature", None):  # else it is greedy, or samples nothing
+        # Without a temperature it is greedy, or samples nothing; a filtered rollout reports what was kept.
+        if getattr(params, "temperature", None) and FILTERED not in request_id:
             changed = changes({name: getattr(params, name, None) for name in (*WHOLE, *NO_DEFAULT)})
             if changed and (fields := frozenset(changed)) not in logged:
                 logged.add(fields)

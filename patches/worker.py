@@ -69,11 +69,13 @@ class BridgeWorker:
         return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
-        return [float(self._bridge_element(element)) for element in elements]
+        """Return this rank's among the elements, in their order."""
+        return [float(self._bridge_element(each)) for each in elements if each["part"] == self.rank]
 
     def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
         for element, value in zip(elements, values, strict=True):
-            self._bridge_element(element).fill_(value)
+            if element["part"] == self.rank:
+                self._bridge_element(element).fill_(value)
         self.bridge_settle()
 
     def bridge_adapter_slot(self, adapter_id: int) -> int | None:
@@ -110,9 +112,8 @@ class BridgeWorker:
                 name: LoraSlot(lora_a=_handle(a, block), lora_b=_handle(b, block)) for name, (a, b) in slots.items()
             },
         )
-        if is_whole:
-            held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
-            layout.check_coverage(record.expected, held, shard.param_mappings, shard.padding)
+        held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
+        layout.check_coverage(record.expected, held, shard.param_mappings, shard.padding)
         return shard
 
 

@@ -1,5 +1,6 @@
 """Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the option of `make contract`."""
 
+import os
 import shutil
 import signal
 from importlib import metadata
@@ -18,6 +19,9 @@ REAL_VLLM_TIMEOUT_S = 900
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(ignored, signal.SIG_DFL)
+
+# TRL, once imported, silences each vLLM that this process starts later, and some tests read what their server logs.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,10 @@ from pathlib import Path
 from tests.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
-RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu")}
-"""Result files by device."""
+RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu", "parts")}
+"""Result files by device, and of tensor parallelism without a server."""
+NUM_PARTS = (2, 4)
+"""Parts into which every family is cut."""
 PAGE = ROOT / "docs" / "families.md"
 INTRODUCTION = """\
 # Families
@@ -33,7 +35,10 @@ own `load_weights` ([`patches/loading.py`](../patches/loading.py)), runs the sam
 pass by name.
 
 """
-COLUMNS = ("family", "transformers", "vLLM", "fused in vLLM", "before", "after", "moved", "versions")
+COLUMNS = (
+    "family", "transformers", "vLLM", "fused in vLLM", "before", "after", "moved",
+    *(f"TP {number}" for number in NUM_PARTS), "versions",
+)  # fmt: skip
 ON_A_GPU = """
 The same proof with more than 100 million parameters on a Hopper GPU, with torch.compile and CUDA graphs (`pytest
 tests/gpu/test_families.py`):
@@ -50,6 +55,11 @@ by default (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`): Mistral w
 READING = """
 `before`, `after` and `moved` are mean log-prob differences over sampled tokens, in nats: the server against the
 weights that it loaded, the server against the checkpoint of step 3, and after the steps against the old weights.
+
+`TP 2` and `TP 4` are without vLLM: as many ranks compute with their parts of the weights in float32, cut as vLLM cuts
+them (4 parts share 2 KV heads by pairs, and the vocabulary is padded). The number is the largest relative difference
+from the whole model, of log-probs, entropies and every gradient (`pytest tests/unit/test_parallel.py`).
+A trainer repeats the proof on a layer of each kind before it trains, and refuses what differs.
 
 ## Refused
 
@@ -87,11 +97,19 @@ REFUSED = (
     ),
     ("`longrope` of PhiMoE", "transformers and vLLM compute it differently", "another model"),
     (
+        "tensor parallelism where a layer in parts differs from the whole one, as with StableLM's norms of each head",
+        "what parts compute follows from the layout alone, and is compared before training",
+        "`--tensor-parallel-size 1`",
+    ),
+    (
         "weights that vLLM computes, transposes, permutes or drops while loading",
         "different bytes on both sides",
         "`lora_only`, `none`",
     ),
 )
+
+Found = Mapping[str, Mapping[str, object]]
+"""Results by family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +139,16 @@ def record(family: str, result: Result, *, device: str) -> None:
     found = {**load(device), family: dataclasses.asdict(result)}
     ordered = {name: found[name] for name in FAMILIES if name in found}
     RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
-    PAGE.write_text(page(load("cpu"), load("gpu")))
+    PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
+
+
+def record_parts(family: str, num_parts: int, difference: float) -> None:
+    """Write how far `family` in parts is from the whole model to its file, and to the page."""
+    found = load("parts")
+    found[family] = {**found.get(family, {}), str(num_parts): difference}
+    ordered = {name: dict(sorted(found[name].items())) for name in FAMILIES if name in found}
+    RESULTS["parts"].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
+    PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 
 
 def load(device: str) -> dict[str, dict[str, object]]:
@@ -131,9 +158,12 @@ def load(device: str) -> dict[str, dict[str, object]]:
     return found
 
 
-def page(on_cpu: Mapping[str, Mapping[str, object]], on_gpu: Mapping[str, Mapping[str, object]]) -> str:
+def page(on_cpu: Found, on_gpu: Found, in_parts: Found) -> str:
     """Return the page of the docs."""
-    rows = [_row(family, Result(**found)) for family, found in on_cpu.items()]  # type: ignore[arg-type]
+    rows = [
+        _row(family, Result(**found), in_parts.get(family, {}))  # type: ignore[arg-type]
+        for family, found in on_cpu.items()
+    ]
     large = [_large_row(family, Result(**found)) for family, found in on_gpu.items()]  # type: ignore[arg-type]
     tables = INTRODUCTION + _table(COLUMNS, rows)
     if large:
@@ -145,9 +175,11 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ("---",) * len(columns), *rows))
 
 
-def _row(family: str, result: Result) -> tuple[str, ...]:
+def _row(family: str, result: Result, in_parts: Mapping[str, object]) -> tuple[str, ...]:
     together = "; ".join(f"`{names}`" for names in result.together) or "nothing"
-    return (family, result.transformers_class, result.vllm_class, together, *_numbers(result), result.versions)
+    found = [in_parts.get(str(number)) for number in NUM_PARTS]
+    apart = ["-" if each is None else f"{each:.0e}" for each in found]
+    return (family, result.transformers_class, result.vllm_class, together, *_numbers(result), *apart, result.versions)
 
 
 def _large_row(family: str, result: Result) -> tuple[str, ...]:
@@ -159,4 +191,4 @@ def _numbers(result: Result) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(load("cpu"), load("gpu")))
+    PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))

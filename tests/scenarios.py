@@ -57,7 +57,9 @@ the end of all processes of `bridge run` are tested with it.
 """
 FORKED_ENGINE = """
 import multiprocessing, runpy, sys
+import torch
 from vllm.utils import system_utils
+torch.cpu._init_amx()  # vLLM leaves it to oneDNN, which does not ask for it if it is held to older instructions
 system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
@@ -114,7 +116,7 @@ def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> No
     model, plain = server.manifest.model, Path(server.manifest.model)
     common = {"n": 8, "seed": 3}
     asked: dict[str, tuple[str, dict[str, Any]]] = {
-        dialect: (openai_api.ROUTES[dialect], openai_api.request(dialect, max_new_tokens=NEW_TOKENS, temperature=1.0))
+        dialect: (openai_api.ROUTES[dialect], openai_api.request(dialect, SamplingConfig(max_new_tokens=NEW_TOKENS)))
         for dialect in ("bridge", "vllm")
     }
     asked["generate"] = ("/generate", {"max_tokens": NEW_TOKENS, "logprobs": 0})
@@ -168,6 +170,7 @@ def served(
     compiled: bool = False,
     dtype: Literal["auto", "float16", "float32"] = "auto",
     port: int | None = None,
+    num_parts: int = 1,
 ) -> Iterator[LiveServer]:
     """Run a server for `model` and wait until it can be attached to; on a GPU it is always compiled."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,6 +181,7 @@ def served(
         max_model_len=MAX_MODEL_LEN,
         gpu_memory_utilization=0.2 if torch.cuda.is_available() else None,
         max_lora_rank=max_lora_rank,
+        tensor_parallel_size=num_parts,
         vllm_config_path=folder / manifest.MANIFEST_NAME,
     )
     eager = () if compiled or torch.cuda.is_available() else EAGER

@@ -1,10 +1,13 @@
 """Check who listens on the server's port, and that no engine has outlived its server. Nothing is ever stopped here.
 
 vLLM's engine and workers call themselves `VLLM::...`. If the API server is killed with -9, they may keep running and
-hold memory, most of it on a GPU.
+hold memory, most of it on a GPU. With tensor parallelism on a CPU, vLLM leaves files in /dev/shm whenever it ends (seen
+in vLLM 0.32).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +19,8 @@ from bridge.checks.result import Check, failed, judged, passed, warned
 SHOWN_COMMAND = 60
 """Longest command line in a message, in characters."""
 ENGINE = "VLLM::"
+MAILBOXES = "vllm_dist_*cpushm_*"
+"""Files in /dev/shm of vLLM's ranks on a CPU."""
 OWNERS = ("vllm", "bridge", "python")
 """Any process that can own an engine has one of these in its command line; init has none."""
 NOBODY: Mapping[int, str] = MappingProxyType({})
@@ -110,6 +115,25 @@ def engines_have_servers(processes: Iterable[Running]) -> Check:
     remedy = f"if they are yours: kill {' '.join(str(engine.pid) for engine in lost)}"
     expected = "every VLLM:: process has its server"
     return judged("Leftover engines", not lost, found, expected, remedy, otherwise="WARN")
+
+
+def leftover_mailboxes(folder: Path = Path("/dev/shm"), processes: Path = Path("/proc")) -> list[Path]:  # noqa: S108
+    """Return the files through which ranks of vLLM on a CPU reduce tensors, and which no process has mapped."""
+    found = {str(path): path for path in sorted(folder.glob(MAILBOXES))}
+    for maps in processes.glob("[0-9]*/maps") if found else ():
+        with suppress(OSError):
+            for line in maps.read_text().splitlines():
+                _, _, name = line.partition(f"{folder}/")
+                found.pop(f"{folder}/{name}", None)
+    return [*found.values()]
+
+
+def mailboxes_have_ranks(lost: Sequence[Path]) -> Check:
+    megabytes = sum(path.stat().st_size for path in lost) / 2**20
+    found = f"{len(lost)}, {megabytes:.0f} MiB together, the first: {lost[0]}" if lost else "none"
+    remedy = "if they are yours: rm " + " ".join(shlex.quote(str(path)) for path in lost)
+    expected = "every mailbox of vLLM's ranks in /dev/shm has its server"
+    return judged("Leftover mailboxes", not lost, found, expected, remedy, otherwise="WARN")
 
 
 def _owned(engine: Running, known: Mapping[int, Running]) -> bool:

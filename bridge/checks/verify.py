@@ -1,24 +1,33 @@
-"""The proof of one copy, on a live server: every claim is tested from both processes.
+"""The proof of one copy, on a live server: every claim is tested from both processes, for each part of the weights.
 
 While a trainer is updating the server, nothing is written, because it may be computing with the weights: values are
 compared instead.
 """
 
+import json
 import math
-from collections.abc import Iterator
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from bridge.checks.child import run_module
 from bridge.checks.result import Check, judged, skipped
 from bridge.config import SamplingConfig
+from bridge.errors import AttachError
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
+from bridge.ranks.world import LOOPBACK
 from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
+from bridge.server.manifest import Manifest
 from bridge.server.protocol import Element
 from bridge.types import Group
 from bridge.weights.attach import AttachedModel, attach
@@ -27,6 +36,10 @@ from bridge.weights.digest import digest
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05
 """Nats. Two healthy engines differ by 0.013 to 0.024 in the mean; with a stale copy they differ by whole nats."""
+PART = "bridge.checks.parts"
+LOGPROBS, LOGPROBS_EXPECTED = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
+TRIES = 5
+"""A trainer that publishes meanwhile lets servers be seen at different versions."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 
 
@@ -39,7 +52,34 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
     """
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client:
-        yield from proofs(attach(exported), client, timeout_s=timeout_s)
+        if exported.tp_degree == 1:
+            yield from proofs(attach(exported), client, timeout_s=timeout_s)
+        else:
+            yield from proofs_of_parts(exported, client, config_path, timeout_s=timeout_s)
+
+
+def proofs_of_parts(
+    exported: Manifest, client: BridgeClient, config_path: Path | None, *, timeout_s: float
+) -> Iterator[Check]:
+    """Yield the checks of a server with several ranks, part by part, and of the log-probabilities of all of them."""
+    num_parts = exported.tp_degree
+    each = [attach(exported, part, num_parts=num_parts) for part in range(num_parts)]
+
+    def of_part(part: int, checks: Iterable[Check]) -> Iterator[Check]:
+        return (replace(check, name=f"{check.name}, part {part}") for check in checks)
+
+    for part, attached in enumerate(each):
+        yield from of_part(part, [storages(attached), bytes_allocated(attached)])
+    with fence.frozen(client) as may_write:
+        for part, attached in enumerate(each):
+            yield from of_part(part, markers(attached, client) if may_write else values(attached, client))
+            yield from of_part(part, [digests(attached, client.digests(part))])
+    version = client.status().version
+    vocab_size = each[0].model.config.vocab_size
+    with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
+        groups = sample(sampler, Endpoint(url=client.url), vocab_size)
+    found = diffs_of_parts(manifest.find(config_path), num_parts, groups, timeout_s=timeout_s)
+    yield unless_updated(judged_diffs(found), version, client.status().version)
 
 
 def proofs(attached: AttachedModel, client: BridgeClient, *, timeout_s: float) -> Iterator[Check]:
@@ -53,6 +93,51 @@ def proofs(attached: AttachedModel, client: BridgeClient, *, timeout_s: float) -
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
         check = logprobs(attached, sampler, Endpoint(url=client.url))
     yield unless_updated(check, version, client.status().version)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one server of a run served at one moment."""
+
+    version: int
+    digests: dict[str, str]
+    """Of every tensor of every rank of it."""
+
+
+def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
+    """Return what a live server serves; it is paused meanwhile."""
+    exported = manifest.load(config_path)
+    with BridgeClient(exported, timeout_s=timeout_s) as client, fence.frozen(client):
+        each = [client.digests(part) for part in range(exported.tp_degree)]
+        named = {
+            f"{name}, part {part}" if part else name: text
+            for part, own in enumerate(each)
+            for name, text in own.items()
+        }
+        return Served(client.status().version, named)
+
+
+def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> Check:
+    """Check that the servers of one run, by their manifests, serve the same bytes.
+
+    All are looked at at the same time, and again if a trainer published meanwhile.
+    """
+    expected = "equal checksums of every tensor on all servers"
+    for _ in range(TRIES):
+        with ThreadPoolExecutor(len(paths)) as pool:
+            first, *others = pool.map(look, paths)
+        if all(each.version == first.version for each in others):
+            break
+    else:
+        return skipped("replicas", "a trainer published again and again", expected, "run bridge verify again")
+    for path, other in zip(paths[1:], others, strict=True):
+        names = sorted(first.digests.keys() | other.digests.keys())
+        if different := [name for name in names if first.digests.get(name) != other.digests.get(name)]:
+            found = f"{len(different)} of {len(names)} tensors of {path} differ from those of {paths[0]}"
+            remedy = "end the run, and continue with --resume: every server loads the same checkpoint"
+            return judged("replicas", False, f"{found}, the first: {different[0]}", expected, remedy)
+    found = f"{len(paths)} servers have equal checksums of {len(first.digests)} tensors, version {first.version}"
+    return judged("replicas", True, found, expected, RESTART)
 
 
 def storages(attached: AttachedModel) -> Check:
@@ -112,12 +197,15 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
 
 
 def logprobs(attached: AttachedModel, sampler: Sampler, endpoint: Endpoint) -> Check:
-    diffs = logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size))
+    return judged_diffs(logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size)))
+
+
+def judged_diffs(diffs: torch.Tensor) -> Check:
+    """Judge the differences of single tokens."""
     mean, largest = diffs.mean().item(), diffs.max().item()
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
-    expected = f"mean difference at most {LOGPROB_MEAN_LIMIT}"
     remedy = "compare the versions of transformers and vLLM, and the model's configuration"
-    return judged("log-probabilities", mean <= LOGPROB_MEAN_LIMIT, found, expected, remedy)
+    return judged(LOGPROBS, mean <= LOGPROB_MEAN_LIMIT, found, LOGPROBS_EXPECTED, remedy)
 
 
 def unless_updated(check: Check, before: int, after: int) -> Check:
@@ -158,11 +246,37 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
         return torch.cat([(model_logprobs(model, part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 
 
+def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeout_s: float) -> torch.Tensor:
+    """Return what `logprob_diffs` does, of the model that the server of the manifest at `path` holds in parts.
+
+    Raises:
+        AttachError: a process failed.
+    """
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    asked = [[each.prompt_token_ids, [[one.token_ids, one.logprobs] for one in each.completions]] for each in groups]
+    told = json.dumps([secrets.token_hex(), asked])
+
+    def computed(part: int) -> str:
+        ended = run_module(PART, str(path), str(part), str(port), timeout_s=timeout_s, stdin=told)
+        if trouble := ended.trouble():
+            raise AttachError(
+                f"the process of part {part} did not compute: {trouble}",
+                remedy=f"bridge doctor; for the whole error: python -m {PART} MANIFEST PART PORT",
+            )
+        return ended.stdout
+
+    with ThreadPoolExecutor(num_parts) as pool:
+        first, *_ = pool.map(computed, range(num_parts))
+    return torch.tensor(json.loads(first))
+
+
 def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
     """Return one element of every parameter, by its name on the server and as a tensor here."""
     views = attached.shard.param_mappings
     places = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
-    elements = tuple(Element(parameter=views[name].parameter, index=index) for name, index in places.items())
+    part = attached.shard.rank
+    elements = tuple(Element(parameter=views[name].parameter, index=i, part=part) for name, i in places.items())
     return elements, [attached.server_tensors[e.parameter].view(-1)[e.index] for e in elements]
 
 
@@ -170,7 +284,7 @@ def _fill(cells: list[torch.Tensor], values: tuple[float, ...]) -> None:
     for cell, value in zip(cells, values, strict=True):
         cell.fill_(value)
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(cells[0].device)
 
 
 def _is_same(left: float, right: float) -> bool:

@@ -20,8 +20,10 @@ from bridge.config import borrowed
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
-NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
-"""Variables that one of our processes sets for another."""
+HOSTS_KNOW = "BRIDGE_SECRET"
+"""Variable with what the hosts of one run know and nobody else does: others can read a flag in a list of processes."""
+NO_CHOICES = {"BRIDGE_MANIFEST_PATH", HOSTS_KNOW}
+"""Variables that are no choices of a command."""
 
 
 class Section(BaseModel):

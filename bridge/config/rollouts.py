@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from bridge.config.borrowed import ROLLOUT_ALIASES
-from bridge.config.choices import Config, Section
+from bridge.config.choices import Config, Section, flag
 from bridge.core.address import Urls
 
 DEFAULT_NEW_TOKENS = 256
@@ -37,6 +38,13 @@ def _texts(given: Any) -> tuple[str, ...]:
     return texts
 
 
+def _arguments(given: Any) -> dict[str, Any] | None:
+    found = _from_json(given)
+    if not isinstance(found, dict | None):
+        raise ValueError('must be a JSON object, such as {"size": 1000}')
+    return found
+
+
 def _template_arguments(given: Any) -> dict[str, Any]:
     found = _from_json(given)
     if not isinstance(found, dict):
@@ -50,7 +58,15 @@ class TaskConfig(Section):
     """An environment: its problems and its rewards."""
 
     environment: str = "arithmetic"
-    """`arithmetic`, `gsm8k`, `jsonl`, or `file.py:ClassName` for your own."""
+    """`arithmetic`, `gsm8k`, `jsonl`, `file.py:ClassName` for your own, `verifiers:ID`, or `reasoning_gym:TASK`."""
+    env_args: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default={})
+    """Arguments of `reasoning_gym:TASK`, such as `{"size": 1000}`, or the table `[env]` of `verifiers:ID`, such as
+    `{"agent": {"max_turns": 4}}` (default: their own)."""
+    eval_env_args: Annotated[dict[str, Any] | None, BeforeValidator(_arguments)] = None
+    """Arguments that differ for held-out problems; for `verifiers:ID` the table `[env.taskset]` (default: there are no
+    held-out problems)."""
+    verifiers_python: Path | None = None
+    """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
     data: str | None = None
     """Problems for `gsm8k` and `jsonl`: a JSONL file, a folder, or a dataset on the hub (default: the bundled ones)."""
     eval_data: str | None = None
@@ -69,7 +85,8 @@ class TaskConfig(Section):
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for scoring one completion, in seconds."""
     reward_processes: int | None = Field(default=None, ge=0)
-    """Worker processes for scoring; 0 scores in the trainer without a time limit (default: one per core, at most 4)."""
+    """Worker processes for scoring; 0 scores in the trainer without a time limit (default: one per core, at most 4).
+    With tools or an agent, completions that run at once (default: 8 per core)."""
     max_unscored_share: float = Field(default=0.2, ge=0, le=1)
     """Stop the run when scoring fails for more than this share of a batch."""
 
@@ -83,6 +100,12 @@ class SamplingConfig(Section):
     """Longest completion, in tokens (default: 256, or half of the server's longest sequence if that is less)."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the loss uses the same."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many of the likeliest tokens, and train on their distribution (default: from all)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest of the likeliest tokens that have this probability together (default: from all)."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest one (default: from all)."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """End a completion after this text, which stays part of it, or after any in a JSON list (default: none)."""
     request_timeout_s: float = Field(default=600.0, gt=0)
@@ -115,6 +138,10 @@ class RolloutConfig(Section):
     """Sample another group in place of one whose rewards are all equal."""
     max_oversampling: float = Field(default=3.0, ge=1)
     """Sample at most this many times the groups of a step to replace those without signal."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the model per completion, in an environment with tools or an agent."""
+    tool_timeout_s: float = Field(default=30.0, gt=0)
+    """Time limit for one call of a tool, or for an agent between two turns, in seconds."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Tokens before --max-new-tokens over which the reward falls by --overlong-penalty (DAPO; 0: none)."""
     overlong_penalty: float = Field(default=1.0, gt=0)
@@ -143,3 +170,13 @@ class FeedConfig(Config):
     """URLs of the servers to sample from, separated by commas; the least loaded one is used."""
     max_queued_batches: float = Field(default=2.0, ge=1)
     """Pause sampling while this many batches wait in the Atropos API."""
+
+    @model_validator(mode="after")
+    def _fits_the_api(self) -> Self:
+        for key in ("top_k", "top_p", "min_p"):
+            if self.get(key) != self.default(key):
+                raise ValueError(
+                    f"{flag(key)} {self.get(key):g} cannot be trained on: the Atropos API has no field for what is"
+                    " kept of the vocabulary; leave it out"
+                )
+        return self

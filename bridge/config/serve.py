@@ -34,7 +34,7 @@ class ServeConfig(Config):
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest sequence, prompt plus completion, in tokens (default: the model's own limit)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Number of GPUs to shard the model across."""
+    """Number of GPUs that share one copy of the weights; `bridge run` trains them with a process for each."""
     max_lora_rank: int | None = Field(default=None, ge=1)
     """Largest LoRA rank the server accepts (default: no adapters)."""
     vllm_config_path: Path | None = None

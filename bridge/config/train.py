@@ -143,8 +143,9 @@ class PublishingConfig(Section):
     in_flight_kv: Literal["auto", "keep", "recompute"] = "auto"
     """What becomes of the KV cache of in-flight requests at an update: keep it, or recompute it under the new weights;
     `auto` keeps it with --max-staleness."""
-    pause_while_training: bool = False
-    """Stop sampling while a step is computed, so that sampling and training never share the GPU."""
+    pause_while_training: bool | None = None
+    """Stop sampling while a step is computed, so that sampling and training never share the GPU (default: on a GPU,
+    with --max-staleness)."""
     restart_interval: int = Field(default=1, ge=1)
     """Steps between two reloads of the server."""
     reload: Literal["restart", "in-place"] = "restart"
@@ -230,6 +231,17 @@ class TrainConfig(Config):
     """How new weights reach vLLM: shared memory, an adapter, or a checkpoint and a restart."""
     training_steps: int = Field(default=10, ge=1)
     """Steps to train: one batch and one published version each."""
+    gpus: int = Field(default=1, ge=1)
+    """GPUs of this host to train on, with a replica of the model and a server on each, or on each
+    --tensor-parallel-size of them; on a CPU, servers."""
+    hosts: int = Field(default=1, ge=1)
+    """Hosts to train on, with --gpus on each; the same command is started on every one of them."""
+    rendezvous: str | None = None
+    """Where the hosts meet, HOST:PORT: an address of one of them, which runs the first rank, and a free port there. Set
+    BRIDGE_SECRET to the same value on every host."""
+    restarts: int = Field(default=0, ge=0)
+    """When a rank or a host is lost, resume from the newest checkpoint up to this many times; the remaining hosts wait
+    for the lost one to be started again."""
     stop_at: str | None = None
     """End the run early, after a step or an evaluation with such a metric: `eval_reward_mean>=0.9`, `kl>=0.5`."""
     seed: int = Field(default=0, ge=0)
@@ -253,6 +265,11 @@ class TrainConfig(Config):
     checkpoints: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def replicas(self) -> int:
+        """Return how many copies of the model are trained in lockstep, on all hosts."""
+        return self.gpus * self.hosts
 
     @property
     def learning_rate(self) -> float:
@@ -279,6 +296,7 @@ class TrainConfig(Config):
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
+        yield from self._unfit_gpus()
         yield from self._unfit_reference()
         yield from self._unfit_optimizer()
         yield from self._unfit_evaluation()
@@ -300,6 +318,23 @@ class TrainConfig(Config):
                 f"--lora-dropout {self.lora.dropout:g} cannot be combined with --top-entropy {self.loss.top_entropy:g},"
                 " which takes another pass with other dropout masks; leave one of them out"
             )
+
+    def on_one_gpu(self) -> dict[str, bool]:
+        """Return what trains on one GPU alone, and whether it was chosen."""
+        return {
+            f"--mode {self.mode}": self.mode == "none",
+            f"--rollouts {self.rollouts.source}": self.rollouts.source != "environment",
+            "--offload-optimizer": self.optimizer.offload,
+            "--gradient-release": self.optimizer.gradient_release,
+            "--top-entropy": self.loss.top_entropy < 1,
+        }
+
+    def _unfit_gpus(self) -> Iterator[str]:
+        if self.replicas == 1:
+            return
+        alone = [name for name, chosen in self.on_one_gpu().items() if chosen]
+        found = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
+        yield from (f"{name} trains on one GPU, found {found}" for name in alone)
 
     def _unfit_reference(self) -> Iterator[str]:
         kl_coef, reference = self.loss.kl_coef, self.loss.reference_model
@@ -371,12 +406,17 @@ EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         (
             "max_concurrency",
+            "top_k",
+            "top_p",
+            "min_p",
             "max_staleness",
             "groups_in_flight",
             "skip_without_signal",
             "max_oversampling",
             "overlong_buffer",
             "overlong_penalty",
+            "max_turns",
+            "tool_timeout_s",
         ),
         ("rollouts", ("environment",)),
     ),

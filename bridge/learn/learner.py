@@ -7,6 +7,9 @@
 With one update per batch, `write` only takes the optimizer step. With gradient release each parameter is updated in the
 middle of the backward pass, which is then part of `write`.
 
+Several replicas split each mini-batch. Its weights are those of the whole, so that the sum over all replicas is its
+loss, and gradients and figures add up. The parts of a replica compute the same samples, each with its own weights.
+
 Not covered: the fence around `write` (`bridge/server/fence.py`), the loss (`policy_loss.py`).
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -24,23 +27,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import UsageError
+from bridge.learn import balance
 from bridge.learn.mismatch import Mismatch, Tally, measure, share
 from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, most_uncertain, policy_loss
 from bridge.learn.reference import Reference, open_reference
 from bridge.learn.samples import samples, with_advantages
 from bridge.optimizers import factory
+from bridge.optimizers.alike import Alike
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.release import added_in_float32
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.parallel import Parallel, divide
+from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import Note
+from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Group
 from bridge.weights.opened_model import OpenedModel
 
-MakeOptimizer = Callable[[TrainConfig, Iterable[dict[str, Any]]], InPlaceOptimizer]
+MakeOptimizer = Callable[..., InPlaceOptimizer]
+"""As `factory.make`."""
 
 
 def learner_of(
@@ -50,6 +60,7 @@ def learner_of(
     *,
     max_model_len: int | None = None,
     make_optimizer: MakeOptimizer = factory.make,
+    ranks: Ranks = ALONE,
 ) -> "Learner":
     """Prepare the model and return its learner; all memory is allocated that does not depend on a batch.
 
@@ -60,6 +71,9 @@ def learner_of(
         UnsupportedModelError: the model cannot be trained as configured.
     """
     model, lr, weight_decay = opened.model, config.learning_rate, config.optimizer.weight_decay
+    parallel = divide(model, opened.cuts, ranks.within.group) if opened.cuts else None
+    if parallel is not None:
+        check_layers(model, parallel)
     shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
     groups = [
         factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=weight_decay)
@@ -73,7 +87,10 @@ def learner_of(
             f"weight decay has no effect: 1 - {lr:g} x {weight_decay:g} is 1 in float32, as in torch's AdamW; at this"
             f" learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
         )
-    optimizer = make_optimizer(config, groups)
+    several: dict[str, Any] = {} if ranks.size == 1 else {"ranks": ranks}
+    if parallel is not None:
+        several["alike"] = _alike(model, parallel)
+    optimizer = make_optimizer(config, groups, **several)
     try:
         optimizer.allocate()
         reference = open_reference(config, model, opened.device, note, max_model_len=max_model_len)
@@ -85,8 +102,21 @@ def learner_of(
         ) from error
     if reference is not None:
         shares_prompts = shares_prompts and reference.shares_prompts
-    budget = Budget(model, config, note, share_prompts=shares_prompts)
-    return Learner(config, model, optimizer, budget=budget, reference=reference)
+    budget = Budget(model, config, note, share_prompts=shares_prompts, parts=ranks.within)
+    return Learner(config, model, optimizer, budget=budget, reference=reference, ranks=ranks, parallel=parallel)
+
+
+def _alike(model: PreTrainedModel, parallel: Parallel) -> Alike:
+    """Return what parts hold alike of every parameter, and which elements of it another part counts."""
+    found: dict[Tensor, list[range]] = {}
+    for each in parallel.shared:
+        parameter = model.get_parameter(each.name)
+        others = found.setdefault(parameter, [])
+        if parallel.part in each.parts[1:]:
+            own = each.of(parameter.detach(), parallel.cuts[parallel.part][each.name])
+            start = int(own.storage_offset() - parameter.storage_offset())
+            others.append(range(start, start + own.numel()))  # rows, which the layout checks
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +136,8 @@ class Learnt:
     shares: LossShares
     num_tokens: int
     """Sampled tokens that were trained on."""
+    balance: float
+    """Tokens of the busiest replica over the mean; NaN for one."""
     num_updates: int
     num_skipped: int
     """Updates that were skipped because their gradient was not finite: the first of them ends its step."""
@@ -133,8 +165,10 @@ class Learner:
         *,
         budget: Budget,
         reference: Reference | None,
+        ranks: Ranks = ALONE,
+        parallel: Parallel | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._ranks, self._parallel = optimizer, ranks, parallel
         self._config, self._model, self._budget, self._reference = config, model, budget, reference
         self._spec, self._temperature = LossSpec.of(config.loss), config.sampling.temperature
         self._schedule, self._num_before = factory.schedule(config), 0
@@ -142,6 +176,10 @@ class Learner:
         self._updates_in_backward = config.optimizer.gradient_release and not config.optimizer.offload
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit. The weights are whole."""
+        self._prepared = False
+        self._num_tokens = 0
+        """Sampled tokens of the batch, of all ranks."""
+        self._busiest = math.nan
         self._take([])
 
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
@@ -153,13 +191,18 @@ class Learner:
         self._num_before = (step - 1) * self._config.optimizer.updates_per_step
         whole = with_advantages(groups, self._spec.advantage_scale)
         cut = _cut(whole, self._config.optimizer.updates_per_batch)
-        self._take([samples(each, self._spec, max_new_tokens=self._config.sampling.longest) for each in cut])
+        longest = self._config.sampling.longest
+        mini_batches = [made for each in cut if (made := samples(each, self._spec, max_new_tokens=longest))]
+        self._num_tokens = sum(sample.num_trained for each in mini_batches for sample in each)
+        self._busiest = balance.busiest(mini_batches, self._ranks.num_replicas)
+        self._take([[each[index] for index in balance.dealt(each, self._ranks)] for each in mini_batches])
 
     def wants_sleep(self) -> bool | None:
         """Whether the batch needs the memory of a sleeping KV cache; None: the batch is empty."""
-        if not any(self._mini_batches):
+        if not self._mini_batches:
             return None
-        return self._budget.is_short(max(self._mini_batches, key=lambda each: sum(one.num_tokens for one in each)))
+        most = max(self._mini_batches, key=lambda each: sum(one.num_tokens for one in each))
+        return any(self._ranks.agreed(lambda: bool(most) and self._budget.is_short(most)))
 
     def prepare(self) -> None:
         """Compute, once, what comes before the first change of a weight; an interrupt leaves nothing behind.
@@ -169,15 +212,17 @@ class Learner:
         """
         if self._refusal is not None:
             raise self._refusal
-        while not self._prepared:
-            try:
-                self._prepare()
-            except torch.OutOfMemoryError as error:
-                self.forget()
-                self._budget.shrink(error)
-            except BaseException:
-                self.forget()
-                raise
+        if self._prepared:
+            return
+        try:
+            with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
+                self._ranks.together(self._prepare_own)
+                if self._parts and not self._updates_in_backward:
+                    self._exchange()
+        except BaseException:
+            self.forget()
+            raise
+        self._prepared = True
 
     def write(self) -> None:
         """Take every update of the batch.
@@ -192,27 +237,29 @@ class Learner:
             self.optimizer.scale_rates(self._schedule(self._num_before + number))
             if not self._update(self._parts[number % len(self._parts)], first=number == 0):
                 break
-        self._model.zero_grad(set_to_none=True)  # a KV cache that slept needs their memory
+        self._drop_gradients()  # a KV cache that slept needs their memory
         self._is_written = True
 
     def forget(self) -> None:
         """Drop what was computed for the batch; its figures are kept if it is written."""
-        self._model.zero_grad(set_to_none=True)
+        self._drop_gradients()
         if not self._is_written:
             self._take(self._mini_batches)
 
     def learnt(self) -> Learnt:
         """Wait for the device, and return the figures."""
         num_taken = self._num_updates or len(self._norms)  # if the first was skipped: the figures that show why
-        num_tokens = sum(sample.num_trained for each in self._mini_batches for sample in each)
+        losses = self._ranks.total_of_replicas(torch.stack(self._losses[:num_taken] or [torch.zeros(())]))
+        tallies = self._ranks.of_replicas(self._ranks.told(self._tally.cpu()))
         return Learnt(
-            loss=sum(loss.item() for loss in self._losses[:num_taken]) / max(num_taken, 1),
+            loss=sum(losses.tolist()) / max(num_taken, 1),
             grad_norm=sum(self._norms[:num_taken]) / max(num_taken, 1),
             lr=self._config.learning_rate * self._schedule(self._num_before),
-            entropy=share(self._entropy.item(), num_tokens),
-            mismatch=self._tally.read(),
-            shares=LossShares.of(self._loss_sums),
-            num_tokens=num_tokens,
+            entropy=share(self._ranks.total_of_replicas(self._entropy).item(), self._num_tokens),
+            mismatch=sum(tallies, Tally.zero(torch.device("cpu"))).read(),
+            shares=LossShares.of(self._ranks.total_of_replicas(self._loss_sums)),
+            num_tokens=self._num_tokens,
+            balance=self._busiest,
             num_updates=self._num_updates,
             num_skipped=sum(not math.isfinite(norm) for norm in self._norms),
         )
@@ -227,15 +274,36 @@ class Learner:
         self._tally = Tally.zero(device)
         self._loss_sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
 
+    def _prepare_own(self) -> None:
+        """Compute this rank's share, in smaller passes if memory runs out.
+
+        The parts of a replica meet in every layer: where one stops, by an error or an interrupt, the others wait.
+
+        Raises:
+            RankError: a part of several is out of memory, or met something else; its process has to end.
+        """
+        if self._ranks.num_parts > 1:
+            with self._ranks.bound():
+                self._prepare()
+            return
+        while True:
+            try:
+                with acting_interrupt():
+                    self._prepare()
+            except torch.OutOfMemoryError as error:
+                self.forget()
+                self._budget.shrink(error)
+            else:
+                return
+
     def _prepare(self) -> None:
-        self._parts = [self._pack(each) for each in self._mini_batches if each]
+        self._parts = [self._pack(each) for each in self._mini_batches]
         if self._budget.sums_in_float32:
             self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
         for parts in self._parts[1 if self._spec.top_entropy == 1 else 0 :]:  # the first update's ratios are 1
             self._look_ahead(parts)
         if self._parts and not self._updates_in_backward:
             self._differentiate(self._parts[0])
-        self._prepared = True
 
     def _look_ahead(self, parts: Sequence[_Part]) -> None:
         """Compute what an update needs from before the first one."""
@@ -253,6 +321,8 @@ class Learner:
                 part.batch = replace(part.batch, advantages_N=part.batch.advantages_N * mine_N)
 
     def _pack(self, mini_batch: Sequence[Sample]) -> list[_Part]:
+        if not mini_batch:  # all of it is other ranks'
+            return []
         max_tokens = self._budget.max_tokens(mini_batch)
         sharing = self._budget.share_prompts
         packed = packs(mini_batch, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing)
@@ -272,7 +342,8 @@ class Learner:
         """Take one update; return whether it was taken."""
         if self._updates_in_backward or not first:
             try:
-                self._differentiate(parts)
+                with self._ranks.bound():
+                    self._differentiate(parts)
             except torch.OutOfMemoryError as error:
                 if self._updates_in_backward:
                     raise UsageError(
@@ -284,7 +355,12 @@ class Learner:
                     self._budget.shrink(error)
                 except UsageError as refusal:  # not raised here: no weight is half written
                     self._refusal = refusal
+                fits = False
+            else:
+                fits = True
+            if not all(self._ranks.told(fits)):
                 return False
+            self._exchange()
         if not math.isfinite(self._norms[-1]):
             return False
         self.optimizer.step(grad_norm=self._norms[-1], max_norm=self._config.optimizer.max_grad_norm)
@@ -300,7 +376,21 @@ class Learner:
             elif len(parts) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
             is_whole = self._backward(parts)
-        self._norms.append(self.optimizer.global_norm() if is_whole else math.nan)
+        if self._ranks.size == 1:
+            self._norms.append(self.optimizer.global_norm() if is_whole else math.nan)
+
+    def _exchange(self) -> None:
+        """Add up the gradients of several ranks, and compute their norm."""
+        if self._parallel is not None:
+            gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+            self._parallel.combine(gradients)
+        if self._ranks.size > 1:
+            self.optimizer.exchange()
+            self._norms.append(self.optimizer.global_norm())
+
+    def _drop_gradients(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def _backward(self, parts: Iterable[_Part]) -> bool:
         """Add up the gradients of one update.

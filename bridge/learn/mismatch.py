@@ -111,6 +111,9 @@ class Tally:
         empty = torch.zeros(5 + len(LOGPROB_DIFF_EDGES), dtype=torch.float64, device=device)
         return cls(empty, empty[0])
 
+    def cpu(self) -> "Tally":
+        return Tally(self.sums_K.cpu(), self.max.cpu())
+
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(self.sums_K + other.sums_K, torch.maximum(self.max, other.max))
 

@@ -8,7 +8,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -37,10 +37,12 @@ class Reference:
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """Return its log-probabilities of the sampled tokens, without gradient.
 
+        They are of its whole distribution: what top-k, top-p or min-p kept was the policy's.
+
         Shapes: -> [N] float32.
         """
         with self.frozen():
-            logprobs_N, _ = model_logprobs(self.model, micro_batch, temperature)
+            logprobs_N, _ = model_logprobs(self.model, replace(micro_batch, kept=None), temperature)
         return logprobs_N
 
 

@@ -2,7 +2,8 @@
 
 A completion that is left out because its advantages are zero still counts in every mean: a batch with few useful groups
 takes a smaller step, not a steeper one. A truncated completion that is masked counts as a completion, but its tokens do
-not count, as in TRL. A token that was not sampled counts nowhere.
+not count, as in TRL. A token that was not sampled counts nowhere. Several sequences of one completion, an agent's run,
+share its advantage, and count as one completion.
 
 Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss.py`).
 """
@@ -10,6 +11,7 @@ Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from bridge.config import AdvantageScale
 from bridge.errors import UsageError
@@ -29,6 +31,9 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
     `leave_one_out` divides by 1 - 1 / N instead, N completions being in the group: the same as the reward - the mean of
     the others.
 
+    With rewards per turn, a turn's return is the sum of the rewards from it on. It takes the reward's place, and the
+    same turns of the group's other completions that of the others. Each token has its turn's advantage.
+
     They are exactly zero if all rewards of a group are equal, or the group says so. Given advantages are kept. Standard
     deviations are the population's, so that the mean square of a group's advantages is one; the batch's is over the
     rewards of all groups without given advantages. Pass the whole batch, before it is cut into mini-batches.
@@ -39,20 +44,24 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
     Source: group: DeepSeekMath (arXiv 2402.03300), section 4.1.2; batch: "Tricks or Traps?" (arXiv 2508.08221);
         none: Dr. GRPO (arXiv 2503.20783), section 3.2; leave_one_out: RLOO (arXiv 2402.14740), after Kool et al. 2019.
     """
-    of_batch = _divisor(reward for group in groups if group.advantages is None for reward in group.rewards)
+    compared = [_compared(group) if group.advantages is None else [] for group in groups]
+    of_batch = _divisor([list(chain(*chain(*compared)))])
     filled = []
-    for number, group in enumerate(groups, start=1):
+    for number, (group, rewards) in enumerate(zip(groups, compared, strict=True), start=1):
         advantages = group.advantages
         if advantages is not None:
             _check(group, advantages, number)
         else:
-            divisor = {
-                "group": _divisor(group.rewards),
-                "batch": of_batch,
-                "none": 1.0,
-                "leave_one_out": 1 - 1 / max(len(group.rewards), 2),  # a group of one has no others, and no advantage
-            }[scale]
-            advantages = tuple((value / divisor,) for value in _centered(group.rewards))
+            by_turn = []
+            for each in rewards:
+                divisor = {
+                    "group": _divisor(rewards),
+                    "batch": of_batch,
+                    "none": 1.0,
+                    "leave_one_out": 1 - 1 / max(len(each), 2),  # a group of one has no others, and no advantage
+                }[scale]
+                by_turn.append([value / divisor for value in _centered(each)])
+            advantages = _of_tokens(group, by_turn) if group.turn_rewards else tuple((value,) for value in by_turn[0])
         if any(group.zero_advantage):
             flags = zip(advantages, group.zero_advantage, strict=True)
             advantages = tuple((0.0,) if is_zero else own for own, is_zero in flags)
@@ -84,16 +93,16 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     num_tokens = sum(completion.num_sampled for _, completion, _ in kept)
     result = []
     for prompt, completion, given in kept:
-        num_given, length = len(completion.token_ids), completion.num_sampled
-        advantages = of_sampled(given if len(given) == num_given else given * num_given, completion.sampled)
-        if not length or not (any(advantages) or spec.kl_coef > 0):
-            continue
         divisor = {
             "token_mean": num_tokens,
-            "sequence_mean": num_completions * length,
+            "sequence_mean": num_completions * completion.num_sampled,
             "constant": num_completions * max_new_tokens,
         }[spec.aggregation]
-        result.append(_sample(prompt, completion, advantages, 1 / divisor))
+        for one in completion.sequences:
+            num_given = len(one.token_ids)
+            advantages = of_sampled(given if len(given) == num_given else given * num_given, one.sampled)
+            if advantages and (any(advantages) or spec.kl_coef > 0):
+                result.append(_sample(prompt, one, advantages, 1 / divisor))
     return result
 
 
@@ -108,6 +117,7 @@ def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[f
         advantages=advantages,
         weight=weight,
         sampled=None if sampled is None or all(sampled[first:]) else sampled[first:],
+        kept=of_sampled(completion.kept, sampled) if completion.kept else (),
     )
 
 
@@ -118,9 +128,30 @@ def _centered(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def _divisor(rewards: Iterable[float]) -> float:
-    squares = [value * value for value in _centered(list(rewards))]
+def _divisor(compared: Iterable[Sequence[float]]) -> float:
+    squares = [value * value for rewards in compared for value in _centered(rewards)]
     return math.sqrt(math.fsum(squares) / max(len(squares), 1)) + STD_EPSILON
+
+
+def _compared(group: Group) -> list[list[float]]:
+    """Return the rewards of a group; with rewards per turn, the returns of its first turns, its second turns, ..."""
+    if not group.turn_rewards:
+        return [list(group.rewards)]
+    num_turns = max(map(len, group.turn_rewards))
+    return [
+        [math.fsum(rewards[turn:]) for rewards in group.turn_rewards if len(rewards) > turn]
+        for turn in range(num_turns)
+    ]
+
+
+def _of_tokens(group: Group, by_turn: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """Return an advantage per token, from those of the turns in the order of `_compared`."""
+    turns = [iter(each) for each in by_turn]
+    each_own = [[next(turns[turn]) for turn in range(len(rewards))] for rewards in group.turn_rewards]
+    return tuple(
+        tuple(0.0 if turn is None else own[turn] for turn in completion.turns)
+        for completion, own in zip(group.completions, each_own, strict=True)
+    )
 
 
 def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int) -> None:

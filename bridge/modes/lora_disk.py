@@ -65,10 +65,13 @@ class LoraDisk:
     def publish(self, update: Update) -> FenceTimes:
         """Run `update` without a fence, and let the server load the result."""
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
-        return fence.run(update, lambda: self._serve_next(self.version + 1))
+        return fence.run(update, lambda: self._serve_next(self.version + 1), ranks=self._run.ranks)
 
     def catch_up(self) -> None:
         """Do nothing: every update is published."""
+
+    def pass_on(self) -> None:
+        """Do nothing: what is trained is whole."""
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
@@ -79,7 +82,13 @@ class LoraDisk:
         self._serve_next(max(version, self.version + 1))
 
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the protocol's
-        """Restart the server with the base, and let it load the adapter, which this process still has."""
+        """Restart the dead server with the base, and let it load the adapter, which this process still has.
+
+        The servers of other ranks load it as the next version, too.
+        """
+        if not self._run.has_lost(self._client):
+            self._serve_next(self.version + 1)
+            return
         self._client.close()
         self._run.restart_server(self._config.model_name)
         self._starts += 1

@@ -52,6 +52,9 @@ class LoraMemory(PatchedServer):
         """Run `update` inside the fence; until there is a checkpoint, the first adapter repairs a torn server."""
         return super().publish(replace(update, last_checkpoint=update.last_checkpoint or self._run.scratch / ADAPTER))
 
+    def pass_on(self) -> None:
+        """Do nothing: what is trained is whole."""
+
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
         model_folder.copy_tokenizer(self._config.model_name, folder)
@@ -61,9 +64,15 @@ class LoraMemory(PatchedServer):
         self.overwrite(lambda: self._adapter.load(checkpoint), checkpoint, version)
 
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the protocol's
-        """Restart the server with the base, and move the adapter, which this process still has, into a slot again."""
-        self.restart(self._config.model_name)
-        self._move_in(takeover=True, version=self.version + 1)
+        """Restart the dead server with the base, and move the adapter, which this process still has, into a slot again.
+
+        The servers of other ranks get the next version, too.
+        """
+        if self._run.has_lost(self.client):
+            self.restart(self._config.model_name)
+            self._move_in(takeover=True, version=self.version + 1)
+        else:
+            self.publish(Update(lambda: None, version=self.version + 1, takeover=True))
 
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from bridge.core.whole_folder import written_whole
+from bridge.errors import ServerUnreachableError
+from bridge.ranks.world import ALONE, Ranks
+from bridge.server.client import VllmClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
 from bridge.weights.opened_model import OpenedModel
@@ -38,6 +41,8 @@ class RunContext:
     """The weights will be loaded from a checkpoint, so the server's may be half-written now."""
     process: ServerProcess | None = None
     """The server, if this run started it."""
+    ranks: Ranks = ALONE
+    """The processes that train together, each with its own server."""
 
     def saved(self, name: str, save: Callable[[Path], None]) -> Path:
         """Let `save` fill a scratch folder and return it; not durable, since no server survives the machine."""
@@ -53,7 +58,18 @@ class RunContext:
         with suppress(OSError):
             self.scratch.rmdir()
 
+    def has_lost(self, client: VllmClient) -> bool:
+        """Return whether this replica's server is the one that died: a single one's is."""
+        if self.ranks.num_replicas == 1:
+            return True
+        try:
+            client.models()
+        except ServerUnreachableError:
+            return True
+        return False
+
     def restart_server(self, model: str | Path) -> None:
+        """Restart it; called by the first part of its replica."""
         assert self.process is not None, "only a server that this run started is restarted"
         self.process.restart(model)
 
@@ -90,15 +106,22 @@ class Mode(Protocol):
         """Publish what was written and not published yet."""
 
     def save(self, folder: Path) -> None:
-        """Write the trained weights and the tokenizer into `folder`, as transformers or PEFT load them."""
+        """Write the trained weights and the tokenizer into `folder`, as transformers or PEFT load them.
+
+        If there are several parts of them, the first one calls this, and the others `pass_on`.
+        """
+
+    def pass_on(self) -> None:
+        """Send this part of the weights to the rank that saves them."""
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         """Load the weights of a checkpoint and publish them as `version`, or as the next one if that is later."""
 
     def revive(self, checkpoint: Path | None) -> None:
-        """Restart the dead server and publish the newest weights; the model's parameters stay the same objects.
+        """Restart the server if it is dead, and publish the newest weights; parameters stay the same objects.
 
-        `checkpoint` holds the weights that the model has now; None: those that it was opened with.
+        Called on all ranks if a server of one died. `checkpoint` holds the weights that the model has now; None: those
+        that it was opened with.
         """
 
     def close(self) -> None:

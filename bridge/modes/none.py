@@ -74,6 +74,9 @@ class OwnCopy(ABC):
         if self._behind:
             self._reload()
 
+    def pass_on(self) -> None:  # noqa: B027  not abstract
+        """Do nothing: what is trained is whole."""
+
     def save(self, folder: Path) -> None:
         model_folder.save(self._model, self._config.model_name, folder)
 

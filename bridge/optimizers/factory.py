@@ -8,17 +8,21 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from bridge.config import TrainConfig
+from bridge.optimizers.alike import NOTHING, Alike
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
+from bridge.ranks.world import ALONE, Ranks
 
 LEAST_DECAY = 2.0**-25
 """Half the distance from 1 to the next smaller float32: for rates up to this, 1 - lr * weight_decay is 1."""
 
 
-def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
-    """Return the optimizer for groups made by `scaled_group`.
+def make(
+    config: TrainConfig, groups: Iterable[dict[str, Any]], *, ranks: Ranks = ALONE, alike: Alike = NOTHING
+) -> InPlaceOptimizer:
+    """Return the optimizer for groups made by `scaled_group`, which several ranks share.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
@@ -27,7 +31,8 @@ def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimi
     kind = KINDS[choices.name]
     betas = choices.beta1, kind.beta2 if choices.beta2 is None else choices.beta2
     if not choices.offload:
-        return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed)
+        return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed, ranks=ranks, alike=alike)
+    assert ranks.size == 1, "the command line refuses several"
     assert kind.name == "adamw", "the configuration refuses the others"
     return OffloadedAdamW(groups, betas=betas, streams=choices.gradient_release)
 

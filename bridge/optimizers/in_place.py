@@ -90,9 +90,18 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     def expect(self, gradients: torch.dtype) -> None:
         """Compile for gradients of this dtype, unless that is done or nothing is compiled."""
 
+    def exchange(self) -> None:
+        """Add up the gradients of all ranks, if there are several; called by each before `global_norm`."""
+
     @abstractmethod
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the allocated state of `parameter` in its stored form, to read or write."""
+        """Return the allocated state of `parameter` in its stored form; called by all ranks."""
+
+    def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Copy what `parts` returned into the state of `parameter`; some of its parts may be left out."""
+        own = self.parts(parameter)
+        for name, part in parts.items():
+            own[name].copy_(part)
 
     @abstractmethod
     def _state(self) -> Iterable[Tensor]:
@@ -157,7 +166,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         copies = {(index, name): state[index][name].clone() for index, name in held}  # they may be these very tensors
         self.reset({parameters[index]: each["step"] for index, each in state.items()})
         for (index, name), copy in copies.items():
-            self.parts(parameters[index])[name].copy_(copy)
+            self.put(parameters[index], {name: copy})
 
 
 def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:

@@ -93,8 +93,16 @@ class CodedMoments:
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
         """Scale each block by its largest value and choose codes by the random `bits_RB`."""
         assert bits_RB is not None
-        first_scale, second_scale = first_RB.abs().amax(1, keepdim=True), second_RB.amax(1, keepdim=True)
         chances = uniform(remixed(bits_RB)), uniform(bits_RB)  # the lower half of the bits rounds the weight
+        return self._encoded(first_RB, second_RB, chances)
+
+    def to_nearest(self, first_RB: Tensor, second_RB: Tensor) -> State:
+        """Scale each block as `encode` does and choose the nearest codes: what was decoded gets its own codes again."""
+        half = torch.full_like(first_RB, 0.5)
+        return self._encoded(first_RB, second_RB, (half, half))
+
+    def _encoded(self, first_RB: Tensor, second_RB: Tensor, chances: tuple[Tensor, Tensor]) -> State:
+        first_scale, second_scale = first_RB.abs().amax(1, keepdim=True), second_RB.amax(1, keepdim=True)
         first_RB = signed_code(_divided(first_RB, first_scale), self.bits, self.first_power, chances[0])
         second_RB = positive_code(_divided(second_RB, second_scale), self.bits, self.second_power, chances[1])
         codes = {FIRST: first_RB, SECOND: second_RB} if self.bits == 8 else {BOTH: pack(first_RB, second_RB)}

@@ -6,6 +6,8 @@ what autograd keeps is counted tensor by tensor, plus three layers' share for th
 Where too few tokens fit, activations are recomputed. Running out of memory halves the budget. Gradients of many
 micro-batches are summed in float32 if that leaves enough memory for the passes.
 
+The parts of a replica decide alike, by the one with the least memory.
+
 Not covered: packing (`packing.py`), retrying what did not fit (`bridge/learn/learner.py`).
 """
 
@@ -29,6 +31,7 @@ from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.preparation import Note, first_trained, recompute_activations
 from bridge.planning.memory import FEW, GIB, MOST_TOKENS
+from bridge.ranks.world import ALONE, Ranks
 
 MASKED_TOKENS = 8_192
 """Most tokens where attention is not Bridge's: its mask grows quadratically."""
@@ -56,8 +59,16 @@ CPU_LOGITS_BYTES = 3 * 4 * BLOCK_LOGITS["cpu"]
 class Budget:
     """How many tokens one run's micro-batches have: at first as many as fit, and never more again."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, note: Note, *, share_prompts: bool = False) -> None:
-        self._model, self._config, self._note = model, config, note
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainConfig,
+        note: Note,
+        *,
+        share_prompts: bool = False,
+        parts: Ranks = ALONE,
+    ) -> None:
+        self._model, self._config, self._note, self._parts = model, config, note, parts
         self.share_prompts = share_prompts
         """Whether a micro-batch holds each prompt once."""
         self._on_gpu = model.device.type == "cuda"
@@ -172,11 +183,17 @@ class Budget:
         """Return the bytes that a pass may take, with all gradients allocated, or the largest if they are released."""
         sizes = [p.nbytes for p in self._model.parameters() if p.requires_grad and p.grad is None]
         pending = max(sizes, default=0) if self._config.optimizer.gradient_release else sum(sizes)
-        return self._share * (free_memory(self._model) - pending)
+        return min(self._parts.told(self._share * (free_memory(self._model) - pending)))
 
     def _fitting(self, free: float) -> int:
-        cost = measure_cost(self._model, self._config.sampling.temperature)
-        return 0 if cost is None else cost.tokens_in(free)
+        try:
+            cost = measure_cost(self._model, self._config.sampling.temperature)
+        except torch.OutOfMemoryError as error:
+            if self._parts.size > 1:  # the others wait for this one in the midst of a pass, which cannot be retried
+                raise
+            let_go(error, self._model.device)
+            return 0
+        return min(self._parts.told(cost.tokens_in(free)))
 
 
 def _widening_bytes(model: PreTrainedModel) -> int:
@@ -210,8 +227,8 @@ class Cost:
         return max(0, int((free_bytes - self.fixed_bytes) / self.token_bytes))
 
 
-def measure_cost(model: PreTrainedModel, temperature: float) -> Cost | None:
-    """Run passes of two sizes, without leaving a gradient, and return their cost; None: they did not fit.
+def measure_cost(model: PreTrainedModel, temperature: float) -> Cost:
+    """Run passes of two sizes, without leaving a gradient, and return their cost.
 
     The random state is restored afterwards: a resumed run measures at another time.
     """
@@ -220,12 +237,8 @@ def measure_cost(model: PreTrainedModel, temperature: float) -> Cost | None:
         return _cost_on_cpu(model, temperature) if on_cpu else cost_on_gpu(model, temperature)
 
 
-def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost | None:
-    try:
-        return Cost.of([(tokens, _peak_bytes(model, tokens, temperature)) for tokens in PROBES])
-    except torch.OutOfMemoryError as error:
-        let_go(error, model.device)
-        return None
+def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost:
+    return Cost.of([(tokens, _peak_bytes(model, tokens, temperature)) for tokens in PROBES])
 
 
 def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:

@@ -4,6 +4,15 @@ Logits are float32 products of bf16 rows and a bf16 head: products of bf16 numbe
 order of a sum can differ. Rounding logits to bf16 first costs up to 0.03 nats a token, as much as two engines differ
 altogether, and moves the probability ratio by as much.
 
+Where top-k, top-p or min-p were used, probabilities are normalized over the words that they kept: those whose
+transformed logit is at least the row's threshold. If another number of words than were kept are above it here, words
+have changed sides by rounding or by an update; each counts as if its logit was the threshold's, which it almost is. The
+normalizer log(n exp(t) + sum of max(exp(z) - exp(t), 0)), for n kept words and the threshold t, is continuous in all
+logits z.
+
+With tensor parallelism each part has the logits of its own words. Forward, the parts exchange a maximum and four sums
+per row; backward, they add up the gradients of the rows.
+
 Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary, W words of one
 block of it.
 """
@@ -21,7 +30,8 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import layers
 from bridge.passes.attention import packed_hidden
-from bridge.passes.packing import MicroBatch
+from bridge.passes.cut_layers import Words, largest, summed, words_of
+from bridge.passes.packing import Kept, MicroBatch
 
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""
@@ -64,33 +74,46 @@ class LogitTransform:
 def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the model's log-probabilities of the sampled tokens and its entropies (without gradient), both in nats.
 
+    Both are of the distribution over what was kept, if the micro-batch knows that.
+
     Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N`.
     """
     hidden_TH = packed_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
     head_VH, bias_V, transform = _head(model, temperature)
     hidden_NH = hidden_TH.index_select(0, micro_batch.rows_N)
-    compiles = layers.are_compiled(model)
-    return token_logprobs(hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles)
+    compiles, words = layers.are_compiled(model), words_of(model.get_output_embeddings())
+    return token_logprobs(
+        hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles, micro_batch.kept, words
+    )
 
 
 def token_logprobs(
-    hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, by: LogitTransform, compiles: bool
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    by: LogitTransform,
+    compiles: bool,
+    kept: Kept | None = None,
+    words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
 
     With `compiles`, a block of logits is processed by one kernel each way, instead of a dozen that each read it.
+    Both are of the distribution over what is `kept`, of the transformed logits; None: over all words.
+    `words` are those of this part's head, and the other parts call it with the same rows; None: it has all words.
 
     Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32.
     """
     applied: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, bias_V, targets_N, by, compiles
+        hidden_NH, head_VH, bias_V, targets_N, by, compiles, kept, words
     )
     return applied
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Check that `model_logprobs` computes what the model's own forward pass does.
+    """Check that `model_logprobs` computes what the model's own forward pass does; each part checks its own words.
 
     Raises:
         UnsupportedModelError: the model does something to its hidden states or logits that is not implemented here.
@@ -100,7 +123,10 @@ def check_head(model: PreTrainedModel) -> None:
     hidden_1H = model.get_decoder()(input_ids=tokens_1T, use_cache=False).last_hidden_state[0, -1:]
     head, bias_V, transform = _head(model, temperature=1.0)
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
-    difference = float((ours_V - own_V).abs().max() / own_V.abs().max())
+    largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
+    if words := words_of(model.get_output_embeddings()):  # so that all parts decide alike
+        largest_2 = largest(largest_2.nan_to_num(torch.inf), words.group)
+    difference = float(largest_2[0] / largest_2[1])
     if not difference <= HEAD_TOLERANCE:
         raise UnsupportedModelError(
             f"{type(model).__name__} computes logits in a way that Bridge does not support: they differ by "
@@ -138,16 +164,23 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         by: LogitTransform,
         compiles: bool,
+        kept: Kept | None,
+        words: Words | None,
     ) -> tuple[Tensor, Tensor]:
+        targets_N = targets_N if words is None else targets_N - words.start
         compiles = compiles and len(hidden_NH) > 1  # torch compiles fewer rows for themselves
         maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
-        sums = _Sums(maxima_N, *torch.zeros_like(maxima_N).repeat(3, 1).unbind())
+        maxima_N = maxima_N if kept is None else kept.thresholds_N
+        sums = _Sums(maxima_N, *torch.zeros_like(maxima_N).repeat(4, 1).unbind())
         add, hidden = _compiled(_added) if compiles else _added, _operand(hidden_NH)
-        for words, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
-            sums = add(sums, _multiply(hidden, _operand(head_VH[words]).T), bias_W, targets_N - words.start, by)
+        for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
+            raw_NW = _multiply(hidden, _operand(head_VH[block]).T)
+            sums = add(sums, raw_NW, bias_W, targets_N - block.start, by, kept)
+        sums = sums if words is None else _over_parts(sums, words.group)
+        sums = sums if kept is None else _corrected(sums, kept)
         normalizers_N = sums.maxima_N + sums.weights_N.log()
         ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, normalizers_N)
-        ctx.by, ctx.compiles = by, compiles
+        ctx.by, ctx.compiles, ctx.kept, ctx.words = by, compiles, kept, words
         logprobs_N, entropies_N = sums.targets_N - normalizers_N, normalizers_N - sums.products_N / sums.weights_N
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
@@ -161,25 +194,27 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None
-        for words, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
-            head, targets = _operand(head_VH[words]), targets_N - words.start
+        for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
+            head, targets = _operand(head_VH[block]), targets_N - block.start
             raw_NW = _multiply(hidden, head.T)
             dtype = head.dtype if bias_gradient_V is None else raw_NW.dtype
-            raw_NW = differentiate(raw_NW, bias_W, gradient_N, targets, normalizers_N, ctx.by, dtype)
+            raw_NW = differentiate(raw_NW, bias_W, gradient_N, targets, normalizers_N, ctx.by, dtype, ctx.kept)
             if bias_gradient_V is not None:
-                bias_gradient_V[words] = raw_NW.sum(dim=0)
+                bias_gradient_V[block] = raw_NW.sum(dim=0)
             raw_NW = raw_NW.to(head.dtype)
             if hidden_gradient_NH is not None:
                 hidden_gradient_NH += _multiply(raw_NW, head)
             if head_gradient_VH is not None:
-                head_gradient_VH[words] = _multiply(raw_NW.T, hidden)
+                head_gradient_VH[block] = _multiply(raw_NW.T, hidden)
         if hidden_gradient_NH is not None:
+            if ctx.words is not None:
+                hidden_gradient_NH = summed(hidden_gradient_NH, ctx.words.group)
             hidden_gradient_NH = hidden_gradient_NH.to(hidden_NH.dtype)
-        return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None
+        return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None, None, None
 
 
 class _Sums(NamedTuple):
-    """The running sums of a softmax over blocks, relative to the largest logit so far.
+    """The running sums of a softmax over blocks, relative to the largest logit so far, kept or not.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
     """
@@ -188,14 +223,28 @@ class _Sums(NamedTuple):
     weights_N: Tensor
     products_N: Tensor
     targets_N: Tensor
+    counts_N: Tensor
+    """Words above the threshold; 0 without one."""
 
 
-def _added(sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor, by: LogitTransform) -> _Sums:
+def _added(
+    sums: _Sums,
+    raw_NW: Tensor,
+    bias_W: Tensor | None,
+    targets_N: Tensor,
+    by: LogitTransform,
+    kept: Kept | None,
+) -> _Sums:
     """Add one block: the head's product, and the targets counted from its first word, in the block or not."""
     logits_NW = by.apply(raw_NW, bias_W)
     maxima_N = torch.maximum(sums.maxima_N, logits_NW.amax(dim=1))
     shrink_N = (sums.maxima_N - maxima_N).exp_()
     weights_NW = (logits_NW - maxima_N.unsqueeze(1)).exp_()
+    counts_N = sums.counts_N
+    if kept is not None:
+        dropped_NW = logits_NW < kept.thresholds_N.unsqueeze(1)
+        weights_NW = weights_NW.masked_fill_(dropped_NW, 0)
+        counts_N = counts_N + (dropped_NW.shape[1] - dropped_NW.sum(dim=1))
     inside_N, local_N = _within(targets_N, logits_NW.shape[1])
     found_N = logits_NW.gather(1, local_N.unsqueeze(1)).squeeze(1)
     return _Sums(
@@ -203,6 +252,23 @@ def _added(sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor
         sums.weights_N * shrink_N + weights_NW.sum(dim=1),
         sums.products_N * shrink_N + weights_NW.mul_(logits_NW).sum(dim=1),
         torch.where(inside_N, found_N, sums.targets_N),
+        counts_N,
+    )
+
+
+def _over_parts(sums: _Sums, group: str) -> _Sums:
+    """Return the sums over the words of all parts: a row's target is one part's word, and 0 on the others."""
+    maxima_N = largest(sums.maxima_N, group)
+    shrink_N = (sums.maxima_N - maxima_N).exp()
+    shares_4N = torch.stack([sums.weights_N * shrink_N, sums.products_N * shrink_N, sums.targets_N, sums.counts_N])
+    return _Sums(maxima_N, *summed(shares_4N, group).unbind())
+
+
+def _corrected(sums: _Sums, kept: Kept) -> _Sums:
+    """Return the sums with as many words as were kept: each that lacks, or is too much, has the threshold as logit."""
+    lacking_N = (kept.counts_N - sums.counts_N) * (kept.thresholds_N - sums.maxima_N).exp()
+    return sums._replace(
+        weights_N=sums.weights_N + lacking_N, products_N=sums.products_N + lacking_N * kept.thresholds_N
     )
 
 
@@ -214,10 +280,13 @@ def _raw_gradient(
     normalizers_N: Tensor,
     by: LogitTransform,
     dtype: torch.dtype,
+    kept: Kept | None,
 ) -> Tensor:
-    """Return gradient * (onehot(target) - softmax), taken back through the transform and rounded to `dtype`."""
+    """Return gradient * (onehot(target) - softmax over what is kept), taken back through the transform, in `dtype`."""
     logits_NW = by.apply(raw_NW, bias_W)
     result_NW = (logits_NW - normalizers_N.unsqueeze(1)).exp_().mul_(-gradient_N.unsqueeze(1))
+    if kept is not None:
+        result_NW = result_NW.masked_fill_(logits_NW < kept.thresholds_N.unsqueeze(1), 0)
     if torch.compiler.is_compiling():  # scattering would be a kernel of its own, and keep this one from being fused
         words_W = torch.arange(result_NW.shape[1], device=result_NW.device)
         result_NW = torch.where(words_W == targets_N.unsqueeze(1), result_NW + gradient_N.unsqueeze(1), result_NW)
@@ -237,8 +306,8 @@ def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[t
     """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block; yield its bias, too."""
     size = max(1, BLOCK_LOGITS[head_VH.device.type] // max(1, num_rows) // BLOCK_WORDS) * BLOCK_WORDS
     for start in range(0, len(head_VH), size):
-        words = slice(start, min(start + size, len(head_VH)))
-        yield words, None if bias_V is None else bias_V[words]
+        block = slice(start, min(start + size, len(head_VH)))
+        yield block, None if bias_V is None else bias_V[block]
 
 
 def _operand(matrix: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice, pairwise, repeat
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ from torch import Tensor
 
 from bridge.passes.attention import Seen, Spans
 
-Value = TypeVar("Value", int, float)
+Value = TypeVar("Value", int, float, tuple[float, int])
+KEEP_ALL = float(np.finfo(np.float32).min), 0
+"""A threshold below every logit; the number then does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Sample:
     """Factor of each sampled token's term in the loss, which is the sum of the terms of one update."""
     sampled: tuple[bool, ...] | None = None
     """Which tokens of the completion were sampled; None: all. The others are only read."""
+    kept: tuple[tuple[float, int], ...] = ()
+    """What top-k, top-p and min-p kept for each sampled token: a threshold and a number, as in `Kept`; empty: all."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +73,15 @@ class Sample:
 def of_sampled(values: Sequence[Value], sampled: tuple[bool, ...] | None) -> tuple[Value, ...]:
     """Return the values of sampled tokens, given one for each token of a completion."""
     return tuple(values if sampled is None else compress(values, sampled))
+
+
+class Kept(NamedTuple):
+    """What top-k, top-p and min-p kept of the vocabulary when each row's token was sampled: the likeliest words."""
+
+    thresholds_N: Tensor
+    """Between the logit of the last word that was kept and that of the next, over the temperature."""
+    counts_N: Tensor
+    """How many words were kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +101,8 @@ class MicroBatch:
     advantages_N: Tensor
     weights_N: Tensor
     """Factor of the row's term in the loss."""
+    kept: Kept | None = None
+    """None: all words of all rows."""
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
@@ -128,7 +143,7 @@ def _order(sample: Sample) -> tuple[object, ...]:
     """Order by length, then by everything else that is trained on: no tie is left to the order of arrival."""
     tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
     logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
-    return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight
+    return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept
 
 
 @dataclass
@@ -162,6 +177,8 @@ class _Layout:
         keys = self._keys if shares else []
         targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
         counts = [sample.num_trained for sample in self.samples]
+        is_filtered = any(sample.kept for sample in self.samples)
+        kept = [each.kept or [KEEP_ALL] * each.num_trained for each in self.samples] if is_filtered else []
         self.integers = [
             torch.from_numpy(np.array(values, dtype=np.int64))  # torch.tensor takes four times as long
             for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
@@ -173,6 +190,8 @@ class _Layout:
                 (sample.sampled_logprobs for sample in self.samples),
                 (sample.advantages for sample in self.samples),
                 (repeat(sample.weight, sample.num_trained) for sample in self.samples),
+                ((threshold for threshold, _ in each) for each in kept),
+                ((count for _, count in each) for each in kept),
             )
         ]
         assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
@@ -214,7 +233,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
     batches = []
     for layout in layouts:
         tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
-        sampled_logprobs_N, advantages_N, weights_N = islice(floats, 3)
+        sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
         seen = Seen(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
         batches.append(
             MicroBatch(
@@ -228,6 +247,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 sampled_logprobs_N=sampled_logprobs_N,
                 advantages_N=advantages_N,
                 weights_N=weights_N,
+                kept=Kept(thresholds_N, counts_N) if len(thresholds_N) else None,
             )
         )
     return batches

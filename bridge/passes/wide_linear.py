@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from bridge.passes.cut_layers import RowLinear
+
 
 @cache
 def is_wanted() -> bool:
@@ -31,14 +33,17 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def widen(model: nn.Module) -> None:
     """Let the linear layers of a model on the CPU, an adapter's too, multiply as float32; no parameter changes."""
     for module in model.modules():
-        if type(module) is nn.Linear and (module.weight.device.type, module.weight.dtype) == ("cpu", torch.bfloat16):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        if type(module) not in (nn.Linear, RowLinear):
+            continue
+        if (module.weight.device.type, module.weight.dtype) == ("cpu", torch.bfloat16):
+            module.forward = MethodType(_forward, module)
 
 
 def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
+    bias = None if isinstance(module, RowLinear) else module.bias
     if rows.dtype != torch.bfloat16:
-        return functional.linear(rows, module.weight, module.bias)
-    widened: Tensor = _Linear.apply(rows, module.weight, module.bias)  # type: ignore[no-untyped-call]
+        return functional.linear(rows, module.weight, bias)
+    widened: Tensor = _Linear.apply(rows, module.weight, bias)  # type: ignore[no-untyped-call]
     return widened
 
 

@@ -15,6 +15,8 @@ With G the GPU's memory, and bytes on it:
 vLLM's share of the GPU holds its W, its E and K. A trainer on a device of its own has its W, S, D and A there: two
 inequalities again, one for each device.
 
+Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients.
+
 Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and liger-kernel's,
 whose activations take about a quarter less.
 Source of A: transformers' decoder layers in bf16, tensor by tensor as autograd saves them, with attention that keeps no
@@ -106,7 +108,7 @@ class Need:
             served=BF16_BYTES * (shard + adapter),
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
-            state=trained * each.device,
+            state=trained * each.device / config.replicas,
             gradients=trained * each.gradient or BF16_BYTES * min(widths.largest, trained),
             sums=trained * each.gradient if has_many else 0,
             temporaries=LOGITS_BYTES + head + step,
@@ -171,9 +173,9 @@ def share(need: Need, found: Fit, *, least_kv: float) -> float:
 
 
 def least_kv_tokens(config: TrainConfig, max_model_len: int | None = None) -> int:
-    """Return the tokens of one batch, or of the longest sequence that the server must hold, if that is more."""
+    """Return the tokens of a server's share of a batch, or of the longest sequence that it must hold, if more."""
     longest = sequence_tokens(config) if max_model_len is None else min(sequence_tokens(config), max_model_len)
-    return max(config.rollouts.batch_size * longest, max_model_len or 0)
+    return max(config.rollouts.batch_size // config.replicas * longest, max_model_len or 0)
 
 
 def sequence_tokens(config: TrainConfig) -> int:
@@ -182,7 +184,9 @@ def sequence_tokens(config: TrainConfig) -> int:
 
 
 def update_tokens(config: TrainConfig) -> int:
-    return sequence_tokens(config) * config.rollouts.batch_size // config.optimizer.updates_per_batch
+    """Return the tokens of one GPU's share of an update."""
+    num_completions = config.rollouts.batch_size // config.optimizer.updates_per_batch // config.replicas
+    return sequence_tokens(config) * num_completions
 
 
 def micro_batch_tokens(config: TrainConfig) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Sampling parameters for the whole distribution, which is the one that the trainer computes.
+"""Sampling parameters for the whole distribution, which is the one that the trainer computes unless filters are chosen.
 
 A server fills in what a request leaves out from the model's `generation_config.json`: every request names all of
 `WHOLE`. Temperature is not among them, because the trainer applies it as well.
@@ -18,6 +18,9 @@ WHOLE: Mapping[str, float] = {
 """Sampling parameter -> the value that changes nothing. `tests/contract` checks that vLLM has no other default."""
 PROTOCOL = ("top_p", "presence_penalty", "frequency_penalty")
 """Those that are part of OpenAI's protocol, so that any server accepts them."""
+FILTERS = ("top_k", "top_p", "min_p")
+"""Those that keep the likeliest tokens alone: the trainer computes the distribution over what they kept, if the server
+reports it."""
 NO_DEFAULT = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
 """Parameters that change the distribution too, unless they are empty or 0."""
 
@@ -26,6 +29,11 @@ def changes(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `params` that make a server sample from another distribution; None counts as left out."""
     named = {name: params[name] for name in (*WHOLE, *NO_DEFAULT) if params.get(name)}
     return {name: value for name, value in named.items() if value != WHOLE.get(name)}
+
+
+def filters(choices: Any) -> dict[str, float]:
+    """Return the filters that `choices`, whose attributes they are, switch on."""
+    return changes({name: getattr(choices, name) for name in FILTERS})
 
 
 def in_words(changed: Mapping[str, Any]) -> str:

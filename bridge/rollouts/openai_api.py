@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, FiniteFloat
 
+from bridge.config import SamplingConfig
 from bridge.errors import ServerUnreachableError, UsageError
-from bridge.rollouts.distribution import PROTOCOL, WHOLE
+from bridge.rollouts.distribution import PROTOCOL, WHOLE, filters
 from bridge.server import protocol
 from bridge.server.client import unreachable
 from bridge.types import Completion, FinishReason
@@ -71,6 +72,8 @@ class Choice(BaseModel):
     logprobs: Logprobs | None = None
     versions: tuple[tuple[int, int], ...] | None = None
     """Bridge's own route: each version of the weights, with the number of tokens in a row that it sampled."""
+    kept: tuple[tuple[FiniteFloat, int], ...] = ()
+    """The same: what the filters kept for each token, as in `Completion`; empty if none was requested."""
 
 
 class Completions(BaseModel):
@@ -101,16 +104,16 @@ class Vocabulary:
         return dict(found)
 
 
-def request(dialect: Dialect, *, max_new_tokens: int, temperature: float, stop: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields that all requests to a server share."""
-    fields: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
-    fields |= {"stop": list(stop)} if stop else {}
+def request(dialect: Dialect, config: SamplingConfig) -> dict[str, Any]:
+    """Return the fields that all requests to a server share; only Bridge's own route gets filters."""
+    fields: dict[str, Any] = {"max_tokens": config.longest, "temperature": config.temperature}
+    fields |= {"stop": list(config.stop)} if config.stop else {}
     if dialect == "bridge":
-        return fields
+        return fields | filters(config)
     fields |= {name: WHOLE[name] for name in PROTOCOL} | {"logprobs": 1}
     if dialect == "openai":
         return fields
-    return fields | BEYOND_THE_PROTOCOL | ({"include_stop_str_in_output": True} if stop else {})
+    return fields | BEYOND_THE_PROTOCOL | ({"include_stop_str_in_output": True} if config.stop else {})
 
 
 def in_order(answer: Completions, num_samples: int) -> list[Choice]:
@@ -150,12 +153,15 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> 
         versions = tuple(chain.from_iterable(repeat(number, count) for number, count in choice.versions))
         if len(versions) != len(token_ids):
             raise RequestFailed(f"{len(token_ids)} tokens with {len(versions)} versions", "once")
+    if choice.kept and len(choice.kept) != len(token_ids):
+        raise RequestFailed(f"{len(token_ids)} tokens with {len(choice.kept)} thresholds", "once")
     return Completion(
         token_ids=token_ids,
         logprobs=written.token_logprobs,
         text=choice.text,
         finish_reason=choice.finish_reason,
         versions=versions,
+        kept=choice.kept,
     )
 
 

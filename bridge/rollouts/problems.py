@@ -56,7 +56,8 @@ def held_out(environment: Environment) -> list[Problem]:
     if not problems:
         raise RewardError(
             "the environment has no held-out problems to evaluate on",
-            remedy="add some with --eval-data or a method held_out() of its class, or leave --eval-samples at 0",
+            remedy="add some with --eval-data, --eval-env-args or a method held_out() of its class, or leave"
+            " --eval-samples at 0",
         )
     return problems
 

@@ -2,21 +2,32 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
+from bridge.rollouts.agent_runs import Run, conversations, scored
+from bridge.rollouts.conversation import Conversation
 from bridge.rollouts.problems import encode
-from bridge.scoring.score import FailedScore, Scores
+from bridge.rollouts.recorder import Recorder
+from bridge.rollouts.recording import Asked, Recording, Tools
+from bridge.rollouts.trajectories import as_chat
+from bridge.scoring.agent import WithAgent
+from bridge.scoring.score import FailedScore, Score, Scores
 from bridge.scoring.scorer import Scorer
-from bridge.types import Environment, Problem
+from bridge.scoring.tools import WithTools
+from bridge.types import Completion, Environment, Problem
 from bridge.weights import skeleton
 
 NUM_PROBLEMS = 3
+MAX_TURNS = 8
+"""Turns of an agent, after which it gets none."""
 LIMIT_S = 10.0
 """Time limit of all scores together: training gives a slow score the time that it needs."""
 
@@ -40,10 +51,21 @@ def check(
     with closing(Scorer(recipe, processes=processes, timeout_s=task.reward_timeout_s)) as scorer:
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         tried = [*problems, *held_out[:NUM_PROBLEMS]]
+        template = task.chat_template_kwargs
+        scores = _scores(scorer, problems)
+        if isinstance(environment, WithTools):
+            tried = [as_chat(problem) for problem in tried]
+            template = Conversation(tokenizer, model_name, tools=environment.schemas, **template).template
+            scores = _scores_with_tools(scorer, problems)
+        elif isinstance(environment, WithAgent):
+            tried = [as_chat(problem) for problem in tried]
+            known = conversations(tokenizer, model_name, **template)
+            scores = _scores_of_agent(scorer, problems, known, tokenizer)
         for problem in tried:
-            encode(tokenizer, problem, **task.chat_template_kwargs)
+            if not isinstance(environment, WithAgent):  # which makes prompts of its own
+                encode(tokenizer, problem, **template)
         _refuse_unused(task.chat_template_kwargs, tokenizer, tried)
-        failures = asyncio.run(_failures(scorer, problems))
+        failures = asyncio.run(_failures(scores))
     if not failures:
         return
     what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"
@@ -69,20 +91,66 @@ def _refuse_unused(arguments: Iterable[str], tokenizer: PreTrainedTokenizerBase,
         )
 
 
-async def _failures(scorer: Scorer, problems: Sequence[Problem]) -> list[FailedScore]:
+async def _failures(scores: AsyncIterator[Score | FailedScore]) -> list[FailedScore]:
     """Score until one completion gets a reward; return the failures, or nothing if one did or time is up."""
     failures = []
     try:
         async with asyncio.timeout(LIMIT_S):
-            for problem in problems:
-                for completion in completions(problem):
-                    (found,) = await scorer.score(problem, [completion])
-                    if not isinstance(found, FailedScore):
-                        return []
-                    failures.append(found)
+            async for found in scores:
+                if not isinstance(found, FailedScore):
+                    return []
+                failures.append(found)
     except TimeoutError:
         return []
     return failures
+
+
+async def _scores(scorer: Scorer, problems: Sequence[Problem]) -> AsyncIterator[Score | FailedScore]:
+    for problem in problems:
+        for completion in completions(problem):
+            (found,) = await scorer.score(problem, [completion])
+            yield found
+
+
+async def _scores_with_tools(scorer: Scorer, problems: Sequence[Problem]) -> AsyncIterator[Score | FailedScore]:
+    """Score trajectories that call no tool."""
+    for problem in problems:
+        for completion in completions(problem):
+            async with scorer.trajectory(problem) as trajectory:
+                begun = await trajectory.begin()
+                yield begun if isinstance(begun, FailedScore) else await trajectory.score(completion)
+
+
+async def _scores_of_agent(
+    scorer: Scorer,
+    problems: Sequence[Problem],
+    conversation: Callable[[Tools], Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+) -> AsyncIterator[Score | FailedScore]:
+    """Score runs of an agent that gets the same made-up completion in each turn."""
+    recorder = Recorder("made-up")
+
+    async def room(_: Asked) -> int:
+        return sys.maxsize
+
+    try:
+        for problem in problems:
+            for text in completions(problem):
+                ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+                said = Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop")
+
+                async def sample(*_: Any, said: Completion = said) -> Completion:
+                    return said
+
+                async with scorer.trajectory(problem) as trajectory:
+                    run = Run(Recording(conversation, _ignore), sample, room, max_turns=MAX_TURNS, note=_ignore)
+                    yield await scored(run, recorder, trajectory, problem)
+    finally:
+        await recorder.close()
+
+
+def _ignore(_: str) -> None:
+    """Take no note: nothing of it is trained on."""
 
 
 def completions(problem: Problem) -> Iterator[str]:

@@ -10,9 +10,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from bridge.config import FeedConfig, SamplingConfig, TrainConfig
+from bridge.config.choices import flag
 from bridge.config.rollouts import DEFAULT_NEW_TOKENS
+from bridge.core.together import together
 from bridge.errors import UsageError
 from bridge.rollouts import openai_api
+from bridge.rollouts.distribution import filters
 from bridge.rollouts.event_loop import EventLoop
 from bridge.rollouts.openai_api import IdsOf, RequestFailed
 from bridge.rollouts.servers import Connections, Health, Server, next_of
@@ -100,9 +103,17 @@ class Sampler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Cancel what is in flight, and close the connections."""
-        self._loop.close(self._connections.aclose())
+    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel what is in flight, then run `last`, and close the connections."""
+
+        async def end() -> None:
+            try:
+                if last is not None:
+                    await last()
+            finally:
+                await self._connections.aclose()
+
+        self._loop.close(end())
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -153,6 +164,15 @@ class Sampler:
                 servers, {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other}
             )
 
+    async def longest(self, server: Server) -> int | None:
+        """Return a server's longest sequence in tokens; None if it reports none, or does not answer."""
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                models = await server.list_models(self._connections)
+        except (RequestFailed, TimeoutError):  # the next request finds out, and is retried
+            return None
+        return next((model.max_model_len for model in models if model.max_model_len), None)
+
     async def each(
         self,
         endpoints: Sequence[Endpoint],
@@ -174,14 +194,7 @@ class Sampler:
             completions = await self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index, **other)
             return await then(index, completions)
 
-        tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await together(one(index, prompt) for index, prompt in enumerate(prompts))
 
     async def _completions(self, servers: Sequence[Server], body: dict[str, Any]) -> tuple[Completion, ...]:
         """Return the completions of one prompt, retrying while there are tries left."""
@@ -216,10 +229,14 @@ class Sampler:
 
     async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
-        config = self._config
-        fields = openai_api.request(
-            server.dialect, max_new_tokens=config.longest, temperature=config.temperature, stop=config.stop
-        )
+        if server.dialect != "bridge" and (chosen := filters(self._config)):
+            given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
+            raise UsageError(
+                f"{given} needs a server that reports which tokens were kept, and {server.endpoint.url} does not",
+                remedy="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
+                " out",
+            )
+        fields = openai_api.request(server.dialect, self._config)
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url

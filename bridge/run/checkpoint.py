@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,13 +20,18 @@ from torch import nn
 
 from bridge.config import TrainConfig
 from bridge.core import whole_folder
-from bridge.errors import CheckpointError
+from bridge.core.interrupt import deferred_interrupt
+from bridge.errors import CheckpointError, UsageError
 from bridge.modes.mode import Mode
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.run import trainer_state
+from bridge.ranks.world import ALONE, Ranks
+from bridge.run import trainer_state, whole_state
 from bridge.run.run_directory import RunDirectory
+from bridge.run.whole_state import WholeState
 from bridge.server.protocol import Version
 from bridge.types import TrainedProblems
+from bridge.weights.cut import Cut
+from bridge.weights.parts import Parts
 
 MARKER_NAME = "bridge_checkpoint.json"
 """Written last: a folder that holds it is a checkpoint of Bridge."""
@@ -65,6 +71,18 @@ class Found:
     folder: Path
     progress: Progress
 
+    def check_left(self, training_steps: int) -> None:
+        """Refuse to resume where no step is left.
+
+        Raises:
+            UsageError: none is.
+        """
+        if (step := self.progress.step) >= training_steps:
+            raise UsageError(
+                f"{self.folder} is of step {step}, and --training-steps is {training_steps}: no step is left",
+                remedy=f"--training-steps {step + training_steps}, or start another run without --resume",
+            )
+
 
 class _File(_Record):
     num_bytes: int
@@ -89,9 +107,16 @@ class Checkpoints:
         mode: Mode,
         trained: Mapping[str, nn.Parameter],
         optimizer: InPlaceOptimizer,
+        ranks: Ranks = ALONE,
+        cuts: Sequence[Mapping[str, Cut]] = (),
     ) -> None:
-        self._config, self._run, self._mode, self._trained, self._optimizer = config, run, mode, trained, optimizer
+        """Prepare to save and load them; `cuts` are what each part of a replica holds, if there are several."""
+        self._ranks = ranks
+        parts = Parts(cuts=cuts, within=ranks.within) if cuts else None
+        self._state = whole_state.of(optimizer, trained, parts)
+        self._config, self._run, self._mode, self._trained = config, run, mode, trained
         self._folder = config.checkpoints.save_path or run.checkpoints
+        self._has_told = False
         self._saved: dict[int, Path] = {}
         self._pinned: set[Path] = set()
 
@@ -106,7 +131,8 @@ class Checkpoints:
         Raises:
             UsageError: it is of another model, or has no optimizer state.
         """
-        trainer_state.read(found.folder, self._trained, self._optimizer)
+        trainer_state.read(found.folder, self._trained, self._state)
+        self._tell_of_codes()
         self._mode.restore(found.folder, version=found.progress.weight_version)
         older = numbered(self._folder, self._mode.checkpoint_prefix)
         self._saved = {step: path for step, path in sorted(older.items()) if step < found.progress.step}
@@ -133,22 +159,72 @@ class Checkpoints:
                 problems_beyond=tuple(sorted(trained.beyond)),
                 run_dir=self._run.path.absolute(),
             )
-            folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{step}")
-            self._run.settle()
-            self._saved[step] = save(folder, self._fill, progress)
-            free = [path for path in self._saved.values() if path not in self._pinned]
-            kept = {*keep_last(free, self._config.checkpoints.keep_last), *self._pinned}
-            self._saved = {number: path for number, path in self._saved.items() if path in kept}
+            self._saved = self._ranks.agreed(lambda: self._save(step, progress))[0]
         return self._saved[step]
+
+    def save_weights(self, step: int) -> Path:
+        """Save the weights alone, as a model and not as a checkpoint to resume from, and return the folder."""
+        name = f"weights_{self._mode.checkpoint_prefix}{step}"
+        names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier run may have ended there, too
+        folder = next(path for each in names if not (path := self._run.writable(self._folder / each)).exists())
+        with whole_folder.written_whole(folder, replaceable=lambda _: False) as scratch:
+            self._mode.save(scratch)
+        return folder
 
     def pin(self, folder: Path) -> None:
         """Keep one for as long as the run lasts, because a server was started with it."""
         self._pinned.add(folder)
 
-    def _fill(self, folder: Path) -> None:
-        self._mode.save(folder)
-        if self._config.checkpoints.save_optimizer:
-            trainer_state.write(folder, self._trained, self._optimizer)
+    def _save(self, step: int, progress: Progress) -> dict[int, Path]:
+        """Save, on the first rank, and return what is kept; the others pass on their part of weights and state."""
+        if not self._ranks.leads:
+            self._pass_on_weights()
+            self._write_state(None)
+            return {}
+        waiting: list[Callable[[], None]] = [self._pass_on_weights, lambda: self._write_state(None)]
+
+        def fill(folder: Path) -> None:
+            del waiting[0]
+            with self._whole():
+                self._mode.save(folder)
+            waiting.clear()
+            self._write_state(folder)
+            self._tell_of_codes()
+
+        try:
+            folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{step}")
+            self._run.settle()
+            saved = {**self._saved, step: save(folder, fill, progress)}
+        except BaseException:
+            for pass_on in waiting:
+                pass_on()
+            raise
+        free = [path for path in saved.values() if path not in self._pinned]
+        kept = {*keep_last(free, self._config.checkpoints.keep_last), *self._pinned}
+        return {number: path for number, path in saved.items() if path in kept}
+
+    def _write_state(self, folder: Path | None) -> None:
+        if self._config.checkpoints.save_optimizer and (folder is not None or self._ranks.size > 1):
+            with self._whole():
+                trainer_state.write(folder, self._trained, self._state)
+
+    def _pass_on_weights(self) -> None:
+        """Send this part of the first replica's weights to the rank that saves them."""
+        if self._ranks.num_parts > 1 and self._ranks.replica == 0:
+            with self._whole():
+                self._mode.pass_on()
+
+    def _whole(self) -> AbstractContextManager[object]:
+        """Defer an interrupt if there are several ranks: the others would wait for this one's part."""
+        return deferred_interrupt() if self._ranks.size > 1 else nullcontext()
+
+    def _tell_of_codes(self) -> None:
+        if isinstance(self._state, WholeState) and self._state.is_coded and not self._has_told:
+            self._has_told = True
+            self._run.note(
+                "checkpoints hold the optimizer's codes as a single process has them: those of parts are decoded and"
+                " coded anew, which rounds where their blocks differ"
+            )
 
 
 def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
@@ -169,6 +245,19 @@ def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Pat
 def is_checkpoint(folder: Path) -> bool:
     """Return whether `folder` is a checkpoint of Bridge; it may have been damaged since."""
     return (folder / MARKER_NAME).is_file()
+
+
+def marker(folder: Path) -> str | None:
+    """Return what tells the checkpoint in `folder` from any other one; None if there is none that can be read."""
+    try:
+        return hashlib.sha256((folder / MARKER_NAME).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of every file of a checkpoint, the marker last."""
+    return {name: path.stat().st_size for name, path in (*_files(folder).items(), (MARKER_NAME, folder / MARKER_NAME))}
 
 
 def read(folder: Path) -> Found:

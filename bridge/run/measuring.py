@@ -80,9 +80,10 @@ def step(
         fence_prepare_s=times.prepare_s,
         fence_write_s=times.write_s,
         fence_publish_s=times.publish_s,
-        rollouts=hashlib.sha256(repr([each.token_ids for each in completions]).encode()).hexdigest()[:16],
+        rollouts=hashlib.sha256(repr([one.token_ids for one in _sequences(completions)]).encode()).hexdigest()[:16],
         tokens_generated=sum(completion.num_sampled for completion in completions),
         tokens_trained=learnt.num_tokens,
+        rank_token_balance=learnt.balance,
         peak_memory_gib=peak_memory_gib,
         device=device.type,
     )
@@ -165,7 +166,7 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
 def lags(completions: Sequence[Completion], served: int) -> Counter[int]:
     """Count the tokens of known version by how many versions older than `served` they are."""
     return Counter(
-        served - version for completion in completions for version in completion.versions if version is not None
+        served - version for one in _sequences(completions) for version in one.versions if version is not None
     )
 
 
@@ -173,6 +174,7 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the fields that steps and evaluations have in common; a mean of nothing is NaN."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = _sampled(groups)
+    with_tools = [each for each in completions if each.sampled is not None]
     names = dict.fromkeys(name for group in groups for name in group.reward_parts)
     parts = {name: [part for group in groups for part in group.reward_parts.get(name, ())] for name in names}
     return {
@@ -182,7 +184,13 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
         "unscored": sum(len(group.unscored) for group in groups),
         "completion_tokens_mean": _mean([completion.num_sampled for completion in completions]),
         "truncated_share": share(sum(each.finish_reason == "length" for each in completions), len(completions)),
+        "turns_mean": _mean([each.num_turns for each in with_tools]),
+        "tool_errors": sum(each.tool_errors for each in with_tools) if with_tools else math.nan,
     }
+
+
+def _sequences(completions: Sequence[Completion]) -> list[Completion]:
+    return [one for completion in completions for one in completion.sequences]
 
 
 def _mean(values: Sequence[float]) -> float:

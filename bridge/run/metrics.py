@@ -73,6 +73,10 @@ class StepMetrics:
     """Mean length of the completions."""
     truncated_share: float = share("Truncated completions", curve="rollout/truncated_share")
     """Share of the completions that reached the length limit."""
+    turns_mean: float = metric("Turns", curve="rollout/turns", default=math.nan)
+    """Mean number of the model's turns in a completion; not finite without tools."""
+    tool_errors: float = metric("Failed tool calls", over="sum", curve="rollout/tool_errors", default=math.nan)
+    """Calls of tools that raised; not finite without tools."""
     no_signal_share: float = share("Groups without signal", curve="reward/no_signal_share")
     """Share of the groups that teach nothing because all rewards of the group are equal."""
     retries: int = metric("Retries", over="sum", curve="rollout/retries")
@@ -88,7 +92,7 @@ class StepMetrics:
     skipped_updates: int = metric("Skipped updates", over="same", curve="train/skipped_updates", default=0)
     """Updates that were skipped because their gradient was not finite."""
     entropy: float = metric("Entropy", "nats", curve="train/entropy")
-    """Mean entropy of the policy at the sampled tokens, before the update."""
+    """Mean entropy of the policy at the sampled tokens, before the update; over what top-k, top-p and min-p kept."""
     clipped_low_share: float = share("Tokens clipped low", curve="train/clipped_low_share")
     """Share of the tokens with a ratio below the clip range and a negative advantage; with `cispo`, any advantage."""
     clipped_high_share: float = share("Tokens clipped high", curve="train/clipped_high_share")
@@ -146,6 +150,10 @@ class StepMetrics:
     """Sampled tokens of the step."""
     tokens_trained: int = metric("Tokens trained on", over="sum", curve="train/tokens")
     """Sampled tokens that were trained on; the others had no advantage or were masked."""
+    rank_token_balance: float = metric(
+        "Tokens of the busiest rank over the mean", over="same", curve="train/rank_token_balance", default=math.nan
+    )
+    """Tokens of the rank that trains on most of them over the mean of the ranks; not finite with one rank."""
     peak_memory_gib: float = metric("Trainer's peak memory", "GiB", over="max", curve="memory/peak_gib")
     """Peak memory of the trainer so far: on the GPU, or of the process on the CPU."""
     device: str
@@ -206,6 +214,10 @@ class Evaluation:
     """Mean length of the completions."""
     truncated_share: float = share("Truncated completions", curve="held_out/truncated_share")
     """Share of the completions that reached the length limit."""
+    turns_mean: float = metric("Turns", curve="held_out/turns", default=math.nan)
+    """Mean number of the model's turns in a completion; not finite without tools."""
+    tool_errors: float = metric("Failed tool calls", over="sum", curve="held_out/tool_errors", default=math.nan)
+    """Calls of tools that raised; not finite without tools."""
     seconds: float = metric("Time", "s", over="max", curve="held_out/seconds")
     """Time spent on sampling and scoring."""
 

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ class RunDirectory:
     """What happened between the steps, one line each."""
     server_log = _Place("serve.log")
     """The server's output, if the run started the server."""
+    ranks = _Place("ranks")
+    """Folder with the output of each rank but the first, and of its server."""
     manifest = _Place(MANIFEST_NAME, checked_apart=True)
     """The server's manifest, if the run started the server and no other path was given."""
     served = _Place("served")
@@ -254,7 +257,8 @@ def _group_record(step: int, group: Group) -> dict[str, Any]:
                 "text": completion.text,
                 "reward": group.rewards[place],
                 "parts": {name: parts[place] for name, parts in group.reward_parts.items()},
-                "tokens": len(completion.token_ids),
+                **({"turn_rewards": group.turn_rewards[place]} if group.turn_rewards else {}),
+                "tokens": sum(len(one.token_ids) for one in completion.sequences),
                 "finish_reason": completion.finish_reason,
                 "weight_version": _version(completion),
             }
@@ -266,8 +270,13 @@ def _group_record(step: int, group: Group) -> dict[str, Any]:
 
 def _version(completion: Completion) -> int | str | None:
     """Return the version of all tokens, a range such as "3-4" if there are several, or None if one is unknown."""
-    known = [version for version in set(completion.versions) if version is not None]
-    if not known or None in completion.versions:
+    versions = {
+        version
+        for one in completion.sequences
+        for version in (one.versions if one.sampled is None else compress(one.versions, one.sampled))
+    }
+    known = [version for version in versions if version is not None]
+    if not known or None in versions:
         return None
     return known[0] if len(known) == 1 else f"{min(known)}-{max(known)}"
 

@@ -3,6 +3,8 @@
 If this run started the server and the server dies, it is restarted with the newest weights, and what it interrupted is
 done again.
 
+Several ranks run this loop in lockstep, each beside its own server; the first one writes and reports.
+
 Not covered: rollouts (`bridge/rollouts`), learning from them (`bridge/learn`), how weights reach vLLM (`bridge/modes`).
 """
 
@@ -19,16 +21,17 @@ import torch
 from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import ServerUnreachableError, UsageError
+from bridge.errors import RankError, ServerUnreachableError, UsageError
 from bridge.learn import mismatch, reference
 from bridge.learn.learner import MakeOptimizer, learner_of
 from bridge.modes import way_of
 from bridge.modes.mode import Mode, RunContext, ServerProcess
 from bridge.optimizers import factory
+from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
-from bridge.run import measuring
+from bridge.run import delivery, measuring
 from bridge.run.checkpoint import Checkpoints, Found
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
@@ -55,14 +58,15 @@ def train(
     resume: Found | None = None,
     chosen: TrainConfig | None = None,
     make_optimizer: MakeOptimizer = factory.make,
+    ranks: Ranks = ALONE,
 ) -> Summary:
     """Train up to step `config.training_steps`, write metrics and checkpoints, and report each step to `reporter`.
 
     `environment` has the problems; None if rollouts come from elsewhere. `recipe` builds the scorer in other processes;
     without it, `environment` scores in this one. An interrupt or an error ends the run with the weights of the
     last published step saved. `process` is the server if this run started it: it is restarted if it dies. `resume` is
-    the checkpoint to resume from. `make_optimizer` is for comparisons. `config` may have derived values where nothing
-    was `chosen`; both are written to the run directory.
+    the checkpoint to resume from. `make_optimizer` is for comparisons. `ranks` train together. `config` may have
+    derived values where nothing was `chosen`; both are written to the run directory.
 
     Raises:
         BridgeError: the mode, the environment, the server or the disk ended the run.
@@ -71,20 +75,30 @@ def train(
     reference.check(config)
     config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
     name = str(run.path.absolute())
-    context = RunContext(name=name, scratch=run.served, note=run.note, resumes=resume is not None, process=process)
-    mode = way_of(config)(config, context)
+    scratch = run.served if ranks.leads else run.ranks / str(ranks.rank) / run.served.name
+    context = RunContext(
+        name=name, scratch=scratch, note=run.note, resumes=resume is not None, process=process, ranks=ranks
+    )
+    owns_server = any(ranks.told(process is not None))
+    mode = ranks.together(lambda: way_of(config)(config, context))
     try:
-        config = fit_completions(config, mode.max_model_len, run.note)
-        with closing(_stream(config, environment, run, reporter, recipe)) as stream:
-            trainer = Trainer(config, stream, run, mode, reporter, make_optimizer, owns_server=process is not None)
+        lengths = [length for length in ranks.told(mode.max_model_len) if length is not None]
+        config = fit_completions(config, min(lengths, default=None), run.note)
+        with closing(_stream(config, environment, run, reporter, recipe, ranks)) as stream:
+            trainer = ranks.together(
+                lambda: Trainer(
+                    config, stream, run, mode, reporter, make_optimizer, owns_server=owns_server, ranks=ranks
+                )
+            )
             if resume is not None:
-                trainer.resume(resume)
+                ranks.together(lambda: trainer.resume(resume))
             elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
                 run.note(
                     f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
                     f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
                 )
-            run.write_config(chosen, config.settled())  # a refused run leaves no trace
+            if ranks.leads:
+                run.write_config(chosen, config.settled())  # a refused run leaves no trace
             first = 1 if resume is None else resume.progress.step + 1
             steps = f"steps {first} to {config.training_steps}"
             run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")
@@ -101,6 +115,7 @@ def _stream(
     run: RunDirectory,
     reporter: Reporter,
     recipe: Callable[[], Scores] | None,
+    ranks: Ranks,
 ) -> Stream:
     if config.rollouts.source == "atropos":
         assert config.checkpoints.save_path is not None, "derived from the run directory"
@@ -108,7 +123,7 @@ def _stream(
         name = (folder.parent if folder.name == run.checkpoints.name else folder).name or "bridge"
         return AtroposStream(config, run.note, run_name=name)
     assert environment is not None, "nothing to sample for"
-    return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress)
+    return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress, ranks=ranks)
 
 
 class Trainer:
@@ -124,15 +139,18 @@ class Trainer:
         make_optimizer: MakeOptimizer,
         *,
         owns_server: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._config, self._stream, self._run, self._mode = config, stream, run, mode
         self._reporter, self._owns_server = reporter, owns_server
         self._opened = mode.open()
         self._learner = learner_of(
-            config, self._opened, run.note, max_model_len=mode.max_model_len, make_optimizer=make_optimizer
-        )
+            config, self._opened, run.note, max_model_len=mode.max_model_len, make_optimizer=make_optimizer,
+            ranks=ranks,
+        )  # fmt: skip
         trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
-        self._checkpoints = Checkpoints(config, run, mode, trained, self._learner.optimizer)
+        self._checkpoints = Checkpoints(config, run, mode, trained, self._learner.optimizer, ranks, self._opened.cuts)
         kv_sleep = config.publishing.kv_sleep
         if kv_sleep == "always" and not mode.can_sleep:
             raise UsageError(
@@ -141,6 +159,12 @@ class Trainer:
             )
         self._sleeps = None if kv_sleep == "auto" and mode.can_sleep else kv_sleep == "always"
         """Whether the server's KV cache sleeps while training; None: the first batch decides."""
+        chosen = config.publishing.pause_while_training
+        shares_gpu = config.mode != "none" and self._opened.device.type == "cuda"
+        self._pauses = config.rollouts.max_staleness > 0 and shares_gpu if chosen is None else chosen
+        """Whether the server stops sampling while training."""
+        if self._pauses and chosen is None:
+            run.note("sampling stops while a step is computed, since both would share the GPU")
         self._skipped = 0
         """Steps in a row without an update because the first gradient was not finite."""
         self._alarmed: dict[str, str | None] = {}
@@ -164,12 +188,8 @@ class Trainer:
         Raises:
             UsageError: it is of another model, or no step is left.
         """
-        step, wanted = found.progress.step, self._config.training_steps
-        if step >= wanted:
-            raise UsageError(
-                f"{found.folder} is of step {step}, and --training-steps is {wanted}: no step is left",
-                remedy=f"--training-steps {step + wanted}, or start another run without --resume",
-            )
+        found.check_left(self._config.training_steps)
+        step = found.progress.step
         self._checkpoints.load(found)
         self._stream.resume(found.progress.trained)
         self._begun_at, self._written, self._trained = step, step, found.progress.trained
@@ -180,17 +200,12 @@ class Trainer:
         before = self._run.first_evaluation() if self._begun_at else None
         if before is None:
             before = self._evaluate()
-        last, interval = self._config.training_steps, self._config.evaluation.interval
+        last = self._config.training_steps
         try:
-            for step in takewhile(lambda _: not self._is_reached, range(self._begun_at + 1, last + 1)):
-                self._step(step)
-                if self._checkpoints.is_due(step):
-                    self._save()
-                if step < last and interval and step % interval == 0:
-                    self._evaluate()
+            self._ranks.together(self._take_steps)
         except BaseException:  # whatever it was, published steps are not lost
-            if self._written > self._begun_at and not self._half_written:
-                self._save()
+            if self._written > self._begun_at:
+                self._rescue()
             raise
         if not self._is_last(last):
             self._surviving(self._mode.catch_up)
@@ -200,6 +215,15 @@ class Trainer:
             self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
             before=before, after=after,
         )  # fmt: skip
+
+    def _take_steps(self) -> None:
+        last, interval = self._config.training_steps, self._config.evaluation.interval
+        for step in takewhile(lambda _: not self._is_reached, range(self._begun_at + 1, last + 1)):
+            self._step(step)
+            if self._checkpoints.is_due(step):
+                self._save()
+            if step < last and interval and step % interval == 0:
+                self._evaluate()
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
@@ -238,9 +262,10 @@ class Trainer:
                 changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._opened.device,
             )  # fmt: skip
             self._steps.append(metrics)
-            if self._config.tracking.save_rollouts:
-                self._run.append_rollouts(step, [*groups, *self._stream.skipped])
-            self._run.append(metrics)
+            if self._ranks.leads:
+                if self._config.tracking.save_rollouts:
+                    self._run.append_rollouts(step, [*groups, *self._stream.skipped])
+                self._run.append(metrics)
         self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
@@ -255,13 +280,37 @@ class Trainer:
         used = [group.number for group in (*groups, *self._stream.skipped) if group.number is not None]
         self._trained = self._trained.including(used)
 
+    def _rescue(self) -> None:
+        """Save what was published; if a rank is gone, without its part of the optimizer's state."""
+        try:
+            if not self._ranks.is_broken and not self._is_torn():
+                self._save()
+        except RankError:  # one has gone meanwhile
+            if not self._ranks.is_broken:
+                raise
+        if not self._ranks.is_broken:
+            return
+        if self._ranks.num_parts > 1:
+            self._run.note(
+                "the other parts of the weights are gone with their ranks: continue from the last checkpoint"
+            )
+        elif self._ranks.leads and not self._half_written:
+            folder = self._checkpoints.save_weights(self._written)
+            self._run.note(f"the weights of step {self._written}, without the optimizer's state, are in {folder}")
+
+    def _is_torn(self) -> bool:
+        """Return whether what is in memory is no model, on any rank."""
+        return any(self._ranks.told(self._half_written))
+
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
         return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
 
     def _compare(self, record: StepMetrics | Evaluation) -> None:
         """Let the run end if this reaches --stop-at; an evaluation before the first step does not count."""
-        if self._written > self._begun_at and not self._is_reached and self._goal(record):
+        if self._written == self._begun_at or self._is_reached:
+            return
+        if self._ranks.led(lambda: self._goal(record)):  # each rank has other times
             self._is_reached = True
             self._run.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
@@ -296,7 +345,7 @@ class Trainer:
 
     def _prepares_inside(self) -> bool:
         """Return whether the server pauses while this process computes."""
-        return self._lets_sleep() or self._config.publishing.pause_while_training
+        return self._lets_sleep() or self._pauses
 
     def _lets_sleep(self) -> bool:
         if self._sleeps is None:
@@ -316,13 +365,14 @@ class Trainer:
         return operation()
 
     def _revive(self, error: ServerUnreachableError) -> None:
-        if self._half_written:
+        if self._is_torn():
             raise error
         self._run.note(f"the server died: {error.message}")
         newest = None
         if self._written:
             newest = self._save()
             self._checkpoints.pin(newest)
+            delivery.deliver(newest, self._ranks)
         if self._sleeps:
             self._learner.forget()  # the new server needs its memory for the KV cache
         if self._opened.device.type == "cuda":
@@ -348,7 +398,8 @@ class Trainer:
         if found is None:
             return None
         self._evaluated = found
-        self._run.append_evaluation(found)
+        if self._ranks.leads:
+            self._run.append_evaluation(found)
         self._reporter.evaluation(found)
         self._compare(found)
         return found.reward_mean

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bridge.errors import CheckpointError
 from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.run.whole_state import WholeState
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 
 FOLDER = "optimizer"
@@ -39,17 +40,32 @@ class _State(BaseModel):
     """Random states of the GPUs that the process saw, in its order."""
 
 
-def write(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
-    """Write the state of the `trained` parameters and the random state into the existing `folder`."""
+def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer | WholeState) -> None:
+    """Write the state of the `trained` parameters and the random state into the existing `folder`.
+
+    Several ranks call this together: each has a part of the state. Only one of them has a `folder`.
+    """
+    steps = {name: optimizer.num_updates(parameter) for name, parameter in trained.items()}
+    whole = _stepped(steps, trained, optimizer.parts)
+    try:
+        if folder is not None:
+            _write(folder, steps, whole, optimizer.flags)
+    finally:
+        for _ in whole:  # the others wait until all of it was read, even if the disk is full
+            pass
+
+
+def _write(folder: Path, steps: dict[str, int], parts: Iterable[tuple[str, Tensor]], flags: str) -> None:
     place = folder / FOLDER
     place.mkdir()
-    steps = {name: optimizer.num_updates(parameter) for name, parameter in trained.items()}
-    shards = list(_shards(_stepped(steps, trained, optimizer.parts)))
-    for number, shard in enumerate(shards, start=1):
-        on_host = {key: tensor.to("cpu", copy=True) for key, tensor in shard.items()}  # no two in one memory
-        save_file(on_host, place / f"optimizer-{number:05}-of-{len(shards):05}.safetensors")
+    files = list[Path]()
+    for shard in _shards(parts):
+        files.append(place / f"{len(files)}.safetensors")
+        save_file(shard, files[-1])
+    for number, file in enumerate(files, start=1):
+        file.rename(place / f"optimizer-{number:05}-of-{len(files):05}.safetensors")
     state = _State(
-        flags=optimizer.flags,
+        flags=flags,
         steps=steps,
         cpu_random=_to_text(torch.get_rng_state()),
         cuda_random=tuple(map(_to_text, torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())),
@@ -57,7 +73,7 @@ def write(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceO
     (place / STATE_NAME).write_text(state.model_dump_json(indent=1) + "\n")
 
 
-def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer) -> None:
+def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer | WholeState) -> None:
     """Load what `write` wrote; the hyperparameters stay the optimizer's own.
 
     Raises:
@@ -91,7 +107,7 @@ def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOp
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  no mapping
                 name, _, part = key.rpartition(".")
-                optimizer.parts(trained[name])[part].copy_(file.get_tensor(key))
+                optimizer.put(trained[name], {part: file.get_tensor(key)})
     _set_random(state)
 
 
@@ -110,7 +126,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
             shard, num_bytes = {}, 0
-        shard[key] = tensor
+        shard[key] = tensor.to("cpu", copy=True)  # no two in one memory
         num_bytes += tensor.nbytes
     if shard:
         yield shard

@@ -31,6 +31,8 @@ class Score:
     """A finite number."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The finite numbers that it is a weighted sum of, by name, unweighted."""
+    turns: list[float] = field(default_factory=list)
+    """One finite number per turn of the model, of which it is the sum; empty: it is for the completion whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
         return failed(problem, completion, f"{kind} ({place})", what)
     if score is not None:
         return score
-    expected = "a finite number" + (" and a dict of finite numbers" if method == "scores" else "")
+    expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
+    expected += " and a dict of finite numbers" if method == "scores" else ""
     found = shortened(repr(value)) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
     what = f"{origin.name} returned {found}, expected {expected} ({origin.place})"
     return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
@@ -87,13 +90,26 @@ def failed(problem: Problem, completion: str, kind: str, what: str) -> FailedSco
     return FailedScore(kind=kind, line=f"{what}, {subject}")
 
 
+def returned(value: object) -> Score | None:
+    """Return a reward, or its parts by name, as a score; None if they are not finite numbers."""
+    if not isinstance(value, Mapping):
+        return _read((value, {}))
+    parts = [_finite(part) for part in value.values()]
+    return _read((math.fsum(part or 0.0 for part in parts), value)) if parts else None
+
+
 def _read(value: object) -> Score | None:
-    """Return a reward and its parts as a score; None if they are not finite numbers."""
+    """Return a reward, or a list of one per turn, and its parts as a score; None if they are not finite numbers."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         return None
-    reward, parts = _finite(value[0]), {str(name): _finite(part) for name, part in value[1].items()}
+    per_turn = isinstance(value[0], list)
+    rewards = [_finite(each) for each in (value[0] if per_turn else value[:1])]
+    parts = {str(name): _finite(part) for name, part in value[1].items()}
+    if not rewards or None in (*rewards, *parts.values()):
+        return None
+    numbers = [each for each in rewards if each is not None]
     whole = {name: part for name, part in parts.items() if part is not None}
-    return None if reward is None or len(whole) < len(parts) else Score(reward=reward, parts=whole)
+    return Score(reward=math.fsum(numbers), parts=whole, turns=numbers if per_turn else [])
 
 
 def _finite(value: object) -> float | None:

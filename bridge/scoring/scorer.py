@@ -19,16 +19,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from bridge.core.foreign_code import foreign_code, place_in, said
+from bridge.core.together import together
 from bridge.errors import RewardError
+from bridge.scoring.agent import Agent
 from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, score_one
+from bridge.scoring.tools import Reply, Tools
 from bridge.scoring.worker import GRACE_S, HEADER, NOT_PICKLED, STATUS, STOP, Answer, CannotScore
 from bridge.types import Problem
 
+Result = TypeVar("Result")
 DEFAULT_PROCESSES = 4
 """At most so many by default: a trainer and a server need cores too."""
 PROGRAM = (
@@ -45,8 +53,9 @@ MAX_STACK_BYTES = 2**16
 MAX_ANSWER_BYTES = 2**20
 ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
     "Origin": (Origin, {"name": str, "file": str, "place": str}),
-    "Score": (Score, {"reward": float, "parts": dict}),
+    "Score": (Score, {"reward": float, "parts": dict, "turns": list}),
     "FailedScore": (FailedScore, {"kind": str, "line": str}),
+    "Reply": (Reply, {"text": str, "is_error": bool}),
     "CannotScore": (CannotScore, {"message": str, "remedy": str}),
 }
 """Name of an answer -> its class, and the exact type of each field."""
@@ -59,20 +68,31 @@ class BadAnswerError(ValueError):
 class Scorer:
     """Workers, or this process if there are none; used from one event loop, and closed by the thread that made it."""
 
-    def __init__(self, recipe: Callable[[], Scores], *, processes: int | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        recipe: Callable[[], Scores | Tools | Agent],
+        *,
+        processes: int | None,
+        timeout_s: float,
+        tool_timeout_s: float = 30.0,
+    ) -> None:
         """Start the workers without waiting for them; each makes what scores by `recipe`, which is pickled.
 
-        `processes`: None: one per core, at most 4; 0: score in this process, without a time limit.
+        `processes`: None: one per core, at most 4; 0: score in this process, without a time limit. `tool_timeout_s`
+        limits each call of a tool, and an agent between two turns.
 
         Raises:
             RewardError: the recipe cannot be pickled, or fails in this process.
         """
         self._workers: list[_Worker] = []
+        self._tool_timeout_s = tool_timeout_s
         self._pid = os.getpid()
         if processes == 0:
             with foreign_code("making what scores completions", ""):
                 self._own = recipe()
-                self._origin = Origin.of(self._own)
+                self._origin = self._own.origin if isinstance(self._own, Tools | Agent) else Origin.of(self._own)
+            if isinstance(self._own, Agent):
+                os.environ.update(_direct_to_loopback())
             return
         pickled = question(recipe)
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
@@ -88,14 +108,20 @@ class Scorer:
         """
         if not self._workers:
             return [await self._here(problem, completion) for completion in completions]
-        tasks = [asyncio.create_task(self._in_worker(problem, completion)) for completion in completions]
+        return await together(self._in_worker(problem, completion) for completion in completions)
+
+    @asynccontextmanager
+    async def trajectory(self, problem: Problem) -> AsyncIterator["Trajectory"]:
+        """Reserve a class with tools or an agent for one trajectory, in a process that runs no other meanwhile."""
+        if not self._workers:
+            assert isinstance(self._own, Tools | Agent)
+            yield Trajectory(self._own.fresh(), problem, self._tool_timeout_s, self._pid)
+            return
+        worker = await self._idle.get()
         try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+            yield Trajectory(worker, problem, self._tool_timeout_s, self._pid)
+        finally:
+            self._idle.put_nowait(worker)
 
     def close(self) -> None:
         """End the workers."""
@@ -105,6 +131,7 @@ class Scorer:
             worker.kill()
 
     async def _here(self, problem: Problem, completion: str) -> Score | FailedScore:
+        assert not isinstance(self._own, Tools | Agent)
         await asyncio.sleep(0)  # lets requests to servers proceed
         found = score_one(self._own, self._origin, problem, completion)
         if os.getpid() != self._pid:
@@ -119,34 +146,144 @@ class Scorer:
             self._idle.put_nowait(worker)
 
 
+@dataclass
+class Trajectory:
+    """An instance of a class with tools, or of an agent, up to its reward; of no further use after a FailedScore."""
+
+    _host: "_Worker | Tools | Agent"
+    _problem: Problem
+    _tool_timeout_s: float
+    _pid: int
+
+    async def begin(self) -> Reply | FailedScore:
+        """Reset it; the reply is what `reset` adds to the prompt."""
+        return await self._ask("reset", "", "begin", self._problem, is_first=True)  # type: ignore[return-value]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply | FailedScore:
+        """Call a tool."""
+        return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[return-value]
+
+    async def run(self, base_url: str) -> Reply | Score | FailedScore:
+        """Run an agent to its end; after a reply, `score` has the reward."""
+        return await self._ask("the agent's run", "", "run", self._problem, base_url, is_first=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Stop the clock of an agent's time limit, which begins anew afterwards."""
+        if not isinstance(self._host, _Worker):
+            yield
+            return
+        self._host.hold()
+        try:
+            yield
+        finally:
+            self._host.go_on()
+
+    async def score(self, completion: str) -> Score | FailedScore:
+        """Return the reward; `completion` is the text of the last turn."""
+        return await self._ask("", completion, "score", self._problem, completion)  # type: ignore[return-value]
+
+    async def _ask(
+        self, name: str, completion: str, method: str, *given: Any, is_first: bool = False
+    ) -> Reply | Score | FailedScore:
+        if isinstance(self._host, _Worker):
+            limit_s = self._tool_timeout_s if name else None
+            asked = question((method, *given))
+            return await self._host.ask(
+                asked, self._problem, completion, name=name, timeout_s=limit_s, is_first=is_first
+            )
+        await asyncio.sleep(0)
+        if isinstance(self._host, Agent):  # its requests are answered here meanwhile
+            return await _in_own_thread(lambda: self._here(method, given))
+        return self._here(method, given)
+
+    def _here(self, method: str, given: tuple[Any, ...]) -> Reply | Score | FailedScore:
+        found: Reply | Score | FailedScore = getattr(self._host, method)(*given)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a child that foreign code forked
+        return found
+
+
+async def _in_own_thread(act: Callable[[], Result]) -> Result:
+    """Return `act()`; the event loop's own threads look up hosts, are few, and are waited for at its end."""
+    made = Future[Result]()
+    made.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            made.set_result(act())
+        except BaseException as error:  # noqa: BLE001  raised where it is awaited
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await asyncio.wrap_future(made)
+
+
 class _Worker:
     """A worker as seen from here: started, asked one question at a time, killed and replaced."""
 
     def __init__(self, recipe: bytes, *, timeout_s: float) -> None:
         self._recipe, self._timeout_s = recipe, timeout_s
+        self._is_asked, self._num_holding = False, 0
         self._start()
 
     async def score(self, problem: Problem, completion: str) -> Score | FailedScore:
-        """Return the score, or what happened instead; a process that came to harm is replaced.
+        """Return the score, or what happened instead.
 
         Raises:
-            RewardError: the process cannot make what scores, or the problem cannot be pickled.
+            RewardError: as `ask`, or the problem cannot be pickled.
         """
-        asked = question((problem, completion))
+        answer = await self.ask(question((problem, completion)), problem, completion)
+        assert not isinstance(answer, Reply)
+        return answer
+
+    async def ask(
+        self,
+        asked: bytes,
+        problem: Problem,
+        completion: str,
+        *,
+        name: str = "",
+        timeout_s: float | None = None,
+        is_first: bool = True,
+    ) -> Score | FailedScore | Reply:
+        """Return the answer, or what happened instead; a process that came to harm is replaced.
+
+        `name` is what is called, if it is not what scores; `timeout_s` its time limit, if it is another.
+        `is_first`: the question needs nothing that an earlier one left in the process.
+
+        Raises:
+            RewardError: the process cannot make what scores.
+        """
         if self._channel.fileno() < 0 or (self._origin is not None and self._has_spoken()):  # it is gone
             self.kill()
             self._start()
+            if not is_first:
+                kind = "the environment's process ended between two calls"
+                return failed(problem, completion, kind, kind)
         try:
             origin = await self._ready()
-            answer = await self._answer(asked)
+            answer = await self._answer(asked, self._timeout_s if timeout_s is None else timeout_s)
         except BaseException:  # an answer that nobody waits for would be taken for the next one's
             self.kill()
             raise
         if not isinstance(answer, str):
             return answer
         self._start()
-        kind = f"{origin.name} {answer}"
-        return failed(problem, completion, kind, f"{kind} ({place_in(self._stack, origin.file) or origin.place})")
+        kind, place = f"{name or origin.name} {answer}", place_in(self._stack, origin.file)
+        place = place or ("" if name else origin.place)
+        return failed(problem, completion, kind, f"{kind} ({place})" if place else kind)
+
+    def hold(self) -> None:
+        """Stop the clock of the question's time limit until as many calls of `go_on`."""
+        self._num_holding += 1
+        if not self._is_late:
+            self._timer.cancel()
+
+    def go_on(self) -> None:
+        self._num_holding -= 1
+        if self._is_asked and not self._is_late and not self._num_holding:
+            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end)
 
     def dismiss(self) -> None:
         """Let it end by itself; follow with `kill`."""
@@ -177,7 +314,10 @@ class _Worker:
         given = control.fileno(), channel.fileno(), self._last_words.fileno()
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0)
+        environment = os.environ | _direct_to_loopback()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
+        )
         channel.close()
         control.close()
         with contextlib.suppress(ConnectionError):  # it is gone already: the next question will notice
@@ -217,10 +357,11 @@ class _Worker:
             remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
         )
 
-    async def _answer(self, asked: bytes) -> Score | FailedScore | str:
+    async def _answer(self, asked: bytes, timeout_s: float) -> Score | FailedScore | Reply | str:
         """Return the answer, or what the process did instead of answering, after which it has ended."""
         loop = asyncio.get_running_loop()
-        self._is_late, self._timer = False, loop.call_later(self._timeout_s, self._end)
+        self._is_late, self._limit_s, self._timer = False, timeout_s, loop.call_later(timeout_s, self._end)
+        self._is_asked, self._num_holding = True, 0
         self._number += 1
         try:
             await loop.sock_sendall(self._channel, asked)
@@ -230,12 +371,13 @@ class _Worker:
             return SPOILED
         except (EOFError, ConnectionError):
             how = await self._how_it_ended()
-            return f"took longer than {self._timeout_s:g} s" if self._is_late else how
+            return f"took longer than {timeout_s:g} s" if self._is_late else how
         finally:
+            self._is_asked = False
             self._timer.cancel()
         if self._is_late:  # the answer came while it was being ended
             self.kill()
-        assert isinstance(answer, Score | FailedScore)
+        assert isinstance(answer, Score | FailedScore | Reply)
         return answer
 
     def _end(self, *, has_spoken: bool = False) -> None:
@@ -308,6 +450,14 @@ class _Worker:
                 self._process.wait(GRACE_S)
 
 
+def _direct_to_loopback() -> dict[str, str]:
+    """Return the variables with which no proxy stands between an agent and the address that it is given."""
+    names = ("no_proxy", "NO_PROXY")
+    given = [host.strip() for name in names for host in os.environ.get(name, "").split(",")]
+    hosts = ["*"] if "*" in given else [*filter(None, given), "127.0.0.1"]  # a star counts only if it stands alone
+    return dict.fromkeys(names, ",".join(dict.fromkeys(hosts)))
+
+
 def question(content: object) -> bytes:
     """Return a recipe, or a problem and a completion, as workers read them.
 
@@ -339,7 +489,7 @@ def read(text: bytes) -> tuple[int, Answer]:
         number, name, fields = json.loads(text, parse_constant=refuse)
         kind, types = ANSWERS[name]
         found = {field: type(value) for field, value in fields.items()}
-        numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values()]
+        numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values(), *fields.get("turns", ())]
         is_finite = all(type(one) is float and math.isfinite(one) for one in numbers)  # JSON reads 1e999 as infinity
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadAnswerError("not the JSON of an answer") from error

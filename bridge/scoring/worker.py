@@ -30,7 +30,9 @@ import psutil
 
 from bridge.core.foreign_code import foreign_code, said
 from bridge.errors import BridgeError, RewardError
+from bridge.scoring.agent import Agent
 from bridge.scoring.score import FailedScore, Origin, Score, score_one
+from bridge.scoring.tools import Reply, Tools
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -58,7 +60,7 @@ class CannotScore:
     remedy: str
 
 
-Answer = Origin | Score | FailedScore | CannotScore
+Answer = Origin | Score | FailedScore | Reply | CannotScore
 
 
 def supervise(control: int, channel: int, last_words: int, trainer: int) -> None:
@@ -185,8 +187,11 @@ def _serve(stream: BufferedRWPair) -> None:
             if number == 0:  # the recipe
                 with foreign_code("making what scores completions", ""):
                     scores = content()
-                    origin = Origin.of(scores)
+                    origin = scores.origin if isinstance(scores, Tools | Agent) else Origin.of(scores)
                 reply(origin)
+            elif isinstance(scores, Tools | Agent):
+                method, *given = content
+                reply(getattr(scores, method)(*given))
             else:
                 reply(score_one(scores, origin, *content))
     except BridgeError as error:

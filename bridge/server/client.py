@@ -199,9 +199,12 @@ class BridgeClient(VllmClient):
     call may succeed soon.
     """
 
-    def __init__(self, manifest: Manifest, *, timeout_s: float, url: str | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, *, timeout_s: float, url: str | None = None, holder: Holder | None = None
+    ) -> None:
+        """Connect for `holder`, by default this process alone."""
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
-        self._holder = Holder.current()
+        self._holder = holder or Holder.current()
         self._leased = False
         self._paused_at: int | None = None
         """The version served when this client last paused the server."""
@@ -262,9 +265,10 @@ class BridgeClient(VllmClient):
         """Resume generation with the same version: nothing was written."""
         return self._control("POST", "/bridge/resume")
 
-    def digests(self) -> dict[str, str]:
-        """Return the digest of each of vLLM's parameters, computed by the server."""
-        return self._answer("GET", "/bridge/tensors/digest", protocol.Digests).digests
+    def digests(self, part: int = 0) -> dict[str, str]:
+        """Return the digest of each of vLLM's parameters on one of its ranks, computed by the server."""
+        query = f"?part={part}" if part else ""
+        return self._answer("GET", f"/bridge/tensors/digest{query}", protocol.Digests).digests
 
     def read(self, elements: tuple[protocol.Element, ...]) -> tuple[float, ...]:
         """Return `elements` as the server reads them."""

@@ -25,12 +25,15 @@ import torch
 
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import AttachError, BridgeError, FenceBusyError
+from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import InFlight, Status, Written
 
 BUSY_LIMIT_S = 120.0
 """Longest wait for another process to leave the fence: `bridge verify` computes a digest of every weight inside it."""
 BUSY_POLL_S = 0.1
+LET_GO_LIMIT_S = 10.0
+"""Longest wait for the other parts of a replica to free the KV cache's memory after an update was abandoned."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +73,27 @@ class FenceTimes:
 
 
 def publish(
-    client: BridgeClient,
+    client: BridgeClient | None,
     update: Update,
     *,
     in_flight: InFlight = "keep",
     keep_kv: bool = False,
     served: int | None = None,
     writes: Written = "weights",
+    ranks: Ranks = ALONE,
 ) -> FenceTimes:
     """Run `update` inside the fence; requests that are kept in flight may keep their keys and values, too.
 
-    The server refuses if it does not serve version `served`; None: any.
+    The server refuses if it does not serve version `served`; None: any. Several ranks are inside together: none writes
+    before all servers stand still, and none publishes before all have written. The first part of each replica alone has
+    a `client`.
 
     Raises:
         AttachError: the server refuses the fence, or has no memory for its KV cache afterwards.
         ServerUnreachableError: the server is gone.
     """
+    if client is None:
+        return run(update, lambda: 0, pause=lambda: None, abandon=partial(_let_go, update), ranks=ranks)
     pause = partial(
         client.pause,
         in_flight,
@@ -97,20 +105,14 @@ def publish(
         keep_kv=keep_kv,
     )
 
-    def publish() -> int:
-        if update.sleep:
-            torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
-        return client.publish(update.version).version
-
     def abandon(error: BaseException | None) -> None:
-        if update.sleep:
-            while error is not None:  # the local variables of every frame it passed through hold the memory to free
-                traceback.clear_frames(error.__traceback__)
-                error = error.__context__
-            torch.cuda.empty_cache()
-        client.resume()
+        _let_go(update, error)
+        _resume(client, limit_s=LET_GO_LIMIT_S if update.sleep and ranks.num_parts > 1 else 0)
 
-    return run(update, publish, pause=lambda: _pause(client, pause), abandon=abandon)
+    return run(
+        update, lambda: client.publish(update.version).version,
+        pause=lambda: _pause(client, pause), abandon=abandon, ranks=ranks,
+    )  # fmt: skip
 
 
 def run(
@@ -118,30 +120,33 @@ def run(
     publish: Callable[[], int],
     *,
     pause: Callable[[], object] | None = None,
-    abandon: Callable[[BaseException], None] = lambda _: None,
+    abandon: Callable[[BaseException | None], object] = lambda _: None,
+    ranks: Ranks = ALONE,
 ) -> FenceTimes:
     """Run and time `update`: `pause`, prepare, write, and `publish`, which returns the new version.
 
     Without `pause` no server is paused: only this process holds the weights. `abandon` is called if preparing fails.
+    Of a replica's parts, what the first one's `publish` returns counts.
     """
-    with deferred_interrupt():
+    with deferred_interrupt(), ranks.in_fence():
         start = paused = time.perf_counter()
         if pause is not None:
-            pause()
+            ranks.together(pause, undo=lambda: abandon(None))
             paused = time.perf_counter()
         if update.prepare is not None:
             try:
                 with acting_interrupt():
                     update.prepare()
+                ranks.together(lambda: None)
             except BaseException as error:
                 abandon(error)
                 raise
         prepared = time.perf_counter()
-        update.write()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        ranks.together(lambda: _written(update))
         written = time.perf_counter()
-        version = publish()
+        versions = ranks.of_replicas(ranks.agreed(publish))
+        version = versions[ranks.replica]
+        assert len(set(versions)) == 1, versions
         published = time.perf_counter()
     return FenceTimes(
         version=version,
@@ -150,6 +155,37 @@ def run(
         write_s=written - prepared,
         publish_s=published - written,
     )
+
+
+def _let_go(update: Update, error: BaseException | None = None) -> None:
+    """Free the memory that a sleeping KV cache needs."""
+    if update.sleep:
+        while error is not None:  # the local variables of every frame it passed through hold the memory to free
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
+        torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
+
+
+def _resume(client: BridgeClient, *, limit_s: float) -> None:
+    """Resume with the same version, up to `limit_s` after other ranks' memory was still in the way of the KV cache."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            client.resume()
+        except AttachError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(BUSY_POLL_S)
+        else:
+            return
+
+
+def _written(update: Update) -> None:
+    """Write, and let go before any server wakes its KV cache: it lies on several ranks' GPUs."""
+    update.write()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    _let_go(update)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import ManifestError, UsageError
 
 MANIFEST_NAME = "vllm_bridge_config.json"
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 DEFAULT_FOLDER = Path("/tmp/atropos_bridge")  # noqa: S108  documented; a manifest of another user is refused
 START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 REWRITTEN = "restart the server, which rewrites it"
@@ -47,6 +47,10 @@ class View(Record):
     """Elements between the parameter's first element and the view's."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    whole: tuple[int, ...] = ()
+    """Shape of the whole Hugging Face parameter if this is one rank's part of it; empty: it is all of it."""
+    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Per axis, the indices of the whole that the part has: runs (start, length), in their order here; empty: all."""
 
 
 class Handle(Record):
@@ -101,7 +105,7 @@ class LoraSlot(Record):
 
 
 class Shard(Record):
-    """What one tensor-parallel rank of a server exports."""
+    """What one tensor-parallel rank of a server exports: a part of the model."""
 
     rank: int
     gpu_uuid: str | None
@@ -122,7 +126,7 @@ class Shard(Record):
 class _Server(Record):
     """What all ranks of a server share."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     """Format of the file."""
     model: str
     """The model as it was given to vLLM: a folder or a hub name."""

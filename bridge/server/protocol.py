@@ -169,6 +169,8 @@ class Element(Record):
     """vLLM's name of the parameter."""
     index: int = Field(ge=0)
     """Its index in row-major order."""
+    part: int = Field(default=0, ge=0)
+    """Which of vLLM's tensor-parallel ranks holds it."""
 
 
 class ReadRequest(Record):
@@ -206,7 +208,7 @@ class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
-    """vLLM's parameter -> digest of its bytes (`bridge.weights.digest`)."""
+    """vLLM's parameter -> digest of its bytes on one rank (`bridge.weights.digest`)."""
 
 
 class Finiteness(Record):
@@ -243,7 +245,7 @@ class AdapterSlot(Record):
 
 
 class CompletionsRequest(Record):
-    """`POST /v1/bridge/completions`: sample from the whole distribution."""
+    """`POST /v1/bridge/completions`: sample from the whole distribution, or from what filters keep of it."""
 
     model: str
     """The served model, or an adapter."""
@@ -255,6 +257,12 @@ class CompletionsRequest(Record):
     """Longest completion in tokens."""
     temperature: float = Field(ge=0, allow_inf_nan=False)
     """Sampling temperature; 0: always the likeliest token."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep this many of the likeliest tokens; 0: all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the fewest of the likeliest tokens that have this probability together."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Keep the tokens that are at least this times as likely as the likeliest one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, and stay part of it."""
     seed: int | None = Field(default=None, ge=0)

@@ -7,7 +7,7 @@ Not covered: finding the manifest (`bridge/server/manifest.py`), when writing is
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
+from bridge.weights.cut import Cut
 from bridge.weights.layout import Shape
 from bridge.weights.opened_model import OpenedModel
 
+SAME_FLAGS = "start it with the flags that it had before"
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
 
@@ -31,6 +33,7 @@ class AttachedModel:
     model: PreTrainedModel  # in evaluation mode; its parameters require gradients
     parameters: Mapping[str, nn.Parameter]  # by their names when it was attached: later adapters rename them
     shard: Shard  # of the server's manifest
+    cuts: Sequence[Mapping[str, Cut]]  # what each of the server's ranks holds of every parameter
     device: torch.device
     server_tensors: Mapping[str, torch.Tensor]  # vLLM's parameters by vLLM's name, whole, as this process maps them
     attach_s: float  # seconds to open the handles and make the views; building the model is not included
@@ -57,23 +60,27 @@ class AttachedModel:
             model=self.model,
             device=self.device,
             lr_factors={name: 1.0 for name, _ in self.model.named_parameters()},
+            cuts=self.cuts if len(self.cuts) > 1 else (),
             open_s=self.attach_s,
             weight_bytes=self.weight_bytes(),
         )
 
 
-def attach(manifest: Manifest, rank: int = 0) -> AttachedModel:
+def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> AttachedModel:
     """Build the manifest's model, and attach all of its parameters to what the server's `rank` exports.
 
+    The trainer has `num_parts` processes, as many as the server has ranks. If there are several, each parameter is the
+    part that this rank holds: `AttachedModel.cuts`.
+
     Raises:
-        ManifestError: the server has several ranks, or its weights are not shared.
+        ManifestError: the server has another number of ranks, or its weights are not shared.
         UnsupportedModelError: a parameter of either side has no partner, or the two compute positions differently.
         AttachError: the memory cannot be opened.
     """
-    _refuse_other_servers(manifest)
+    _refuse_other_servers(manifest, num_parts)
     shard = manifest.shard(rank)
     model = skeleton.build(manifest.model, getattr(torch, manifest.dtype))
-    _check_layout(shard, manifest.dtype, skeleton.shapes(model))
+    _check_layout(manifest, shard, skeleton.shapes(model))
     rope.follow_server(model, manifest.max_model_len, server_class=shard.model_class)
     device = leave_a_core() if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
@@ -88,6 +95,7 @@ def attach(manifest: Manifest, rank: int = 0) -> AttachedModel:
         model=model.eval(),
         parameters=dict(model.named_parameters()),
         shard=shard,
+        cuts=_cuts(manifest),
         device=device,
         server_tensors=tensors,
         attach_s=attach_s,
@@ -103,14 +111,16 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
         AttachError: the memory cannot be opened; the model is unchanged.
     """
     start = time.perf_counter()
-    _refuse_other_servers(manifest)
+    _refuse_other_servers(manifest, len(attached.cuts))
     shard, before = manifest.shard(attached.shard.rank), attached.shard.gpu_uuid
     if shard.gpu_uuid != before:
         raise ManifestError(
             f"the restarted server is on {shard.gpu_uuid or 'the CPU'}, the trainer is on {before or 'the CPU'}",
             remedy=f"CUDA_VISIBLE_DEVICES={before or ''} in front of the command",
         )
-    _check_layout(shard, manifest.dtype, {name: tuple(each.shape) for name, each in attached.parameters.items()})
+    if _cuts(manifest) != attached.cuts:
+        raise ManifestError("the restarted server cuts its weights in another way", remedy=SAME_FLAGS)
+    _check_layout(manifest, shard, {name: cut.shape for name, cut in attached.cuts[shard.rank].items()})
     tensors = open_handles(shard.ipc_handles, attached.device)
     rope.follow_server(attached.model, manifest.max_model_len, server_class=shard.model_class)
     for name, view in _views(shard, tensors).items():
@@ -130,6 +140,12 @@ def leave_a_core() -> torch.device:
     return torch.device("cpu")
 
 
+def settle(device: torch.device) -> None:
+    """Wait until everything that was written on `device` is there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _allocated_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
@@ -138,18 +154,28 @@ def _allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _refuse_other_servers(manifest: Manifest) -> None:
-    if manifest.tp_degree != 1 or manifest.dp_shard_degree != 1:
+def _refuse_other_servers(manifest: Manifest, num_parts: int) -> None:
+    if manifest.tp_degree != num_parts or manifest.dp_shard_degree != 1:
+        processes = "one process" if num_parts == 1 else f"{num_parts} processes"
         raise ManifestError(
             f"the server has tensor-parallel size {manifest.tp_degree} and {manifest.dp_shard_degree} data-parallel"
-            " shards, expected 1 and 1: this trainer is one process",
-            remedy="restart it with: bridge serve-vllm --tensor-parallel-size 1",
+            f" shards, expected {num_parts} and 1: this trainer is {processes}",
+            remedy=f"bridge run --tensor-parallel-size {manifest.tp_degree} starts a server and as many processes; or"
+            f" restart the server with: bridge serve-vllm --tensor-parallel-size {num_parts}",
         )
+    if len(manifest.shards) != manifest.tp_degree:
+        raise ManifestError(f"the manifest has {len(manifest.shards)} of {manifest.tp_degree} ranks", remedy=RESTART)
     if not (manifest.shared_weights_enabled and manifest.single_copy_enabled):
         raise ManifestError("the manifest says that the server does not share its weights", remedy=RESTART)
 
 
-def _check_layout(shard: Shard, dtype: str, shapes: Mapping[str, Shape]) -> None:
+def _cuts(manifest: Manifest) -> list[dict[str, Cut]]:
+    return [{name: layout.cut_of(view) for name, view in shard.param_mappings.items()} for shard in manifest.shards]
+
+
+def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape]) -> None:
+    dtype = manifest.dtype
+    layout.check_parts([each.param_mappings for each in manifest.shards])
     held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
     layout.check_coverage(shapes, held, shard.param_mappings, shard.padding)
     odd = [name for name, handle in shard.ipc_handles.items() if handle.dtype != dtype]

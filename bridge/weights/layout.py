@@ -1,17 +1,19 @@
 """The layout: which view of vLLM's parameters is which Hugging Face parameter, and the proof that nothing is left out.
 
 Pure: it knows shapes and strides alone, neither tensors nor vLLM. The server joins the copies that vLLM's loader makes
-of each parameter (`copy_recorder.py`) into one view; both sides check the whole with `check_coverage`.
+of each parameter (`copy_recorder.py`) into one view: of all of it, or of the part that one tensor-parallel rank holds.
+Both sides check each rank with `check_coverage`, and all of them together with `check_parts`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
+from bridge.weights.cut import Cut, Runs, held_by
 
 Shape = tuple[int, ...]
 OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full weights"
@@ -53,20 +55,49 @@ def join(name: str, shape: Shape, copies: Sequence[Copy]) -> View:
     if len(parameters) != 1:
         raise _refusal(name, f"vLLM loads it into {' and '.join(sorted(parameters)) or 'none of its parameters'}")
     boxes = [_box(name, shape, copy) for copy in copies]
-    low = tuple(min(axis) for axis in zip(*(box.low for box in boxes), strict=True))
-    high = tuple(max(axis) for axis in zip(*(box.high for box in boxes), strict=True))
-    first = next((box for box in boxes if box.low == low), None)
-    if first is None or not _fill(boxes, low, high):
+    runs = tuple(_merged((box.low[axis], box.high[axis]) for box in boxes) for axis in range(len(shape)))
+    boxes = [_moved_together(box, runs) for box in boxes]
+    sizes = tuple(sum(length for _, length in axis) for axis in runs)
+    first = next((box for box in boxes if not any(box.low)), None)
+    if first is None or not _fill(boxes, sizes):
         raise _refusal(name, f"vLLM's {parameters.pop()} takes some of its elements and leaves others out")
-    sizes = tuple(end - start for start, end in zip(low, high, strict=True))
     own = contiguous_stride(sizes)
     stride = tuple(_step(boxes, axis) if size > 1 else own[axis] for axis, size in enumerate(sizes))
     for box in boxes:
-        away = sum(step * (here - start) for step, here, start in zip(stride, box.low, low, strict=True))
+        away = sum(step * here for step, here in zip(stride, box.low, strict=True))
         agrees = all(step in {None, whole} for step, whole in zip(box.steps, stride, strict=True))
         if not agrees or box.offset != first.offset + away:
             raise _refusal(name, "vLLM puts its parts where no one stride leads")
-    return View(parameter=parameters.pop(), offset=first.offset, shape=sizes, stride=stride)
+    view = View(parameter=parameters.pop(), offset=first.offset, shape=sizes, stride=stride)
+    return view if sizes == shape else view.model_copy(update={"whole": shape, "runs": runs})
+
+
+def cut_of(view: View) -> Cut:
+    """Return which part of its Hugging Face parameter `view` is."""
+    return Cut(view.whole, view.runs) if view.runs else Cut.whole(view.shape)
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> Runs:
+    """Return spans (start, end) as runs (start, length) in their order, those that touch or overlap as one."""
+    merged: list[list[int]] = []
+    for start, end in sorted({*spans}):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    return tuple((start, end - start) for start, end in merged)
+
+
+def _moved_together(box: _Box, runs: Sequence[Runs]) -> _Box:
+    """Return the box in the indices of the part: what lies between its runs is left out."""
+    low = tuple(
+        start - at + sum(length for _, length in axis[:number])
+        for start, axis in zip(box.low, runs, strict=True)
+        for number, (at, length) in enumerate(axis)
+        if at <= start < at + length
+    )
+    high = tuple(there + end - here for there, here, end in zip(low, box.low, box.high, strict=True))
+    return box._replace(low=low, high=high)
 
 
 def _box(name: str, shape: Shape, copy: Copy) -> _Box:
@@ -88,11 +119,11 @@ def _box(name: str, shape: Shape, copy: Copy) -> _Box:
     return _Box(tuple(low), tuple(high), copy.offset, tuple(steps))
 
 
-def _fill(boxes: Sequence[_Box], low: Shape, high: Shape) -> bool:
-    """Report whether the boxes leave out no index between `low` and `high`: cut at each edge, every cell is in one."""
+def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
+    """Report whether the boxes leave out no index below `sizes`: cut at each edge, every cell is in one."""
     edges = [
-        sorted({*ends, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
-        for axis, ends in enumerate(zip(low, high, strict=True))
+        sorted({0, size, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
+        for axis, size in enumerate(sizes)
     ]
     places = [{edge: place for place, edge in enumerate(axis)} for axis in edges]
     cells = {
@@ -125,7 +156,7 @@ def check_coverage(
     views: Mapping[str, View],
     padding: Mapping[str, int],
 ) -> None:
-    """Check that views and model agree in every shape, and that each server element is owned exactly once.
+    """Check that one rank's views and the model agree in every shape, and that each of its elements has one owner.
 
     Raises:
         UnsupportedModelError: a parameter of either side without a partner, a wrong shape, an overlap
@@ -137,7 +168,7 @@ def check_coverage(
         *(
             f"{name}: shape {model_shapes[name]} in the model, {view.shape} in {view.parameter}"
             for name, view in views.items()
-            if name in model_shapes and model_shapes[name] != view.shape
+            if name in model_shapes and not _is_part(cut_of(view), view.shape, model_shapes[name])
         ),
         *(
             f"{name}: {count} elements of padding, which vLLM cannot have there"
@@ -146,6 +177,50 @@ def check_coverage(
         ),
         *_ownership_faults(server_shapes, views, padding),
     ]
+    _refuse(faults)
+
+
+def check_parts(parts: Sequence[Mapping[str, View]]) -> None:
+    """Check the views of all ranks: every index of a parameter is on one of them, and one axis is cut at most.
+
+    Raises:
+        UnsupportedModelError: as `check_coverage` does.
+    """
+    names = sorted({name for views in parts for name in views})
+    _refuse([f"{name}: on some of vLLM's ranks only" for name in names if any(name not in views for views in parts)])
+    cuts = ((name, [cut_of(views[name]) for views in parts]) for name in names)
+    _refuse([f"{name}: {fault}" for name, each in cuts if (fault := _fault_of_parts(each))])
+
+
+def _fault_of_parts(cuts: Sequence[Cut]) -> str | None:
+    """Return why the parts do not make up their parameter; None if they do."""
+    shape = cuts[0].shape
+    if any(cut.shape != shape for cut in cuts):
+        return "vLLM's ranks cut parameters of different shapes"
+    axes = {axis for cut in cuts for axis, size in enumerate(cut.part_shape) if size != shape[axis]}
+    if len(axes) > 1:
+        return "vLLM cuts it along several axes"
+    for axis in axes:
+        cells = held_by([cut.runs[axis] for cut in cuts])
+        if axis > 0 and any(len(parts) > 1 for _, _, parts in cells):
+            return f"several of vLLM's ranks hold the same indices of its axis {axis}"
+        ends = [0, *(start + length for start, length, _ in cells)]
+        starts = [*(start for start, _, _ in cells), shape[axis]]
+        missing = next((end for end, start in zip(ends, starts, strict=True) if end != start), None)
+        if missing is not None:
+            return f"vLLM's ranks leave out index {missing} of its axis {axis}"
+    return None
+
+
+def _is_part(cut: Cut, held: Shape, whole: Shape) -> bool:
+    """Return whether `cut` is a part of a parameter of shape `whole` that is itself of the shape `held`."""
+    if cut.shape != whole or len(cut.runs) != len(whole) or cut.part_shape != held:
+        return False
+    spans = ((run, size) for runs, size in zip(cut.runs, whole, strict=True) for run in runs)
+    return all(start >= 0 and length > 0 and start + length <= size for (start, length), size in spans)
+
+
+def _refuse(faults: Sequence[str]) -> None:
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise UnsupportedModelError(

@@ -122,6 +122,14 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> 
         copyfile(path, folder / path.name)
 
 
+def save_configuration(model: PreTrainedModel, folder: Path) -> None:
+    """Write what `save` writes beside the weights and the tokenizer."""
+    model.config.architectures = [type(model).__name__]  # as `save_pretrained` does
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
 def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state dict over the same memory in the files' form, each tensor as a storage of its own.
 
@@ -159,7 +167,7 @@ def check(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UsageError: names up to three offenders.
     """
-    _plan(model, folder)
+    plan(model, folder)
 
 
 def load_into(model: PreTrainedModel, folder: Path) -> None:
@@ -169,14 +177,17 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
         UsageError: as `check` does; no parameter was touched.
     """
     places = saved_form(model, dict(model.named_parameters(remove_duplicate=False)))
-    for path, names in _plan(model, folder).items():
+    for path, names in plan(model, folder).items():
         with torch.no_grad(), safe_open(path, framework="pt") as file:
             for name in names:
                 places[name].copy_(file.get_tensor(name))
 
 
-def _plan(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]]:
-    """Return, per file, the names of the tensors to copy, all of them checked."""
+def plan(model: PreTrainedModel, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> dict[Path, list[str]]:
+    """Return, per file, the names of the tensors to copy, all of them checked.
+
+    `parameters` stand for the model's if it holds parts of them.
+    """
     places: dict[str, Path] = {}
     found: dict[str, Stored] = {}
     for path in _weight_files(folder):
@@ -188,15 +199,15 @@ def _plan(model: PreTrainedModel, folder: Path) -> dict[Path, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
-    saved = saved_form(model, dict(model.named_parameters()))
+    saved = saved_form(model, parameters or dict(model.named_parameters()))
     left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in found}
     wanted = {name: text for name, text in found.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved.items()}
     refuse_misfits(str(folder), {aliases.get(name, name): text for name, text in wanted.items()}, expected)
-    plan: dict[Path, list[str]] = {}
+    made: dict[Path, list[str]] = {}
     for name in wanted:
-        plan.setdefault(places[name], []).append(name)
-    return plan
+        made.setdefault(places[name], []).append(name)
+    return made
 
 
 def _weight_files(folder: Path) -> list[Path]:

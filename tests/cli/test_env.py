@@ -49,6 +49,12 @@ def test_a_line_tells_how_it_goes_and_names_no_trouble_where_there_is_none() -> 
     assert env.summary_line(PROGRESS) == "done: the trainer has its 5 batches  24 groups sent  reward 0.125  61 s"
 
 
+def test_an_environment_with_tools_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[1] / "unit/tools_sample.py"
+    assert answer(["env", "--model", "m", "--environment", f"{file}:Bench"]) == 2
+    assert "takes several turns, and an Atropos API is fed with single turns only" in capfd.readouterr().err
+
+
 def test_a_line_names_every_trouble() -> None:
     troubled = FeedProgress(
         **{**vars(PROGRESS), "too_long": 1, "unscored": 2, "unanswered": 3, "retries": 4, "reward_mean": None}

@@ -136,8 +136,8 @@ def test_underscores_are_dashes_as_others_write_them() -> None:
 @pytest.mark.parametrize(
     ("flag", "hint"),
     [
-        ("--top-p", "only --temperature can be set"),
-        ("--top_p", "only --temperature can be set"),
+        ("--repetition-penalty", "--temperature, --top-k, --top-p and --min-p"),
+        ("--repetition_penalty", "--temperature, --top-k, --top-p and --min-p"),
         ("--loss_type", "--loss dapo"),
         ("--actor_rollout_ref.rollout.n", "--group-size"),
         ("--per-device-train-batch-size", "--batch-size"),

@@ -257,7 +257,7 @@ def test_a_hint_names_flags_that_there_are() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "hint"),
-    [("BRIDGE_LRR", "did you mean BRIDGE_LR?"), ("BRIDGE_TOP_P", borrowed.HINTS["top_p"])],
+    [("BRIDGE_LRR", "did you mean BRIDGE_LR?"), ("BRIDGE_USE_VLLM", borrowed.HINTS["use_vllm"])],
 )
 @pytest.mark.parametrize("configs", [(ServeConfig,), (ServeConfig, TrainConfig)])
 def test_a_variable_that_is_no_choice_is_refused_as_a_typo_in_a_file_is(

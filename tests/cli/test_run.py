@@ -14,7 +14,7 @@ from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
-from cli import demo, run, steps, train, verify
+from cli import demo, ranks, run, steps, train, verify
 from cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
 
@@ -32,13 +32,13 @@ def command(tmp_path: Path, *, host: str = "127.0.0.1", shares_weights: bool = T
 
 
 def test_the_trainer_is_pointed_at_the_server_that_was_started(tmp_path: Path) -> None:
-    train = run.attached_to(TrainConfig.of(model_name="m"), command(tmp_path, host="0.0.0.0"))
+    train = ranks.attached_to(TrainConfig.of(model_name="m"), command(tmp_path, host="0.0.0.0"))
     assert (train.server.host, train.server.port) == ("127.0.0.1", 9009)
     assert train.server.config_path == tmp_path / "manifest.json"
 
 
 def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> None:
-    train = run.attached_to(TrainConfig.of(model_name="m", mode="none"), command(tmp_path, shares_weights=False))
+    train = ranks.attached_to(TrainConfig.of(model_name="m", mode="none"), command(tmp_path, shares_weights=False))
     assert (train.server.url(), train.server.config_path) == ("http://127.0.0.1:9009", None)
 
 
@@ -75,12 +75,12 @@ def test_the_trainer_sends_the_key_that_vllm_is_started_with(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, "exported")
-    run.send_key(["--enforce-eager", *flags])
+    ranks.send_key(["--enforce-eager", *flags])
     assert api_key.headers() == {"authorization": f"Bearer {key}"}
     monkeypatch.setenv(api_key.VARIABLE, "broken\n")
     if not flags:
         with pytest.raises(UsageError, match="line break"):
-            run.send_key([])
+            ranks.send_key([])
 
 
 def test_a_step_is_one_line() -> None:

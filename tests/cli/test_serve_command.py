@@ -418,10 +418,10 @@ def test_a_manifest_of_another_version_is_replaced_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path / "m.json", dead())
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2, "new": "key"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3, "new": "key"}))
     serve.clear_manifest(path)
     assert not path.exists()
-    assert "schema version 2" in capsys.readouterr().err
+    assert "schema version 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ['{"model": ', '{"model": "m", "ipc_handles": {}}', "# My thesis", ""])

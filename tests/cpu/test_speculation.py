@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bridge.server.protocol import COMPLETIONS
+from bridge.server.protocol import COMPLETIONS, Refusal
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -87,6 +87,13 @@ def test_it_is_trained_in_place_and_verified(server: LiveServer, tmp_path: Path)
     scenarios.trained(server, tmp_path, "--lr", "1e-4", steps=3)
     assert not scenarios.different(server, tmp_path / "saved" / "step_3")
     scenarios.verifies(server, tmp_path)
+
+
+def test_filters_are_refused(server: LiveServer) -> None:
+    body = {"model": server.manifest.model, "prompt": PROMPT, "n": 1, "temperature": 1.0, "max_tokens": 4, "top_p": 0.9}
+    answer = httpx.post(f"{server.manifest.url}{COMPLETIONS}", json=body, timeout=120, trust_env=False)
+    assert answer.status_code == httpx.codes.CONFLICT
+    assert Refusal.model_validate_json(answer.content).error.startswith("top_p cannot be combined with speculation")
 
 
 def sampled(server: LiveServer, **fields: Any) -> list[dict[str, Any]]:

@@ -40,8 +40,8 @@ INTO_THE_NEXT_BATCH_S = 0.3
 COMMAND = "from cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
-from cli import main, run
-run.StartedServer = functools.partial(run.StartedServer, hang_limit_s={HANG_LIMIT_S})
+from cli import main, ranks
+ranks.StartedServer = functools.partial(ranks.StartedServer, hang_limit_s={HANG_LIMIT_S})
 main.main()
 """
 """The same command, with shorter time limits."""

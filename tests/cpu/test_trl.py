@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on a server's own weights: the example, and what it learns beside a stock script.
 
-Not covered: a resumed run, memory and speed.
+Not covered: memory and speed.
 """
 
 import difflib
@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import bridge
 from tests.cpu import demo_server
 from tests.cpu.demo_server import DemoServer
 from tests.cpu.test_library import EXAMPLES
-from tests.scenarios import LiveServer
+from tests.scenarios import LiveServer, different
 
 EXAMPLE = (EXAMPLES / "trl_grpo.py").read_text()
 STEPS = 60
@@ -65,6 +66,26 @@ def test_trl_steps_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> N
     with bridge.attach(llama.path) as policy:
         checks = policy.verify()
     assert all(check.status == "PASS" for check in checks), checks
+
+
+def test_a_resumed_trainer_goes_on_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
+    saving = EXAMPLE.replace("attach()", f"attach({str(llama.path)!r})")
+    saving = saving.replace("float(text.strip() == wanted)", "len(text) + 0.0 * len(wanted)")
+    saving = saving.replace('save_strategy="no"', 'save_strategy="steps", save_steps=2')
+    whole = rewards(saving, tmp_path, "4")
+    last, kept = tmp_path / "trl_grpo" / "checkpoint-4", tmp_path / "whole"
+    last.rename(kept)
+    version = llama.status().version
+    resumed = saving.replace("trainer.train()", 'trainer.train(resume_from_checkpoint="trl_grpo/checkpoint-2")')
+    again = rewards(resumed, tmp_path, "4")
+    assert again[:2] == whole[:2], "the first two steps are the checkpoint's"
+    assert llama.status().version == version + 1 + 2
+    assert different(llama, last) == []
+    states = [torch.load(folder / "optimizer.pt")["state"].values() for folder in (kept, last)]
+    for one, other in zip(*states, strict=True):
+        assert one["step"] == other["step"] == 4
+        mean = one["exp_avg"]
+        assert (mean - other["exp_avg"]).norm() < mean.norm() / 3, "the same samples: rarely a tie falls otherwise"
 
 
 @pytest.fixture(scope="module")

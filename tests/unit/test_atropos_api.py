@@ -31,6 +31,12 @@ def test_what_is_no_address_is_refused_at_once(url: str) -> None:
             FeedConfig.of(model_name="m", **{flag: url})
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_k", 20), ("top_p", 0.9), ("min_p", 0.05)])
+def test_a_filter_whose_kept_words_the_api_cannot_carry_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=f"--{name.replace('_', '-')} {value:g} cannot be trained on"):
+        FeedConfig.of(model_name="m", **{name: value})
+
+
 def test_several_addresses_are_refused() -> None:
     with pytest.raises(UsageError, match="is not the address of an Atropos API"):
         AtroposApi("http://a:1,http://b:2")

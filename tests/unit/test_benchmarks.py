@@ -4,23 +4,28 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import _figures, _gpu_memory, _lengths, _results, _sides, _stamped, _trl, _work, train_step
+from benchmarks import _figures, _gpu_memory, _lengths, _results, _sides, _stamped, _trl, _work, train_step, turns
 from benchmarks._lengths import Lognormal
 from benchmarks._models import make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
 from bridge.config import TaskConfig
 from environments import registry
+from tests.unit.http_server import Asked, serving
+from tests.unit.openai_server import openai
 
 TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
 GIB = 2**30
@@ -324,3 +329,29 @@ def test_a_setting_that_cannot_be_trained_by_is_a_row_and_one_that_is_none_is_re
 def test_no_step_of_the_trainer_is_begun_once_the_time_is_up() -> None:
     row = train_step.measure("tiny", "", train_step_options(), -math.inf)
     assert row["failure"] == "no time was left"
+
+
+def test_turns_end_by_their_number_of_tokens_and_both_sides_sample_as_many(tmp_path: Path) -> None:
+    model = turns.make_model("tiny", tmp_path / "model")
+    small = {"trajectories": 4, "group": 2, "turns": 3, "tokens": 5, "tool-ms": 20, "rounds": 1}
+    options = turns.flags().parse_args([f"--{name}={value}" for name, value in small.items()])
+
+    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
+        count, draw = asked.body["max_tokens"], random.Random(asked.body["seed"])
+        for one in document["choices"]:
+            one["token_ids"] = draw.choices(range(300, 1024), k=count)
+            one |= {"logprobs": {"token_logprobs": [-1.0] * count}, "finish_reason": "length"}
+        return document
+
+    with serving(openai(bend, is_bridge=True)) as server:
+        row = turns.measure(server.url, model, options)
+    asked = [each.body for each in server.asked if each.method == "POST"]
+    assert Counter((each["n"], each["max_tokens"]) for each in asked) == {(1, 5): 2 * 4 * 3, (2, 15): 2 * 2}
+    assert max(max(each["prompt"]) for each in asked) < model_config("tiny").vocab_size, "each token has an embedding"
+    last = max((each["prompt"] for each in asked), key=len)
+    assert AutoTokenizer.from_pretrained(model).decode(last).count(f"<result>{'a' * _work.ANSWER_TOKENS}<model>") == 2
+    assert row["turns_tokens_per_s"] == pytest.approx(60 / row["turns_s"])
+    assert row["turns_s"] > row["waits_s"] == 0.04
+    assert row["tool_s"] > 0.04
+    assert row["ratio"] == pytest.approx(row["one_turn_s"] / row["turns_s"])
+    assert len(turns.table(row).splitlines()) == 2

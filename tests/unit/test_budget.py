@@ -26,6 +26,7 @@ from bridge.passes.budget import (
 from bridge.passes.packing import Sample
 from bridge.passes.preparation import recompute_activations
 from bridge.planning.memory import FEW, MOST_TOKENS
+from bridge.ranks.world import ALONE, Ranks
 
 MIB = 2**20
 
@@ -54,11 +55,13 @@ class Memory:
     def __init__(self, free: float, *, plain: float | None, recomputed: float | None = None) -> None:
         self.free, self.plain, self.recomputed, self.measured = free, plain, recomputed, 0
 
-    def measure(self, model: PreTrainedModel, temperature: float) -> Cost | None:
+    def measure(self, model: PreTrainedModel, temperature: float) -> Cost:
         assert temperature == 0.7
         self.measured += 1
         per_token = self.recomputed if model.is_gradient_checkpointing else self.plain
-        return None if per_token is None else Cost(fixed_bytes=100 * MIB, token_bytes=per_token * MIB)
+        if per_token is None:
+            raise torch.OutOfMemoryError("out of memory")
+        return Cost(fixed_bytes=100 * MIB, token_bytes=per_token * MIB)
 
     def free_bytes(self, model: PreTrainedModel) -> float:
         gradients = sum(int(p.nbytes) for p in model.parameters() if p.grad is None)
@@ -76,7 +79,7 @@ class OnGpu(LlamaForCausalLM):
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Query the memory of an `OnGpu` model instead of CUDA."""
 
-    def cost(model: PreTrainedModel, temperature: float) -> Cost | None:
+    def cost(model: PreTrainedModel, temperature: float) -> Cost:
         measure = model.memory.measure if isinstance(model, OnGpu) else measure_cost
         return measure(model, temperature)
 
@@ -87,12 +90,24 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "free_memory", free)
 
 
-def budget(memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, **choices: Any) -> Budget:
+class Beside(Ranks):
+    """The first of two parts of a replica; the other has a tenth of what this one has."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def told(self, mine: Any) -> list[Any]:
+        return [mine, mine // 10]
+
+
+def budget(
+    memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, parts: Ranks = ALONE, **choices: Any
+) -> Budget:
     config = TrainConfig.of(model_name="m", temperature=0.7, **choices)
     trained = model() if trained is None else trained
     trained.__class__ = OnGpu
     trained.memory = memory
-    return Budget(trained, config, notes.append)
+    return Budget(trained, config, notes.append, parts=parts)
 
 
 def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:
@@ -409,11 +424,13 @@ def test_the_probe_runs_whole_passes_of_its_sizes_and_leaves_no_gradient(monkeyp
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
-def test_a_probe_that_runs_out_of_memory_tells_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+def test_parts_of_a_replica_take_what_fits_on_all_of_them() -> None:
+    found = budget(Memory(10_100, plain=1), [], parts=Beside())
+    assert found.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
 
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", fail)
-    assert cost_on_gpu(model(), 0.7) is None
+
+def test_a_part_that_runs_out_of_memory_does_not_retry_alone() -> None:
+    """The other parts wait for it in the midst of a pass."""
+    found = budget(Memory(1_100, plain=None, recomputed=0.1), [], parts=Beside())
+    with pytest.raises(torch.OutOfMemoryError):
+        found.max_tokens(samples(300))

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,23 @@ def test_an_engine_without_a_server_is_warned_of(processes: list[Running], statu
 def test_every_lost_process_is_named_for_its_owner_to_end() -> None:
     check = engines_have_servers([INIT, ENGINE, WORKER])
     assert check.remedy == "if they are yours: kill 11 12"
+
+
+def test_mailboxes_that_no_process_has_mapped_are_named_for_their_owner_to_remove(tmp_path: Path) -> None:
+    names = [f"vllm_dist_{number}-tp:0-[0-1]-cpushm_0" for number in range(2)]
+    for name in (*names, "psm_1"):
+        (tmp_path / name).write_bytes(bytes(2**20))
+    processes_ = tmp_path / "proc"
+    (processes_ / "17").mkdir(parents=True)
+    (processes_ / "17" / "maps").write_text(
+        f"7f00-7f01 rw-s 00000000 00:19 5  {tmp_path}/{names[0]}\n7f01-7f02 r--p 0\n"
+    )
+    (lost,) = processes.leftover_mailboxes(tmp_path, processes_)
+    assert lost.name == names[1]
+    check = processes.mailboxes_have_ranks([lost])
+    assert (check.status, check.remedy) == ("WARN", f"if they are yours: rm '{lost}'")
+    assert check.found.startswith("1, 1 MiB together")
+    assert processes.mailboxes_have_ranks([]).status == "PASS"
 
 
 def test_this_process_is_among_the_running() -> None:

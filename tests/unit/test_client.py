@@ -52,7 +52,7 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
         "GET /bridge/tensors/digest", "POST /bridge/tensors/read", "POST /bridge/tensors/write",
     ]  # fmt: skip
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
-    holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3}
+    holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3, "part": 0}
     pause = {
         "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
         "takeover": False, "sleep": False, "keep_kv": False,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models
@@ -20,7 +21,9 @@ from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from patches import completions as completions_route
 from patches import routes
 from patches.generate import CLIENT_GONE
+from patches.logprobs_wire import FILTERED
 from patches.server_fence import ServerFence
+from patches.thresholds import COUNT_BITS, KEEP_ALL, pack
 from tests.unit.checks_sample import manifest
 
 ASKED = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
@@ -49,7 +52,8 @@ class FakeEngine:
     """Stands in for `AsyncLLM`."""
 
     def __init__(self) -> None:
-        self.model_config = SimpleNamespace(max_model_len=LONGEST)
+        self.model_config = SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: 300)
+        self.vllm_config = SimpleNamespace(speculative_config=None)
         self.tokenizer: Any = SimpleNamespace(backend_tokenizer=Backend())
         self.outputs = [output(1, "length", [-0.5, -0.25, -1.5]), output(0, "stop", [-0.5, -0.125, -2.0])]
         self.asked: list[tuple[Any, ...]] = []
@@ -124,6 +128,48 @@ def test_the_engine_is_asked_for_the_whole_distribution_and_no_text(http: TestCl
     assert first != second
 
 
+def test_filters_reach_the_engine_and_what_they_kept_comes_back(
+    http: TestClient, app: FastAPI, engine: FakeEngine
+) -> None:
+    now = 2**COUNT_BITS + 3  # the engine sends the last bits of a version
+    app.state.bridge_fence.version = now
+    ranks = pack(torch.tensor([2, 1, 2, 3]), torch.tensor([0.5, 9.0, -1.0, KEEP_ALL]), torch.tensor([3, 9, 40, 300]))
+    for each in engine.outputs:
+        each.logprobs.ranks = ranks.tolist()
+    answer = http.post(COMPLETIONS, json={**ASKED, "top_p": 0.9, "top_k": 40})
+    first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
+    made = openai_api.completion("url", first, "3", None)
+    assert made.versions == (now - 1, now - 1, now)
+    assert [count for _, count in made.kept] == [3, 40, 300]
+    assert [threshold for threshold, _ in made.kept] == pytest.approx([0.5, -1.0, KEEP_ALL], rel=1e-4)
+    _, params, request_id, _ = engine.asked[0]
+    assert (params["top_p"], params["top_k"], FILTERED in request_id) == (0.9, 40, True)
+    assert "min_p" not in params
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0, "top_p": 0.9}, {"top_k": 300}])
+def test_what_can_drop_nothing_is_no_filter(http: TestClient, engine: FakeEngine, asked: dict[str, float]) -> None:
+    answer = http.post(COMPLETIONS, json={**ASKED, **asked})
+    assert "kept" not in answer.json()["choices"][0]
+    assert FILTERED not in engine.asked[0][2]
+
+
+def test_a_sampler_that_reports_nothing_is_refused(http: TestClient) -> None:
+    answer = http.post(COMPLETIONS, json={**ASKED, "top_p": 0.9})  # the fake engine's ranks are only ranks
+    assert answer.status_code == 409
+    assert "does not report what top_k, top_p and min_p keep" in Refusal.model_validate_json(answer.content).error
+
+
+def test_filters_and_speculation_are_refused_together(http: TestClient, engine: FakeEngine) -> None:
+    engine.vllm_config.speculative_config = "ngram"
+    assert http.post(COMPLETIONS, json=ASKED).status_code == 200
+    answer = http.post(COMPLETIONS, json={**ASKED, "min_p": 0.1, "top_k": 3})
+    assert answer.status_code == 409
+    refusal = Refusal.model_validate_json(answer.content)
+    assert refusal.error.startswith("top_k, min_p cannot be combined with speculation")
+    assert "--speculative-config" in refusal.remedy
+
+
 @pytest.mark.parametrize(("reason", "text"), [("x", "<10><20><30>"), (30, "<10><20>"), (None, "<10><20>")])
 def test_a_text_that_ends_a_completion_stays_in_it_and_a_stop_token_does_not(
     http: TestClient, engine: FakeEngine, reason: int | str | None, text: str
@@ -151,7 +197,10 @@ def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngin
         {"max_tokens": 0},
         {"temperature": -0.1},
         {"seed": "x"},
-        {"top_p": 0.9},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1.1},
         {"stop": [""]},
         {"model": None},
     ],

@@ -85,7 +85,7 @@ def test_dataclasses_and_chat_messages_work(write: Write) -> None:
 def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
     error = refusal("arithmetics")
     assert "'arithmetics'" in error.message
-    assert "arithmetic, gsm8k, jsonl or path" in error.message
+    assert "arithmetic, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path" in error.message
     assert "path/to/file.py:ClassName" in error.message
     assert "did you mean arithmetic?" in error.remedy
     assert "did you mean" not in refusal("chess").remedy

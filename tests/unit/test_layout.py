@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
-from bridge.weights.layout import Copy, Shape, check_coverage, contiguous_stride, join
+from bridge.weights.cut import Cut
+from bridge.weights.layout import Copy, Shape, check_coverage, check_parts, contiguous_stride, cut_of, join
 
 NUM_LAYOUTS = 250
 
@@ -206,7 +207,7 @@ OWN, WHOLE = meta(6, 4), meta(12, 4)
     [
         ([], "none of its parameters"),
         ([part(OWN, WHOLE[:6]), part(OWN, WHOLE[:6], "other")], "other and w"),
-        ([part(OWN[:3], WHOLE[:3]), part(OWN[4:], WHOLE[4:6])], "leaves others out"),
+        ([part(OWN[:3], WHOLE[:3]), part(OWN[4:], WHOLE[4:6])], "no one stride"),
         ([part(OWN[:3, :2], WHOLE[:3, :2]), part(OWN[3:, 2:], WHOLE[3:6, 2:])], "leaves others out"),
         ([part(OWN[:3], WHOLE[3:6]), part(OWN[3:], WHOLE[:3])], "no one stride"),
         ([part(OWN[:3], WHOLE[:3]), part(OWN[3:], WHOLE[4:7])], "no one stride"),
@@ -220,3 +221,93 @@ def test_parts_that_are_no_one_view_are_refused(parts: list[Copy], words: str) -
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         join("p", (6, 4), parts)
     assert caught.value.message.startswith("p: ")
+
+
+def test_what_a_part_skips_is_left_out_and_its_runs_are_kept() -> None:
+    own, served = meta(12, 6), meta(6, 6)
+    parts = [part(own[2:4], served[:2]), part(own[8:12], served[2:])]
+    view = join("p", (12, 6), parts)
+    assert (view.shape, view.stride, view.offset) == ((6, 6), (6, 1), 0)
+    assert cut_of(view) == Cut((12, 6), (((2, 2), (8, 4)), ((0, 6),)))
+    assert cut_of(join("p", (4, 6), [part(meta(4, 6), meta(4, 6))])) == Cut.whole((4, 6))
+
+
+NUM_CUTS = 300
+
+
+def cut_into(random_: random.Random, num_parts: int) -> tuple[Shape, list[Cut]]:
+    """Cut a parameter as vLLM does: several fused blocks, each dealt out evenly, or shared by neighbors, or whole."""
+    rest = tuple(random_.randint(1, 4) for _ in range(random_.randint(0, 2)))
+    axis = random_.randint(0, len(rest))
+    each: list[list[tuple[int, int]]] = [[] for _ in range(num_parts)]
+    end = 0
+    for _ in range(random_.randint(1, 3)):
+        sharing = random_.choice([1, 1, num_parts]) if axis == 0 else 1
+        length = random_.randint(1, 3)
+        for number, runs in enumerate(each):
+            runs.append((end + length * (number // sharing), length))
+        end += length * -(-num_parts // sharing)
+    shape = (*rest[:axis], end, *rest[axis:])
+    whole = Cut.whole(shape).runs
+    return shape, [Cut(shape, (*whole[:axis], tuple(runs), *whole[axis + 1 :])) for runs in each]
+
+
+def views_of(cuts: list[Cut]) -> list[dict[str, View]]:
+    """Return the view that each rank's copies add up to."""
+    views = []
+    for cut in cuts:
+        own, served, copies = meta(*cut.shape), meta(*cut.part_shape), []
+        axis = next((axis for axis, runs in enumerate(cut.runs) if len(runs) > 1), cut.axis or 0)
+        offset = 0
+        for start, length in cut.runs[axis]:
+            copies.append(part(own.narrow(axis, start, length), served.narrow(axis, offset, length)))
+            offset += length
+        views.append({"p": join("p", cut.shape, copies)})
+    return views
+
+
+def test_parts_make_up_their_parameter_and_come_back_from_it() -> None:
+    random_ = random.Random(0)
+    for _ in range(NUM_CUTS):
+        shape, cuts = cut_into(random_, random_.choice([2, 3, 4]))
+        views = views_of(cuts)
+        check_parts(views)
+        whole = torch.arange(math.prod(shape)).view(shape)
+        again = torch.full(shape, -1)
+        for each in views:
+            cut = cut_of(each["p"])
+            check_coverage({"p": shape}, {"w": cut.part_shape}, each, {})
+            cut.put(again, cut.of(whole))
+        assert torch.equal(again, whole)
+
+
+def whole_and(*runs: tuple[tuple[int, int], ...], columns: tuple[tuple[int, int], ...] = ((0, 4),)) -> list[Cut]:
+    return [Cut((8, 4), (each, columns)) for each in runs]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        (whole_and(((0, 4),), ((5, 3),)), "leave out index 4 of its axis 0"),
+        (whole_and(((0, 4),), ((4, 3),)), "leave out index 7 of its axis 0"),
+        (whole_and(((0, 4),), ((4, 4),), columns=((0, 2),)), "several axes"),
+        (
+            [*whole_and(((0, 8),), columns=((0, 2),)), *whole_and(((0, 8),), columns=((0, 2),))],
+            "same indices of its axis 1",
+        ),
+        ([Cut.whole((8, 4)), Cut.whole((4, 8))], "different shapes"),
+    ],
+)
+def test_parts_that_do_not_make_up_their_parameter_are_refused_by_name(cuts: list[Cut], words: str) -> None:
+    views = [
+        {"p": View(parameter="w", offset=0, shape=c.part_shape, stride=(1,), whole=c.shape, runs=c.runs)} for c in cuts
+    ]
+    with pytest.raises(UnsupportedModelError, match=words) as caught:
+        check_parts(views)
+    assert ": p: " in caught.value.message
+
+
+def test_a_parameter_on_some_ranks_only_is_refused() -> None:
+    view = View(parameter="w", offset=0, shape=(4,), stride=(1,))
+    with pytest.raises(UnsupportedModelError, match="p: on some of vLLM's ranks only"):
+        check_parts([{"p": view}, {}])

@@ -22,6 +22,7 @@ from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import budget
+from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
 from bridge.weights.opened_model import OpenedModel
@@ -83,12 +84,13 @@ def learner_of(
     told: list[str] | None = None,
     make_optimizer: Callable[..., InPlaceOptimizer] = factory.make,
     lr_factors: Mapping[str, float] | None = None,
+    ranks: Ranks = ALONE,
     **choices: Any,
 ) -> Learner:
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if told is None else told
-    return module.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer)
+    return module.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer, ranks=ranks)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:

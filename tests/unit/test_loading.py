@@ -328,10 +328,11 @@ def test_a_worker_refuses_a_parameter_without_a_partner(monkeypatch: pytest.Monk
 def test_a_worker_reads_writes_digests_and_settles(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     made = worker(model, monkeypatch)
-    element = {"parameter": "mlp.down_proj.weight", "index": 13}
+    element = {"parameter": "mlp.down_proj.weight", "index": 13, "part": made.rank}
+    other = {**element, "part": made.rank + 1}
     before = made.bridge_digests()
-    assert made.bridge_read([element]) == [model.mlp["down_proj"].weight[1, 1].item()]
-    made.bridge_write([element], [2.5])
+    assert made.bridge_read([other, element]) == [model.mlp["down_proj"].weight[1, 1].item()]
+    made.bridge_write([element, other], [2.5, 3.5])
     assert model.mlp["down_proj"].weight[1, 1] == 2.5
     after = made.bridge_digests()
     assert {name for name in before if before[name] != after[name]} == {"mlp.down_proj.weight"}

@@ -1,5 +1,6 @@
 """Log-probabilities in vocabulary blocks against the naive computation, and against whole transformers models."""
 
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 from bridge.errors import UnsupportedModelError
 from bridge.passes import logprobs as blocks
 from bridge.passes.logprobs import LogitTransform, check_head, model_logprobs, token_logprobs
-from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCABULARY = 301
@@ -186,6 +187,88 @@ def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
     expected, expected_entropies = naive(hidden.double(), head.double(), targets)
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-2)
+
+
+def filtered(logits: Tensor, targets: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies over the kept words, from all logits."""
+    logprobs = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
+
+
+def kept_of(logits: Tensor, counts: Tensor) -> tuple[Kept, Tensor, Tensor]:
+    """Keep the likeliest `counts` words of each row; return that as the server does, the mask, and a kept target."""
+    ordered, words = logits.detach().sort(dim=1, descending=True)
+    thresholds = (ordered.gather(1, counts[:, None] - 1) + ordered.gather(1, counts[:, None])) / 2
+    kept = Kept(thresholds.squeeze(1).float(), counts.float())
+    return kept, logits >= thresholds, words.gather(1, counts[:, None] // 2).squeeze(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("cap", "temperature"), [(None, 1.0), (None, 0.6), (2.0, 0.7)])
+def test_filtered_values_and_gradients_are_those_of_all_logits(
+    cap: float | None, temperature: float, compiles: bool, device: str
+) -> None:
+    """From one kept word to all but one, so that blocks are kept whole, in part and not at all."""
+    torch.manual_seed(0)
+    ours = [torch.randn(rows, 16, device=device).requires_grad_() for rows in (30, VOCABULARY)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in ours]
+    counts = torch.linspace(1, VOCABULARY - 1, 30, device=device).long()
+    raw = exact[0] @ exact[1].T
+    logits = (raw if cap is None else cap * torch.tanh(raw / cap)) / temperature
+    kept, is_kept, targets = kept_of(logits, counts)
+    expected, expected_entropies = filtered(logits, targets, is_kept)
+    by = LogitTransform(temperature=temperature, final_logit_softcapping=cap)
+    found, entropies = token_logprobs(ours[0], ours[1], None, targets, by, compiles, kept)
+    assert kept.thresholds_N.grad_fn is None
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-4, atol=1e-4)
+    weights = torch.randn(30, device=device)
+    mine = torch.autograd.grad((found * weights).sum(), ours)
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    torch.testing.assert_close(mine, tuple(each.float() for each in theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tied_head_gets_both_gradients_over_the_kept_words() -> None:
+    torch.manual_seed(0)
+    table, ids = torch.randn(VOCABULARY, 16, requires_grad=True), torch.arange(20)
+    logits = table[ids] @ table.T
+    kept, is_kept, targets = kept_of(logits, torch.full((20,), 7))
+    found, _ = token_logprobs(table[ids], table, None, targets, PLAIN, False, kept)
+    expected, _ = filtered(logits, targets, is_kept)
+    mine, theirs = (torch.autograd.grad(each.sum(), table)[0] for each in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_threshold_below_every_logit_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(20, 16), torch.randn(VOCABULARY, 16)
+    everything = Kept(torch.full((20,), torch.finfo(torch.float32).min), torch.zeros(20))
+    plain, all_kept = (
+        token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False, k) for k in (None, everything)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(plain, all_kept, strict=True))
+
+
+def test_words_that_change_sides_by_rounding_hardly_change_the_normalizer() -> None:
+    """Compared with the set that was kept: without the count, a word more or less is a step of 1 / 20 nats."""
+    torch.manual_seed(0)
+    logits = torch.randn(200, VOCABULARY, dtype=torch.float64).mul(0.3)
+    kept, is_kept, targets = kept_of(logits, torch.full((200,), 20))
+    moved = (logits + 0.01 * torch.randn_like(logits)).float()
+    exact, _ = filtered(moved, targets, is_kept)
+    found, _ = token_logprobs(moved, torch.eye(VOCABULARY), None, targets, PLAIN, False, kept)
+    uncounted, _ = filtered(moved, targets, moved >= kept.thresholds_N[:, None])
+    assert (found - exact).abs().max() < 0.002
+    assert (uncounted - exact).abs().max() > 0.02
+
+
+def test_the_normalizer_is_continuous_where_a_word_crosses_the_threshold() -> None:
+    kept = Kept(torch.tensor([0.0]), torch.tensor([2.0]))
+    around = [torch.tensor([[1.0, step, -2.0]]) for step in (-1e-4, 1e-4)]
+    one, other = (token_logprobs(x, torch.eye(3), None, torch.tensor([0]), PLAIN, False, kept)[0] for x in around)
+    assert (one - other).abs() < 2e-4
+    torch.testing.assert_close(one, 1 - torch.tensor([math.e + 1]).log(), rtol=1e-3, atol=1e-3)
 
 
 def micro_batch(lengths: list[tuple[int, int]]) -> MicroBatch:

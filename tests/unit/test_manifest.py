@@ -257,7 +257,7 @@ HANDLE = {
         ({"ipc_handles": {"w": {**HANDLE, "kind": "tuple"}}}, "ipc_handles.w"),
         ({"ipc_handles": {"w": {**HANDLE, "path": "/no\x00path"}}}, "ipc_handles.w"),
         ({"ipc_handles": {}}, "ipc_handles"),
-        ({"schema_version": 2}, "schema version 2, expected 1"),
+        ({"schema_version": 1}, "schema version 1, expected 2"),
         ({"schema_version": "one"}, "schema version one"),
         ({"url": "127.0.0.1:9001"}, "url"),
         ({"url": "http://127.0.0.1:port"}, "url"),

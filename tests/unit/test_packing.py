@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -59,6 +59,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "sampled_logprobs_N": pytest.approx([-0.4, -0.5, -0.7]),
         "advantages_N": [1.0, 1.0, -0.5],
         "weights_N": [0.5, 0.5, 0.25],
+        "kept": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -80,9 +81,18 @@ def test_a_shared_prompt_is_there_once_and_each_of_its_completions_sees_it() -> 
         "sampled_logprobs_N": pytest.approx([-0.4, -0.5, -0.8, -0.7]),
         "advantages_N": [1.0, 1.0, 1.0, -0.5],
         "weights_N": [0.5, 0.5, 0.5, 0.25],
+        "kept": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
+
+
+def test_what_filters_kept_follows_the_rows() -> None:
+    filtered = replace(sample((1, 2, 3), 4, 5), kept=((0.5, 9), (-1.5, 2)))
+    (batch,) = pack([sample((6,), 7), filtered])
+    assert batch.kept is not None
+    assert batch.kept.thresholds_N.tolist() == [0.5, -1.5, torch.finfo(torch.float32).min], "the last kept all"
+    assert batch.kept.counts_N.tolist() == [9, 2, 0]
 
 
 def test_a_shared_prompt_counts_once_towards_the_bound_of_each_micro_batch() -> None:

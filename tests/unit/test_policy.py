@@ -6,6 +6,7 @@ Not covered: a real server (`tests/cpu/test_library.py`).
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def with_gradients(policy: bridge.Policy) -> bridge.Policy:
 
 def weights(policy: bridge.Policy) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+def test_only_a_policy_that_is_filtered_computes_over_what_was_kept(
+    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher without filters scores what a filtered student sampled over the whole vocabulary."""
+    sample = policy.encode("a", "b c")
+    filtered = replace(sample, kept=((1e9, 1),) * len(sample.token_ids))
+    ours, plain = (policy.logprobs(batch)[0] for each in (filtered, sample) for batch in policy.pack([each]))
+    assert torch.equal(ours, plain)
+    monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_k=1))
+    (batch,) = policy.pack([filtered])
+    assert not torch.equal(policy.logprobs(batch)[0], plain)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: bridge.Policy) -> None:

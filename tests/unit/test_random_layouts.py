@@ -9,7 +9,7 @@ from torch import Tensor
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
 from bridge.weights.attach import _view
-from bridge.weights.layout import check_coverage
+from bridge.weights.layout import check_coverage, check_parts
 from patches import loading
 from tests.unit import random_server
 from tests.unit.random_server import Server
@@ -33,6 +33,7 @@ def laid_out(server: Server) -> dict[str, View] | None:
     try:
         views = loading.views(model, skeleton(server.shapes, torch.float32))
         check_coverage(server.shapes, server.held, views, server.padding)
+        check_parts([views])
     except UnsupportedModelError:
         return None
     assert all((parameter == -1).all() for parameter in model.parameters())

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bridge.errors import UsageError
 from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -95,6 +96,13 @@ def test_switched_off_an_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype)
             assert torch.equal(model(IDS).logits, without)
         assert not torch.equal(model(IDS).logits, without)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_reference_is_the_whole_distribution_whatever_the_policy_kept() -> None:
+    batch = micro_batch()
+    kept = Kept(torch.full((len(batch.rows_N),), 1e9), torch.ones(len(batch.rows_N)))
+    reference = Reference(model=base())
+    assert torch.equal(reference.logprobs(replace(batch, kept=kept), 0.7), reference.logprobs(batch, 0.7))
 
 
 def test_training_goes_on_as_if_nothing_had_happened() -> None:

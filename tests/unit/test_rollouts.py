@@ -273,6 +273,34 @@ def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
     assert len(by_text.lacks) == len(versioned.lacks) == 2
 
 
+@pytest.mark.parametrize("answers", [openai(), plain("token_id:{}".format)], ids=["stock vLLM", "another server"])
+def test_filters_need_a_server_that_reports_what_they_kept(answers: Answers) -> None:
+    error = error_of(answers, top_p=0.9, top_k=20)
+    assert type(error) is UsageError
+    assert error.message.startswith("--top-p 0.9 --top-k 20 needs a server that reports which tokens were kept")
+    assert "bridge serve-vllm" in error.remedy
+
+
+def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        for choice in document["choices"]:
+            choice["kept"] = [[0.5, 3], [-1.5, 4], [2.5, 5]]
+        return document
+
+    with serving(openai(bend, is_bridge=True)) as server:
+        groups = sampled(Endpoint(url=server.url), min_p=0.1)
+    assert groups[0][0].kept == ((0.5, 3), (-1.5, 4), (2.5, 5))
+    bodies = [CompletionsRequest.model_validate(asked.body) for asked in server.asked[1:]]
+    assert {(body.min_p, body.top_p, body.top_k) for body in bodies} == {(0.1, 1.0, 0)}
+    short = error_of(openai(lambda document, _: cut(bend(document, _)), is_bridge=True), min_p=0.1)
+    assert "3 tokens with 2 thresholds" in short.message
+
+
+def cut(document: dict[str, Any]) -> dict[str, Any]:
+    document["choices"][1]["kept"].pop()
+    return document
+
+
 def test_a_version_that_the_caller_knows_comes_before_the_servers() -> None:
     with serving(openai(version=lambda: "3")) as server:
         groups = sampled(Endpoint(url=server.url, version=0))

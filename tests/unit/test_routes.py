@@ -272,20 +272,29 @@ def test_a_refusal_is_a_conflict_with_its_remedy(http: TestClient, app: FastAPI)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_reading_and_digests_answer_what_all_ranks_say(http: TestClient, app: FastAPI, num_ranks: int) -> None:
+def test_reading_and_digests_answer_what_the_first_rank_says(http: TestClient, app: FastAPI, num_ranks: int) -> None:
     app.state.bridge_engine = FakeEngine(num_ranks)
     values = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": [ELEMENT]}).content)
     assert values.values == (1.5,)
     assert Digests.model_validate_json(http.get("/bridge/tensors/digest").content).digests == {"w": "00ff"}
 
 
-def test_a_rank_that_answers_differently_is_named(http: TestClient, app: FastAPI) -> None:
-    app.state.bridge_engine = FakeEngine(2, [1.25])
-    answer = http.post("/bridge/tensors/read", json={"elements": [ELEMENT]})
-    assert answer.status_code == 409
-    assert "rank 2 answers [1.25], expected [1.5] as from rank 0" in Refusal.model_validate_json(answer.content).error
+def test_each_rank_answers_for_its_own_part(http: TestClient, app: FastAPI) -> None:
+    shard = app.state.bridge_manifest.shard(0)
+    app.state.bridge_manifest = manifest().model_copy(update={"shards": (shard, shard), "tp_degree": 2})
+    app.state.bridge_engine = FakeEngine(1, [1.25])
+    elements = [{**ELEMENT, "part": 1}, ELEMENT]
+    values = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": elements}).content)
+    assert values.values == (1.25, 1.5)
+    answer = http.post("/bridge/tensors/read", json={"elements": [{**ELEMENT, "part": 2}]})
+    assert answer.status_code == 422
+    assert "2 ranks, and none of number 2" in answer.json()["detail"]
     app.state.bridge_engine = FakeEngine(1, {"w": "00fe"})
-    assert "rank 1 answers {'w': '00fe'}" in http.get("/bridge/tensors/digest").json()["error"]
+    assert http.get("/bridge/tensors/digest?part=1").json() == {"digests": {"w": "00fe"}}
+    assert http.get("/bridge/tensors/digest?part=2").status_code == 404
+
+
+def test_a_rank_with_another_number_of_tensors_is_named(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_engine = FakeEngine(1, (3, []))
     assert "rank 1 answers 3, expected 2" in http.get("/bridge/tensors/finite").json()["error"]
 

@@ -67,6 +67,47 @@ def test_by_batch_the_mean_is_the_groups_and_the_deviation_that_of_all_rewards()
     assert found[1] == [0, 0, 0, 0]
 
 
+def by_turn(*rewards: Sequence[float]) -> Group:
+    """A group with rewards per turn: each turn has two tokens, and one that is read stands between two turns."""
+    completions = []
+    for each in rewards:
+        sampled = tuple(place % 3 < 2 for place in range(3 * len(each) - 1))
+        completions.append(replace(completion(len(sampled)), sampled=sampled))
+    return group(
+        [sum(each) for each in rewards], completions=tuple(completions), turn_rewards=tuple(map(tuple, rewards))
+    )
+
+
+def of_tokens(scale: AdvantageScale, *rewards: Sequence[float]) -> list[list[float]]:
+    return [list(each) for filled in with_advantages([by_turn(*rewards)], scale) for each in filled.advantages or ()]
+
+
+def test_with_rewards_per_turn_each_turn_is_compared_by_its_return_with_the_same_turn_of_the_others() -> None:
+    rewards = [1, 2], [1, 0], [2]
+    # returns of the first turns: 3, 1, 2, mean 2; of the second ones: 2, 0, mean 1
+    assert of_tokens("none", *rewards) == [[1, 1, 0, 1, 1], [-1, -1, 0, -1, -1], [0, 0]]
+    # squares of these differences: 1, 1, 0, 1, 1, mean 4/5
+    root = 1.25**0.5
+    assert of_tokens("group", *rewards)[0] == pytest.approx([root, root, 0, root, root], rel=1e-5)
+    # of 3 first turns and of 2 second ones
+    assert of_tokens("leave_one_out", *rewards)[0] == pytest.approx([1.5, 1.5, 0, 2, 2])
+    # all returns: 3, 1, 2, 2, 0: mean 8/5, variance 26/25
+    assert of_tokens("batch", *rewards)[1] == pytest.approx([-1 / 1.04**0.5] * 2 + [0] + [-1 / 1.04**0.5] * 2, rel=1e-5)
+
+
+def test_a_turn_that_no_other_completion_has_gets_no_advantage() -> None:
+    assert of_tokens("none", [0, 0, 5], [0, 5]) == [[0.0] * 8, [0.0] * 5]
+    assert not has_signal(by_turn([0, 0, 5], [0, 5]))
+    assert has_signal(by_turn([0, 1], [1, 0])), "the totals are equal, the turns are not"
+
+
+def test_of_rewards_per_turn_only_sampled_tokens_are_trained_on() -> None:
+    first, second = made([by_turn([0, 1], [1, 0])], advantage_scale="none")
+    # first turns: both return 1; second turns: 1 and 0
+    assert list(first.advantages) == [0, 0, 0.5, 0.5]
+    assert list(second.advantages) == [0, 0, -0.5, -0.5]
+
+
 def test_groups_may_differ_in_size() -> None:
     assert [len(values) for values in advantages([group([1, 0]), group([1, 2, 3]), group([5])], "group")] == [2, 3, 1]
 
@@ -155,6 +196,13 @@ def test_a_sample_is_its_completion_with_one_advantage_for_each_token() -> None:
         weight=1 / 5,
     )
     assert second.advantages == (0.5, 0.5, 0.5)
+
+
+def test_what_filters_kept_belongs_to_the_sampled_tokens() -> None:
+    kept = ((0.5, 3), (1.5, 4), (2.5, 5), (3.5, 6))
+    filtered = replace(completion(4), kept=kept, sampled=(False, True, False, True))
+    (other, one) = made([replace(group([0, 1], [4, 4]), completions=(completion(4), filtered))])
+    assert (other.kept, one.kept) == ((), ((1.5, 4), (3.5, 6)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
 from patches import sampling_watch
+from patches.logprobs_wire import FILTERED
 
 NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
 
@@ -22,14 +23,14 @@ class Engine:
         return "queue"
 
 
-def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any]) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any], name: str = "1") -> list[str]:
     engine = Engine()
     sampling_watch.watch(engine)
     with caplog.at_level(logging.WARNING, logger="vllm.bridge"):
         for request in requests:
             params = SimpleNamespace(**{**NEUTRAL, **request})
-            asyncio.run(engine.add_request("1", prompt="p", params=params, lora_request="adapter"))
-            assert engine.asked.pop() == ("1", "p", params, "adapter")
+            asyncio.run(engine.add_request(name, prompt="p", params=params, lora_request="adapter"))
+            assert engine.asked.pop() == (name, "p", params, "adapter")
     return [record.getMessage() for record in caplog.records]
 
 
@@ -49,6 +50,10 @@ def test_what_shapes_the_distribution_is_named_once(
     (line,) = logged(caplog, params, params, {})
     assert words in line
     assert "generation_config.json" in line
+
+
+def test_a_rollout_whose_trainer_knows_what_was_kept_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert logged(caplog, {"top_p": 0.9}, name=f"0_{FILTERED}7") == []
 
 
 def test_each_set_of_fields_is_named_whatever_their_values(caplog: pytest.LogCaptureFixture) -> None:

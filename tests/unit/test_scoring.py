@@ -59,7 +59,7 @@ def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", [1.0], np.ones(2), 1j, 10**400),
+        *(float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", {1.0}, np.ones(2), 1j, 10**400),
         (1.0, {}),
     ],
 )
@@ -120,11 +120,18 @@ def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> Non
         assert "expected a finite number and a dict of finite numbers (" in fault(Several(), completion).line
 
 
+def test_a_list_is_a_reward_per_turn_and_each_is_a_finite_number() -> None:
+    assert scored(scoring([1, np.float32(0.5)])) == Score(reward=1.5, turns=[1.0, 0.5])
+    for value in ([], [1.0, float("nan")], [[1.0]], ["1.0"]):
+        assert "expected one finite number per turn (test_scoring.py line" in fault(scoring(value)).line
+
+
 @pytest.mark.parametrize(
     "answer",
     [
         Origin(name="Task.score", file="task.py", place="task.py line 3"),
         Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e300}),
+        Score(reward=3.5, turns=[1.0, 2.5]),
         FailedScore(kind="k", line="l"),
         CannotScore(message="m", remedy="r"),
     ],

@@ -343,7 +343,7 @@ def test_every_kind_of_script_can_score_and_nothing_of_it_is_run_again(tmp_path:
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(PROGRAM)
     stdout, stderr = output(sys.executable, str(script), str(log), "good", "raises")
-    assert stdout.startswith("[Score(reward=4.0, parts={}), FailedScore("), stderr
+    assert stdout.startswith("[Score(reward=4.0, parts={}, turns=[]), FailedScore("), stderr
     assert stdout.count("\n") == 1
     assert sorted(noted(log)) == ["good", "raises"]
 

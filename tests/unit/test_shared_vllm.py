@@ -15,6 +15,7 @@ from bridge.errors import AttachError, ManifestError, ServerUnreachableError
 from bridge.modes.mode import Mode, RunContext
 from bridge.modes.none import InPlace
 from bridge.modes.shared_vllm import SharedVllm
+from bridge.ranks.world import Ranks
 from bridge.server import manifest as manifests
 from bridge.server.fence import Update
 from bridge.server.protocol import Status
@@ -22,6 +23,7 @@ from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, serving
+from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import ToyServer
 
 RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"), note=lambda _: None)
@@ -201,3 +203,41 @@ def test_a_server_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
         pass
     with pytest.raises(ServerUnreachableError):
         SharedVllm(config(server, tmp_path), RUN)
+
+
+class Restarted(FakeRoutes):
+    """A server that publishes under the version that it gets, unless it is already past that."""
+
+    def __call__(self, asked: Asked) -> Answer:
+        if asked.path == "/bridge/publish":
+            self.version = max(self.version, (asked.body.get("version") or 0) - 1)
+        return super().__call__(asked)
+
+
+def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
+    """Lose the second rank's server before it publishes; return the versions known and served in the end."""
+    routes, own = Restarted(), folder / str(ranks.rank)
+    own.mkdir()
+    with serving(routes) as server:
+        mode = SharedVllm(config(server, own), replace(RUN, ranks=ranks))
+        publish = mode.client.publish
+
+        def lost(*_: object) -> Status:
+            raise ServerUnreachableError("gone", remedy="")
+
+        def restart(_: object) -> None:
+            routes.version, mode.client.publish = 0, publish  # type: ignore[method-assign]
+
+        mode.client.models = tuple  # type: ignore[method-assign]
+        if ranks.rank == 1:
+            mode.client.publish = mode.client.models = lost  # type: ignore[method-assign,assignment]
+            mode.restart = restart  # type: ignore[method-assign,assignment]
+        with pytest.raises(ServerUnreachableError):
+            mode.publish(Update(lambda: None))
+        mode.revive(None)
+        mode.close()
+        return mode.version, routes.version
+
+
+def test_servers_serve_one_version_after_one_of_them_died_before_it_published(tmp_path: Path) -> None:
+    assert on_ranks(2, revived, tmp_path) == [(9, 9)] * 2

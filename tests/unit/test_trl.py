@@ -62,6 +62,14 @@ def test_choices_that_would_train_a_copy_are_refused(
         bridge.for_trl(policy, choices(**changed))
 
 
+def test_filters_are_refused_because_trl_does_not_know_what_they_kept(
+    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_p=0.9))
+    with pytest.raises(UsageError, match="samples with top_p, and TRL computes its loss over the whole vocabulary"):
+        bridge.for_trl(policy, choices())
+
+
 def test_parameters_outside_the_servers_memory_are_refused_when_training_begins(policy: bridge.Policy) -> None:
     """As with `peft_config`, or a model that was moved: its updates would never reach the server."""
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]

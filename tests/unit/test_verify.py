@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bridge.checks import verify
 from bridge.checks.result import Check
+from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.server.client import BridgeClient
@@ -181,3 +182,31 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
     assert len(answers) == verify.NUM_PROMPTS
     assert all(max(prompt) < tiny.VOCABULARY for prompt in answers)
+
+
+def test_replicas_that_differ_are_named_with_the_tensor_and_the_server() -> None:
+    equal = {path: Served(3, {"a": "1", "b": "2"}) for path in map(Path, "xyz")}
+    assert verify.replicas([*equal], equal.__getitem__).status == "PASS"
+    other = equal | {Path("y"): Served(3, {"a": "1", "b": "3"})}
+    check = verify.replicas([*other], other.__getitem__)
+    assert check.status == "FAIL"
+    assert check.found == "1 of 2 tensors of y differ from those of x, the first: b"
+    missing = equal | {Path("z"): Served(3, {"a": "1"})}
+    assert "tensors of z differ" in verify.replicas([*missing], missing.__getitem__).found
+
+
+def test_replicas_are_compared_at_one_version() -> None:
+    seen = dict.fromkeys("xy", 0)
+
+    def look(path: Path) -> Served:
+        seen[path.name] += 1
+        late = path.name == "y" and seen["y"] <= published
+        return Served(3 if late else 4, {"a": str(late)})
+
+    published = 2
+    assert verify.replicas([Path("x"), Path("y")], look).status == "PASS"
+    assert seen == {"x": 3, "y": 3}
+    published = 99
+    check = verify.replicas([Path("x"), Path("y")], look)
+    assert check.status == "SKIP"
+    assert "again and again" in check.found

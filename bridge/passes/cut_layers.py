@@ -1,0 +1,214 @@
+"""Layers of which this part of a replica holds some rows, columns or words, and their sums over the parts.
+
+A *column layer* has some rows of its weight, and makes some of its outputs. A *row layer* has some columns, and makes a
+share of every output. Between them lies a *block*: each part gets the whole input, computes with its own heads, neurons
+or experts' neurons, and the shares of the output are added up. Going back, the shares of the input's gradient are added
+up at the block's entrance, and the output's gradient is whole on every part already.
+
+The sums are functional collectives, and stand in module hooks: layers are copied, compiled and recomputed like others.
+A group is known by its name, which a copy of a module can hold.
+
+Not covered: which layer is cut how, and where blocks begin (`parallel.py`); the head (`logprobs.py`).
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+
+OWN_NUMBERS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
+"""What attention modules remember about their heads."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of the vocabulary that this part holds."""
+
+    start: int
+    """The first of them."""
+    group: str
+    """The parts."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of a column layer that this part makes."""
+
+    start: int
+    """The first of them."""
+    num_all: int
+    """Of all parts."""
+    is_first: bool
+    """Whether no part before this one makes the same."""
+    group: str
+    """The parts."""
+
+
+def summed(tensor: Tensor, group: str) -> Tensor:
+    """Return the sum over the parts."""
+    return _reduced(tensor, "sum", group)
+
+
+def largest(tensor: Tensor, group: str) -> Tensor:
+    """Return the maximum over the parts, element by element."""
+    return _reduced(tensor, "max", group)
+
+
+def words_of(module: nn.Module) -> Words | None:
+    """Return which words an embedding or a head has; None: all."""
+    words: Words | None = getattr(module, "words", None)
+    return words
+
+
+def enter(block: nn.Module, group: str, *, adds_up: bool) -> None:
+    """Have the gradients of the block's inputs added up, and its output too with `adds_up`."""
+    block.register_forward_pre_hook(_Entrance(group), with_kwargs=True)
+    if adds_up:
+        block.register_forward_hook(_Exit(group))
+
+
+def make_row(layer: nn.Linear, group: str) -> None:
+    """Make it a row layer; its parameters stay where they are."""
+    layer.__class__ = RowLinear
+    layer.register_forward_hook(_Exit(group))
+
+
+def make_vocabulary(embedding: nn.Embedding, words: Words) -> None:
+    """Have words of other parts looked up there; the embedding's parameter stays where it is."""
+    embedding.words = words  # type: ignore[assignment]
+    if embedding.padding_idx is not None:
+        own = embedding.padding_idx - words.start
+        embedding.padding_idx = own if 0 <= own < len(embedding.weight) else None
+    embedding.forward = MethodType(_looked_up, embedding)  # type: ignore[method-assign]
+
+
+def make_gathering(norm: nn.Module, outputs: Outputs) -> None:
+    """Have a norm over all outputs of a column layer see those of all parts; its parameters stay where they are."""
+    norm.outputs = outputs  # type: ignore[assignment]
+    norm.forward = MethodType(_over_all_parts, norm)
+
+
+def count_own_heads(block: nn.Module, num_parts: int) -> None:
+    """Let the code of a block that counts heads find the numbers of this part."""
+    config = getattr(block, "config", None)
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        return
+    all_pairs = getattr(config, "num_key_value_heads", None) or num_heads
+    heads, pairs = num_heads // num_parts, max(1, all_pairs // num_parts)
+    block.config = OwnHeads(config, {"num_attention_heads": heads, "num_key_value_heads": pairs})  # type: ignore[assignment]
+    for name, number in zip(OWN_NUMBERS, (heads, heads, pairs, heads // pairs), strict=True):
+        if isinstance(getattr(block, name, None), int):
+            setattr(block, name, number)
+
+
+class OwnHeads:
+    """A view of a model's configuration with this part's numbers of heads.
+
+    The model's own is asked for everything else, now and later: its attention is chosen after this view is made. The
+    view in a copy of the model asks the copy's configuration.
+    """
+
+    def __init__(self, config: Any, own: Mapping[str, int]) -> None:
+        self.__dict__.update(own, _config=config, _own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnHeads":
+        return OwnHeads(copy.deepcopy(self.__dict__["_config"], memo), self.__dict__["_own"])
+
+
+class RowLinear(nn.Linear):
+    """A row layer: its share of the output, without the bias, which is added once behind the sum."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.linear(rows, self.weight)
+
+
+@dataclass(frozen=True)
+class _Entrance:
+    group: str
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(self._entered, args)), {name: self._entered(each) for name, each in kwargs.items()}
+
+    def _entered(self, given: Any) -> Any:
+        if isinstance(given, Tensor) and given.is_floating_point() and given.requires_grad:
+            return _Enter.apply(given, self.group)  # type: ignore[no-untyped-call]
+        return given
+
+
+@dataclass(frozen=True)
+class _Exit:
+    group: str
+
+    def __call__(self, module: nn.Module, _: tuple[Any, ...], share: Tensor) -> Tensor:
+        output: Tensor = _Leave.apply(share, self.group)  # type: ignore[no-untyped-call]
+        bias = module.bias if isinstance(module, RowLinear) else None
+        return output if bias is None else output + bias
+
+
+class _Enter(torch.autograd.Function):
+    """Nothing forward, a sum over the parts backward."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed(gradient, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """A sum over the parts forward, nothing backward."""
+
+    @staticmethod
+    def forward(_: Any, share: Tensor, group: str) -> Tensor:
+        return summed(share, group)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+    """Look up this part's words; those of other parts are zeros here."""
+    words = embedding.words
+    assert isinstance(words, Words)
+    own = ids - words.start
+    is_own = (own >= 0) & (own < len(embedding.weight))
+    found: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
+    share = torch.where(is_own.unsqueeze(-1), found, 0.0)
+    output: Tensor = _Leave.apply(share, words.group)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
+    """Compute the norm of all parts' outputs, and return this part's; each output is taken from its first part.
+
+    Each part knows a share of the gradient, of its own results: shares are added up on the way back, too.
+    """
+    outputs, num_own = norm.outputs, own.shape[-1]
+    assert isinstance(outputs, Outputs)
+    if num_own == outputs.num_all:  # it stands elsewhere, where nothing is cut
+        return type(norm).forward(norm, own)  # type: ignore[no-any-return]
+    filled = nn.functional.pad(
+        own * float(outputs.is_first), (outputs.start, outputs.num_all - outputs.start - num_own)
+    )
+    whole: Tensor = _Leave.apply(_Enter.apply(filled, outputs.group), outputs.group)  # type: ignore[no-untyped-call]
+    normed: Tensor = type(norm).forward(norm, whole)
+    return normed.narrow(-1, outputs.start, num_own)
+
+
+def _reduced(tensor: Tensor, operation: str, group: str) -> Tensor:
+    reduced: Tensor = collectives.all_reduce(tensor.contiguous(), operation, group)  # type: ignore[arg-type]
+    done: Tensor = collectives.wait_tensor(reduced)
+    return done

@@ -1,0 +1,285 @@
+"""Tensor parallelism that follows from the layout: what a part holds of a parameter tells what kind of layer it is.
+
+| what is cut | kind |
+|---|---|
+| rows of a linear layer, its bias, or what else there is per head | column |
+| columns of a linear layer | row |
+| the second or third axis of experts' weights | column or row, in a module that is a block itself |
+| rows of the embedding or of the head | vocabulary |
+
+A norm over all outputs of a column layer, whole on every part, gathers them first.
+A block is the smallest module that holds both a column and a row layer. There is no table of families; whether the
+result computes what the whole model does is proved before training (`parallel_proof.py`).
+
+Not covered: what cut layers compute (`cut_layers.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.errors import AttachError, UnsupportedModelError
+from bridge.passes import cut_layers, layers
+from bridge.passes.cut_layers import Outputs, Words
+from bridge.weights.cut import Cut, held_by
+
+Cuts = Mapping[str, Cut]
+"""What one part holds of each Hugging Face parameter."""
+Axes = Mapping[str, int | None]
+"""The axis along which each parameter is cut; None: every part holds all of it."""
+COLUMN, ROW = "column", "row"
+BOTH = {COLUMN, ROW}
+FLAT_ELEMENTS = 2**26
+"""Most elements of gradients that are combined at once, in float32."""
+ONE_PART = "serve it with --tensor-parallel-size 1, or train it with --mode none"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Elements of a parameter that several parts hold, and how their gradients become one."""
+
+    name: str
+    """The parameter."""
+    axis: int | None
+    """The axis that is cut; None: all parts hold the whole parameter."""
+    start: int
+    """The first index along the axis, counted in the whole parameter."""
+    length: int
+    parts: tuple[int, ...]
+    """The parts that hold them."""
+    adds_up: bool
+    """Whether each part knows a share of the gradient, as inside a block; else each knows all of it, and the first
+    one's counts, so that all stay equal to the bit."""
+
+    def of(self, tensor: Tensor, cut: Cut) -> Tensor:
+        """Return these elements of a part's parameter or gradient, as a view."""
+        if self.axis is None:
+            return tensor
+        before = 0
+        for start, length in cut.runs[self.axis]:
+            if start <= self.start < start + length:
+                return tensor.narrow(self.axis, before + self.start - start, self.length)
+            before += length
+        raise AssertionError(f"this part does not hold {self}")
+
+    def num_elements(self, cut: Cut) -> int:
+        """Count them; `cut` is any part's."""
+        shape = list(cut.shape)
+        if self.axis is not None:
+            shape[self.axis] = self.length
+        return torch.Size(shape).numel()
+
+
+Exchanged = tuple[Shared, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """A model that computes with its part of the weights, together with the other parts of its replica."""
+
+    cuts: Sequence[Cuts]
+    """By part."""
+    part: int
+    """This one."""
+    group: str
+    """The name of the parts' process group."""
+    shared: Sequence[Shared]
+    """In one order on every part; what no other part holds is left out."""
+
+    @torch.no_grad()
+    def combine(self, gradients: Mapping[str, Tensor]) -> None:
+        """Give all parts that share elements one gradient of them, in place.
+
+        Every part calls it with gradients of the same parameters: one collective, or a few for large models.
+        """
+        for _, mine, one in self._exchanged(gradients):
+            mine.copy_(one)
+
+    @torch.no_grad()
+    def check_shared(self, parameters: Mapping[str, Tensor]) -> None:
+        """Check that parts hold the same values of what they share; called by every part.
+
+        Raises:
+            AttachError: they do not.
+        """
+        differs = dict.fromkeys((each.name for each in self.shared), 0)
+        for each, mine, one in self._exchanged(parameters, values=True):
+            differs[each.name] |= int(not torch.equal(mine.float(), one))
+        device = next(iter(parameters.values())).device
+        found = cut_layers.largest(torch.tensor([*differs.values()], device=device), self.group).tolist()
+        if faults := [name for name, fault in zip(differs, found, strict=True) if fault]:
+            more = f", and of {len(faults) - 1} more" if len(faults) > 1 else ""
+            raise AttachError(
+                f"the server's ranks hold different values of {faults[0]}{more}, which they share",
+                remedy="restart the server, or restore a checkpoint: bridge restore",
+            )
+
+    def _exchanged(self, tensors: Mapping[str, Tensor], *, values: bool = False) -> Iterator[Exchanged]:
+        """Yield what this part has of each shared element, as a view, and what the parts make of it, in float32.
+
+        That is the sum of gradients that add up, and what the first part has of others, and of `values`.
+        """
+        batch, num_elements = list[Shared](), 0
+        for each in self.shared:
+            if each.name in tensors:
+                batch.append(each)
+                num_elements += each.num_elements(self.cuts[0][each.name])
+            if num_elements > FLAT_ELEMENTS:
+                yield from self._at_once(batch, tensors, values)
+                batch, num_elements = [], 0
+        if batch:
+            yield from self._at_once(batch, tensors, values)
+
+    def _at_once(self, batch: Sequence[Shared], tensors: Mapping[str, Tensor], values: bool) -> Iterator[Exchanged]:
+        cuts, device = self.cuts[self.part], tensors[batch[0].name].device
+        sizes = [each.num_elements(cuts[each.name]) for each in batch]
+        shares = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        own = {each: each.of(tensors[each.name], cuts[each.name]) for each in batch if self.part in each.parts}
+        for each, place in zip(batch, shares.split(sizes), strict=True):
+            if each in own and (self.part == each.parts[0] or (each.adds_up and not values)):
+                place.view(own[each].shape).copy_(own[each])
+        for each, place in zip(batch, cut_layers.summed(shares, self.group).split(sizes), strict=True):
+            if each in own:
+                yield each, own[each], place.view(own[each].shape)
+
+
+def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGroup) -> Parallel:
+    """Let the model compute with its part of the weights; call it once they are attached, on every part.
+
+    `cuts` are those of every part, in the order of their ranks in `group`.
+
+    Raises:
+        UnsupportedModelError: a parameter is cut in a way that is not supported; it is named.
+    """
+    part, name = dist.get_rank(group), group.group_name
+    axes = {parameter: _cut_axis(parameter, [each[parameter] for each in cuts]) for parameter in cuts[0]}
+    kinds = _kinds(model, axes, cuts[part])
+    blocks = _blocks(model, kinds)
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        _divide_vocabulary(model, embedding, axes, cuts, part, name)
+    for norm, outputs in _norms(model, axes, cuts, blocks, part, name):
+        cut_layers.make_gathering(norm, outputs)
+    rows = [owner for owner, found in kinds.items() if found == {ROW}]
+    for owner in rows:
+        cut_layers.make_row(model.get_submodule(owner), name)
+    for place in blocks:
+        block = model.get_submodule(place)
+        cut_layers.enter(block, name, adds_up=kinds.get(place) == BOTH)
+        cut_layers.count_own_heads(block, len(cuts))
+    behind = {f"{owner}.bias" for owner in rows}
+    inside = {each for each in axes if each not in behind and any(place in blocks for place in _above(each))}
+    return Parallel(cuts=cuts, part=part, group=name, shared=[*_shared(axes, cuts, inside)])
+
+
+def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:
+    """Return the axis along which the parts hold different indices of a parameter; None: each holds all of it."""
+    (shape,) = {cut.shape for cut in cuts}
+    axes = {axis for cut in cuts for axis, size in enumerate(cut.part_shape) if size != shape[axis]}
+    if len(axes) > 1:
+        raise _refusal(name, f"is cut along {len(axes)} axes")
+    return next(iter(axes), None)
+
+
+def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]]:
+    """Return the kinds of cut parameters of each module that has any, by its name, without the vocabulary."""
+    vocabulary = {id(each) for each in (model.get_input_embeddings(), model.get_output_embeddings())}
+    kinds = dict[str, set[str]]()
+    for name, axis in axes.items():
+        owner, _, _ = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if axis is None or id(module) in vocabulary:
+            continue
+        num_axes = len(cuts[name].shape)
+        if num_axes == 3 and axis == 0:
+            raise _refusal(name, "is cut by experts: expert parallelism is not supported")
+        is_row = axis == num_axes - 1 and (type(module) is nn.Linear or num_axes == 3)
+        kinds.setdefault(owner, set()).add(ROW if is_row and num_axes > 1 else COLUMN)
+    return kinds
+
+
+def _blocks(model: PreTrainedModel, kinds: Mapping[str, set[str]]) -> set[str]:
+    """Return the names of the smallest modules inside the model's layers that hold both kinds, around every cut one."""
+    whole = {id(layer) for layer in layers.decoder_layers(model)}
+    places = {name for name, module in model.named_modules() if id(module) in whole}
+    under = dict[str, set[str]]()
+    for owner, found in kinds.items():
+        for place in (owner, *_above(owner)):
+            under.setdefault(place, set()).update(found)
+    blocks = set[str]()
+    for owner, found in kinds.items():
+        inside = (place for place in (owner, *_above(owner)) if not places.isdisjoint(_above(place)))
+        around = [place for place in inside if under[place] == BOTH]
+        if not around:
+            raise _refusal(owner, f"is a {next(iter(found))} layer without its counterpart")
+        blocks.add(around[0])
+    for owner in kinds:
+        inner, *outer = (place for place in (owner, *_above(owner)) if place in blocks)
+        if outer:
+            raise _refusal(outer[0], f"is cut, and so is {inner} inside it, expected one of them")
+    return blocks
+
+
+def _norms(
+    model: PreTrainedModel,
+    axes: Axes,
+    cuts: Sequence[Cuts],
+    blocks: set[str],
+    part: int,
+    group: str,
+) -> Iterator[tuple[nn.Module, Outputs]]:
+    """Yield the norms that may be over all outputs of a column layer of their block, and the part's outputs."""
+    for name, axis in axes.items():
+        owner, _, leaf = name.rpartition(".")
+        block = next((place for place in _above(owner) if place in blocks), None)
+        if axis is not None or leaf != "weight" or block is None or len(cuts[part][name].shape) != 1:
+            continue
+        size = cuts[part][name].shape[0]
+        columns = [each for each in axes if each.startswith(f"{block}.") and axes[each] == 0]
+        held = {tuple(every[each].runs[0] for every in cuts) for each in columns if cuts[part][each].shape[0] == size}
+        by_part = held.pop() if len(held) == 1 else ()
+        if by_part and all(len(runs) == 1 for runs in by_part):
+            start, _ = by_part[part][0]
+            yield model.get_submodule(owner), Outputs(start, size, by_part.index(by_part[part]) == part, group)
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a module or parameter, from the inside."""
+    while name:
+        name, _, _ = name.rpartition(".")
+        yield name
+
+
+def _divide_vocabulary(
+    model: PreTrainedModel, module: nn.Module, axes: Axes, cuts: Sequence[Cuts], part: int, group: str
+) -> None:
+    """Let the embedding or the head compute with this part's words, if it has some."""
+    name = next(each for each, parameter in model.named_parameters() if parameter is module.weight)
+    if axes[name] is None:
+        return
+    runs = [each[name].runs[0] for each in cuts]
+    if axes[name] != 0 or any(len(each) != 1 or not each[0][1] for each in runs):
+        raise _refusal(name, "is cut, expected one run of words for each part")
+    words = Words(start=runs[part][0][0], group=group)
+    if isinstance(module, nn.Embedding):
+        cut_layers.make_vocabulary(module, words)
+    else:
+        module.words = words  # type: ignore[assignment]
+
+
+def _shared(axes: Axes, cuts: Sequence[Cuts], inside: set[str]) -> Iterator[Shared]:
+    for name, axis in axes.items():
+        if axis is None:
+            size = cuts[0][name].shape[0] if cuts[0][name].shape else 1
+            yield Shared(name, None, 0, size, tuple(range(len(cuts))), name in inside)
+            continue
+        for start, length, parts in held_by([each[name].runs[axis] for each in cuts]):
+            if len(parts) > 1:
+                yield Shared(name, axis, start, length, parts, name in inside)
+
+
+def _refusal(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name} {reason}", remedy=ONE_PART)

@@ -1,0 +1,223 @@
+"""The proof of tensor parallelism, before training: layers computed in parts equal the whole ones, gradients included.
+
+One layer of each kind is made whole on every part, in float32, and computed beside the one in parts. A wrong gradient
+cannot be seen otherwise: the outputs, and so the log-probabilities, are right without it.
+
+Weights and input are random, the same on every part. Trained ones may hide a fault, as a bias of zeros does that every
+part adds, or tell of one where there is none: with attention scores in the thousands, float32 rounds by more than
+`TOLERANCE`. That the parts' memory holds what is expected is seen from the server's log-probabilities.
+
+Not covered: the vocabulary, whose code no model changes.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.optimizers.release import each_gradient
+from bridge.passes import cut_layers, layers
+from bridge.passes.parallel import ONE_PART, Parallel
+
+TOLERANCE = 1e-4
+"""Largest relative difference; float32 came to 2e-6, and what was spoilt on purpose to 0.4 and more."""
+FLOOR = 1e-3
+"""Of the largest gradient of the layer's parameters, per element: what is smaller is compared with that, for some
+gradients are zero but for rounding, as those of keys' biases without positions."""
+NUM_TOKENS = 24
+MISFITS = (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, NotImplementedError, RuntimeError)
+"""What a layer raises that cannot compute with a part of its weights."""
+
+
+Result = TypeVar("Result")
+
+
+class _Call(NamedTuple):
+    """How a model calls a layer."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What a layer made of its input; gradients are those of this part's elements."""
+
+    output: Tensor
+    input_gradient: Tensor
+    gradients: Mapping[str, Tensor]
+    """By parameter, as the model names it."""
+
+
+def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
+    """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode.
+
+    Raises:
+        AttachError: the parts hold different values of what they share.
+        UnsupportedModelError: they differ, or the model cannot compute with a part; what differs is named.
+        UsageError: a whole layer does not fit.
+    """
+    parallel.check_shared(dict(model.named_parameters()))
+    names = {id(module): name for name, module in model.named_modules()}
+    chosen = dict[Any, str]()
+    for layer in layers.decoder_layers(model):
+        chosen.setdefault(_kind(layer, names[id(layer)], parallel), names[id(layer)])
+    whole_model = _skeleton(model)
+    try:
+        with _exact():
+            for name, call in _tried(type(model).__name__, lambda: _calls(model, [*chosen.values()])).items():
+                _check_layer(name, call, model, whole_model, parallel)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"a whole layer of {type(model).__name__} in float32, with which the parts are compared, does not fit:"
+            f" {str(error).strip().splitlines()[0]}",
+            remedy="a lower --gpu-memory-utilization",
+        ) from error
+
+
+def _check_layer(
+    name: str, call: _Call, model: PreTrainedModel, whole_model: PreTrainedModel, parallel: Parallel
+) -> None:
+    own, whole_layer = parallel.cuts[parallel.part], whole_model.get_submodule(name)
+    _fill(whole_layer, call.args[0])
+    layer = copy.deepcopy(model.get_submodule(name))
+    for each, parameter in layer.named_parameters():
+        parameter.data = own[f"{name}.{each}"].of(whole_layer.get_parameter(each).detach()).clone()
+    cut = _tried(name, lambda: _run(layer.float(), name, call, lambda _, gradient: gradient))
+    parallel.combine(cut.gradients)
+    whole = _run(whole_layer, name, call, lambda each, gradient: own[each].of(gradient).clone())
+    whole_layer.to("meta")
+    _compare(name, cut, whole, parallel)
+
+
+def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
+    """Return what layers of one kind have in common: their classes, and what each part holds of their parameters."""
+    classes = tuple(type(module) for module in layer.modules())
+    parameters = [each for each, _ in layer.named_parameters()]
+    return classes, tuple((each, *(cuts[f"{name}.{each}"] for cuts in parallel.cuts)) for each in parameters)
+
+
+def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the whole model in float32, without its weights."""
+    with init_empty_weights(include_buffers=False):
+        whole: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+    return whole.eval()
+
+
+def _calls(model: PreTrainedModel, names: Sequence[str]) -> dict[str, _Call]:
+    """Run the model on a sequence, and return how it calls each of these layers, by name."""
+    calls = dict[str, _Call]()
+
+    def keeping(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: calls.update({name: _Call(_widened(args), _widened(kwargs))})
+
+    tokens_T = (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % model.config.get_text_config().vocab_size
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            layer = model.get_submodule(name)
+            hooks.callback(layer.register_forward_pre_hook(keeping(name), with_kwargs=True).remove)
+        model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+    return calls
+
+
+def _widened(given: Any) -> Any:
+    """Return arguments with every tensor of bf16 in float32."""
+    if isinstance(given, Tensor):
+        return given.float() if given.is_floating_point() else given
+    if isinstance(given, dict):
+        return {name: _widened(each) for name, each in given.items()}
+    return tuple(map(_widened, given)) if isinstance(given, tuple) else given
+
+
+def _fill(whole: nn.Module, like: Tensor) -> None:
+    """Give a layer on the meta device weights with which its output is about as large as its input."""
+    chance = torch.Generator(device=like.device).manual_seed(0)
+    for name, empty in [*whole.named_parameters()]:
+        owner, _, leaf = name.rpartition(".")
+        weight = torch.empty(empty.shape, device=like.device)
+        is_factor, std = weight.ndim < 2 and "bias" not in leaf, weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1
+        setattr(whole.get_submodule(owner), leaf, nn.Parameter(weight.normal_(float(is_factor), std, generator=chance)))
+    whole.to(like.device)
+
+
+def _run(layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], Tensor]) -> _Computed:
+    """Run the layer forward and backward, and keep of each parameter's gradient what `own` returns."""
+    chance, gradients = torch.Generator(device=call.args[0].device).manual_seed(1), dict[str, Tensor]()
+    hidden = torch.empty_like(call.args[0]).normal_(generator=chance).requires_grad_()
+    names: dict[Tensor, str] = {parameter: f"{name}.{each}" for each, parameter in layer.named_parameters()}
+
+    def keep(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradients[names[parameter]] = own(names[parameter], parameter.grad)
+
+    with torch.enable_grad(), each_gradient(names, keep):
+        output = layer(hidden, *call.args[1:], **call.kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        weights = torch.linspace(-1, 1, output.numel(), device=output.device)
+        (output.flatten() * weights).sum().backward()
+    for parameter, each in names.items():
+        if each not in gradients:  # an expert that no token was sent to
+            gradients[each] = own(each, torch.zeros_like(parameter))
+    assert hidden.grad is not None
+    return _Computed(output.detach(), hidden.grad, gradients)
+
+
+def _compare(name: str, cut: _Computed, whole: _Computed, parallel: Parallel) -> None:
+    least = FLOOR * max(_rms(each) for each in whole.gradients.values())
+    found = {
+        f"the output of {name}": _difference(cut.output, whole.output),
+        f"the gradient of {name}'s input": _difference(cut.input_gradient, whole.input_gradient),
+        **{
+            f"the gradient of {each}": _difference(cut.gradients[each], whole.gradients[each], least)
+            for each in sorted(whole.gradients)  # in one order on every part
+        },
+    }
+    differences = torch.tensor([*found.values()], device=cut.output.device).nan_to_num(torch.inf)
+    differences = cut_layers.largest(differences, parallel.group)  # so that all parts decide alike
+    worst, what = max(zip(differences.tolist(), found, strict=True))
+    if worst > TOLERANCE:
+        raise UnsupportedModelError(
+            f"{what}, computed in {len(parallel.cuts)} parts, differs by {worst:.2g} from the whole one's,"
+            f" expected at most {TOLERANCE:g}",
+            remedy=ONE_PART,
+        )
+
+
+def _difference(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return the relative difference; of elements that are smaller than `least`, relative to that."""
+    return _rms(found - expected) / max(_rms(expected), least, torch.finfo(torch.float32).tiny)
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _tried(what: str, compute: Callable[[], Result]) -> Result:
+    try:
+        return compute()
+    except MISFITS as error:
+        if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            raise
+        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{what} cannot compute with a part of its weights: {words}", remedy=ONE_PART
+        ) from error
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """Multiply in float32 as it is, and not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

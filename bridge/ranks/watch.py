@@ -1,0 +1,121 @@
+"""End an exchange of tensors that cannot end, because another rank failed before its part of it, or is gone.
+
+gloo and NCCL would wait for their limit: both for a rank that failed and lives, NCCL for one that is gone, too. A
+thread of each rank looks for both, and breaks this rank's connections if it waits in vain; what waits then raises.
+
+Not covered: NCCL on several GPUs, which was not run yet.
+
+Source: recv(2), MSG_PEEK; `torch.distributed.distributed_c10d.Backend.abort`.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+PERIOD_S = 0.5
+FAILED = "failed_"
+"""Beginning of a key of the store, before the number of a rank: the last phase in which it failed."""
+
+
+class Watch:
+    """The thread of one rank."""
+
+    def __init__(self, store: Any, device: torch.device, rank: int, phase: Callable[[], int]) -> None:
+        """Prepare; `phase` numbers what all ranks do together."""
+        self._store, self._device, self._rank, self._phase = store, device, rank, phase
+        self._groups: list[Any] = []
+        self._connections: list[socket.socket] = []
+        self._work: Any = None
+        """The last exchange."""
+        self._members: Collection[int] = ()
+        """Who takes part in it."""
+        self._parts: Collection[int] = ()
+        """Who computes together with this rank just now, with exchanges in every layer."""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch of the ranks", daemon=True)
+
+    def add(self, group: Any, descriptors: Collection[int]) -> None:
+        """Watch the connections of a group that exchanges tensors."""
+        self._groups.append(group)
+        self._connections += [each for number in descriptors if (each := _peer(number))]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, work: Any, members: Collection[int]) -> None:
+        """Wait for an exchange that has begun among `members`; on a GPU, its stream waits."""
+        self._members, self._work = members, work
+        work.wait()
+
+    @contextmanager
+    def computing(self, parts: Collection[int]) -> Iterator[None]:
+        """Break off exchanges of these ranks inside the block, too, of which torch alone knows."""
+        self._parts = parts
+        try:
+            yield
+        finally:
+            self._parts = ()
+
+    def failed(self) -> None:
+        """Tell the other ranks that this one takes no further part in the phase."""
+        with suppress(RuntimeError):  # the first rank is gone
+            self._store.set(f"{FAILED}{self._rank}", str(self._phase()))
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join(2 * PERIOD_S)
+        for connection in self._connections:
+            connection.close()
+
+    def _run(self) -> None:
+        is_lost = False
+        while not self._is_over.wait(PERIOD_S):
+            before, is_lost = is_lost, self._is_lost()  # seen twice: the last bytes of an exchange may be on their way
+            waits = bool(self._parts) or (self._work is not None and not self._work.is_completed())
+            if is_lost and before and waits:
+                self._break_off()
+                return
+
+    def _is_lost(self) -> bool:
+        """Return whether a rank has failed in this phase, or has ended."""
+        if any(map(_is_closed, self._connections)):
+            return True
+        try:
+            return any(map(self._has_failed, {*self._members, *self._parts}))
+        except RuntimeError:  # the first rank is gone
+            return True
+
+    def _has_failed(self, rank: int) -> bool:
+        key = f"{FAILED}{rank}"
+        return self._store.check([key]) and int(self._store.get(key)) == self._phase()
+
+    def _break_off(self) -> None:
+        for group in self._groups if self._device.type == "cuda" else ():
+            group._get_backend(self._device).abort()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _peer(descriptor: int) -> socket.socket | None:
+    """Return a handle of our own on a connection to another rank; None if it is none."""
+    connection = socket.socket(fileno=os.dup(descriptor))
+    with suppress(OSError):
+        if connection.type == socket.SOCK_STREAM and connection.getpeername():
+            return connection
+    connection.close()
+    return None
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,136 @@
+"""Chat requests of an agent: what is read of them, what is ignored, and what is refused.
+
+Source: the reference of OpenAI's API, `POST /v1/chat/completions`.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.core.foreign_code import shortened
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+"""Fields that would change the distribution that is learned from: the run's own settings win."""
+WITHOUT_EFFECT = (
+    "model", "user", "store", "metadata", "parallel_tool_calls", "stream_options", "service_tier", "reasoning_effort",
+    "verbosity", "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "stop": ([], ""), "logit_bias": ({},),
+    "stream": (True, False), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+}  # fmt: skip
+"""Field -> its values that can be had."""
+READ = ("messages", "tools", "max_tokens", "max_completion_tokens")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Role in a request -> role for the chat template; templates do not know `developer`."""
+
+
+class Refusal(Exception):  # noqa: N818  the agent gets it, as the protocol has it
+    """A request that is answered by an error."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.status = message, status
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """What a request for one turn asks."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """As the chat template gets them."""
+    tools: tuple[Mapping[str, Any], ...]
+    max_tokens: int | None
+    ignored: tuple[str, ...]
+    """Fields about sampling that it sets."""
+
+
+def read(body: Any) -> ChatRequest:
+    """Return what a request asks.
+
+    Raises:
+        Refusal: it is malformed, or cannot be answered.
+    """
+    if not isinstance(body, dict):
+        raise Refusal("the request is no JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    _check_fields(given)
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refusal("messages is empty, or no list")
+    read_messages = tuple(_message(message) for message in messages)
+    if read_messages[-1]["role"] == "assistant":
+        raise Refusal("the last message is the assistant's, expected one that it answers")
+    tools = given.get("tools", []) if given.get("tool_choice") != "none" else []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refusal("tools is no list of objects")
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    return ChatRequest(
+        messages=read_messages,
+        tools=tuple(tools),
+        max_tokens=min(limits, default=None),
+        ignored=tuple(name for name in SAMPLING if name in given),
+    )
+
+
+def _check_fields(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            raise Refusal(
+                f"{name}={shortened(json.dumps(value))} is not supported while a run is recorded for training"
+            )
+        if name not in {*NEUTRAL, *SAMPLING, *WITHOUT_EFFECT, *READ}:
+            raise Refusal(f"the field {name} is not supported")
+        if name in ("max_tokens", "max_completion_tokens") and (type(value) is not int or value < 1):
+            raise Refusal(f"{name} is no positive number")
+
+
+def key(message: Mapping[str, Any]) -> str:
+    """Return what makes a message the same as another: its role, its text and its calls."""
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    try:
+        role, content = ROLES[message["role"]], _text(message.get("content"))
+        made: dict[str, Any] = {"role": role, "content": content}
+        if role == "assistant" and message.get("tool_calls"):
+            made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        kept = {"assistant": "reasoning_content", "tool": "tool_call_id"}.get(role, "name")
+        return made | ({kept: message[kept]} if isinstance(message.get(kept), str) else {})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"a message cannot be read: {shortened(repr(message))}") from error
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        if other := [part.get("type") for part in content if part.get("type") != "text"]:
+            raise Refusal(f"a message has a part of the type {other[0]}, expected text")
+        return "\n".join(_text(part["text"]) for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError(content)
+    return content or ""
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as chat templates expect them."""
+    arguments = call["function"]["arguments"]
+    with contextlib.suppress(ValueError):  # an agent may write anything
+        arguments = json.loads(arguments)
+    return {
+        "type": "function",
+        "id": str(call["id"]),
+        "function": {"name": call["function"]["name"], "arguments": arguments},
+    }
+
+
+def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return what makes tools the same as others: chat templates write their keys in the given order, too."""
+    return json.dumps(tools)

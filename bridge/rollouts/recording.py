@@ -1,0 +1,165 @@
+"""What an agent's run has said, from requests that each hold a whole conversation.
+
+A request whose messages begin with a conversation that was answered continues its tokens. Any other begins a sequence
+of its own: another agent of the same run, a history that was edited or shortened, or a chat template that changes
+earlier turns. So do all but the first of several requests that continue the same turn; they share what comes before,
+and each turn is trained on in one sequence.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from bridge.rollouts import chat_request
+from bridge.rollouts.chat_request import ChatRequest
+from bridge.rollouts.conversation import THOUGHT_ENDS, Call, Conversation, made_up
+from bridge.rollouts.trajectories import Written
+from bridge.types import Completion
+
+THOUGHT_BEGINS = "<think>"
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """One turn of the model."""
+
+    asked: "Asked"
+    said: Completion
+    key: tuple[str, ...]
+    """The tools, and each message up to this turn's own: what another request has to begin with to continue it."""
+    history: tuple[Mapping[str, Any], ...]
+    """The same messages for the chat template, with made-up turns in place of those that were sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """A request for a turn, as tokens."""
+
+    request: ChatRequest
+    before: Turn | None
+    """The turn that it continues."""
+    added: tuple[int, ...]
+    """The tokens that it adds to it; without one, the whole prompt."""
+    messages: tuple[Mapping[str, Any], ...]
+    """Those that it adds."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the turns before it, the first one first."""
+        turns, turn = list[Turn](), self.before
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.asked.before
+        return turns[::-1]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return every token that the model reads."""
+        pieces = [(*turn.asked.added, *turn.said.token_ids) for turn in self.turns]
+        return (*(token for piece in pieces for token in piece), *self.added)
+
+    @property
+    def num_behind_prompt(self) -> int:
+        first = next((turn.asked for turn in self.turns), self)
+        return len(self.token_ids) - len(first.added)
+
+
+class Recording:
+    """The turns of one run."""
+
+    def __init__(self, conversation: Callable[[Tools], Conversation], note: Callable[[str], None]) -> None:
+        """`conversation` returns that of the model with these tools; `note` gets each warning."""
+        self.turns: list[Turn] = []
+        """In the order of their answers."""
+        self._conversation, self._note, self._call_numbers = conversation, note, count()
+        self._known: dict[tuple[str, ...], Turn] = {}
+
+    def begin(self, request: ChatRequest) -> Asked:
+        """Return a request as tokens: those of the turn that it continues, exactly, and what it adds.
+
+        Raises:
+            UsageError: the model's chat template does not take its messages or its tools.
+        """
+        conversation, messages = self._conversation(request.tools), request.messages
+        place = max((place for place, each in enumerate(messages, start=1) if each["role"] == "assistant"), default=0)
+        before = self._known.get(_key(request, messages[:place])) if place else None
+        if before is not None:
+            last = (before.said.token_ids or (-1,))[-1]
+            added = conversation.following(before.history, messages[place:], last)
+            if added is not None:
+                return Asked(request=request, before=before, added=added, messages=messages[place:])
+            self._note(conversation.changes_turns)
+        return Asked(request=request, before=None, added=conversation.prompt(messages), messages=messages)
+
+    def add(self, asked: Asked, said: Completion) -> dict[str, Any]:
+        """Record the answer to a request, and return it as a message."""
+        text, calls = self._conversation(asked.request.tools).read(said.token_ids)
+        if said.finish_reason != "stop":
+            text, calls = said.text, ()
+        calls = tuple(self._named(place, call) for place, call in enumerate(calls))
+        message = as_message(text, calls)
+        own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
+        if calls:
+            own["tool_calls"] = [call.as_message() for call in calls]
+        shown = made_up(calls, has_thought=THOUGHT_ENDS in text)
+        past = asked.before.history if asked.before else ()
+        turn = Turn(
+            asked=asked,
+            said=said,
+            key=_key(asked.request, (*asked.request.messages, own)),
+            history=(*past, *asked.messages, shown),
+        )
+        self.turns.append(turn)
+        self._known[turn.key] = turn
+        return message
+
+    def sequences(self) -> list[Written]:
+        """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
+        continued = {turn.asked.before for turn in self.turns}
+        seen, found = set[Turn](), list[Written]()
+        for last in (turn for turn in self.turns if turn not in continued):
+            turns = [*last.asked.turns, last]
+            own = [turn for turn in turns if turn not in seen]
+            written = Written(prompt=own[0].asked.token_ids)
+            for turn in turns:
+                written.lines += [f"{message['role']}: {message['content']}" for message in turn.asked.messages]
+                if turn in seen:
+                    written.lines.append(f"assistant: {turn.said.text}")
+                    continue
+                if turn is not own[0]:
+                    written.add_answers(turn.asked.added)
+                written.add_turn(turn.said)
+            seen.update(turns)
+            found.append(written)
+        return found
+
+    def _named(self, place: int, call: Call) -> Call:
+        """Return a call with an id that no other of the run has, unless the model wrote one."""
+        is_numbered = call.id == f"call{place:05d}"
+        return replace(call, id=f"call{next(self._call_numbers):05d}") if is_numbered else call
+
+
+def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return a turn as the protocol's message, its thought apart from its text."""
+    thought, end, rest = text.rpartition(THOUGHT_ENDS)
+    if not end and text.lstrip().startswith(THOUGHT_BEGINS):
+        thought, end, rest = text, THOUGHT_ENDS, ""  # it was cut
+    content = rest.strip() if end or calls else rest
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if end:
+        message["reasoning_content"] = thought.strip().removeprefix(THOUGHT_BEGINS).strip()
+    if calls:
+        message["tool_calls"] = [_written(call) for call in calls]
+    return message
+
+
+def _written(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _key(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return (chat_request.tools_key(request.tools), *map(chat_request.key, messages))

@@ -1,0 +1,86 @@
+"""What must be equal on all hosts of one run, and the first difference.
+
+Not covered: how hosts tell each other (`rendezvous.py`), and the weights, which are compared once they are served
+(`bridge/modes/patched_server.py`).
+"""
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import bridge
+from bridge.checks import model, software
+from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config, flag
+from bridge.core import private
+
+Facts = Mapping[str, str]
+"""What must be equal, by the name for a person."""
+HOST = "host"
+OWN = {
+    "run_dir", "save_path", "resume", "restarts", "rendezvous", "port", "host", "vllm_port", "vllm_host", "server_url",
+    "vllm_config_path",
+}  # fmt: skip
+"""Choices that may differ: those of the first host count, or each has its own."""
+REMEDY = "install the same versions, and start the same command with the same files on each host"
+LONGEST = 60
+"""Characters of a value in the message."""
+
+
+def facts(train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> Facts:
+    """Return what must be equal on all hosts, the most telling first."""
+    found = {HOST: socket.gethostname(), **dict(_software())}
+    for config in (train, serve):
+        found |= dict(_choices(config))
+    found["vLLM's flags"] = " ".join(private.shown_arguments(vllm_flags))
+    for name, digest in _files(train):
+        found[name] = digest
+    return found
+
+
+def difference(ours: Facts, theirs: Facts) -> str | None:
+    """Return the first difference in one line; None if there is none."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        one, other = (_short(each.get(name, "nothing")) for each in (ours, theirs))
+        if name != HOST and ours.get(name) != theirs.get(name):
+            return f"the hosts differ in {name}: {one} on {ours[HOST]}, {other} on {theirs.get(HOST, 'another')}"
+    return None
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    yield "the version of Bridge", bridge.__version__
+    yield "the version of Python", ".".join(platform.python_version_tuple()[:2])
+    for name in ("torch", "transformers"):
+        yield f"the version of {name}", metadata.version(name)
+    yield "the version of vLLM", " and ".join(map(" ".join, software.installed_vllm().items()))
+
+
+def _choices(config: Config) -> Iterator[tuple[str, str]]:
+    for key in config.choices():
+        if key not in OWN:
+            yield flag(key), str(config.get(key))
+
+
+def _files(train: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield a digest of each file that a choice names."""
+    folder = Path(train.model_name)
+    described: Any = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    described = [model.read(train.model_name), described]
+    yield f"the files of {train.model_name}", _digest(json.dumps(described, default=str, sort_keys=True).encode())
+    task = train.task
+    for file in (Path(task.environment.rpartition(":")[0]), *([Path(task.data)] if task.data else [])):
+        if file.is_file():
+            yield f"the file {file}", _digest(file.read_bytes())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

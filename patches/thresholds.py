@@ -1,0 +1,146 @@
+"""Report with each sampled token what top-k, top-p and min-p kept: a threshold on the logits, and a number of words.
+
+Symptom: log-probabilities are normalized over the words that a filter kept, and nobody else knows which these were.
+Cause: vLLM has them as logits that are not -inf, and drops those. From 0.28 on, one of its two model runners can return
+the ids, of at most as many words as a top-k that each request must then have.
+What is done: all three filters keep the likeliest words, so that two numbers say which. The threshold is in the middle
+between the least logit that was kept and the greatest that was dropped, over the temperature: another engine's logits,
+which round differently, then mostly fall on the same sides; the number of words tells whether they do.
+Why this is safe: nothing is computed for a step without such a request. Both share 64 bits with the token's rank in the
+vocabulary, and `logprobs_wire.py` takes them apart.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PINS = """
+vllm.platforms: current_platform
+vllm.platforms.interface: call Platform.is_cpu()
+vllm.v1.outputs: LogprobsTensors: selected_token_ranks
+# V1, on the GPU and the CPU.
+vllm.v1.sample.sampler
+    wrap Sampler.forward(logits, sampling_metadata)
+    wrap Sampler.sample(logits, sampling_metadata)  # returns log-probabilities of the kept tokens, -inf for others
+vllm.v1.sample.metadata: SamplingMetadata: temperature, top_k, top_p, logitsprocs, max_num_logprobs
+vllm.v1.sample.logits_processor.state: LogitsProcessors: argmax_invariant
+vllm.v1.sample.logits_processor.builtin: MinPLogitsProcessor: min_p_count
+vllm.v1.outputs: SamplerOutput: logprobs_tensors
+# V2, on the GPU.
+vllm.v1.worker.gpu.sample.sampler
+    wrap Sampler.__call__(logits, input_batch)
+    wrap Sampler.sample(logits)  # returns logits, -inf for dropped tokens
+    Sampler: sampling_states
+vllm.v1.worker.gpu.sample.states: SamplingStates: temperature, top_k, top_p, min_p, vocab_size
+vllm.v1.worker.gpu.sample.output: SamplerOutput: logprobs_tensors
+vllm.v1.worker.gpu.input_batch: InputBatch: expanded_idx_mapping, idx_mapping_np
+"""
+COUNT_BITS = 20
+"""For the number of kept words, and for a rank: vocabularies are smaller than a million."""
+THRESHOLD_BITS = 24
+"""The first bits of a float32: of a logit of 20, all but 0.0006."""
+RANK_SHIFT = THRESHOLD_BITS + COUNT_BITS
+"""Rank, number of words and threshold follow one another, the rank first."""
+KEPT_MASK = 2**RANK_SHIFT - 1
+KEEP_ALL = float(np.finfo(np.float32).min)
+"""Threshold where nothing was dropped: JSON has no infinity."""
+GREEDY = 1e-5
+"""Temperatures below sample the likeliest token: vLLM divides by 1."""
+
+
+def patch() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.sampler import Sampler
+
+    _wrap(Sampler, "forward", "sampling_metadata", _temperatures)
+    if not current_platform.is_cpu():
+        from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+
+        _wrap(SamplerV2, "__call__", "input_batch", _temperatures_v2)
+
+
+def unpack(numbers: Any) -> tuple[Any, Any, Any]:
+    """Return the ranks, or what is in their place, and the thresholds and numbers of kept words."""
+    packed = np.asarray(numbers, dtype=np.int64)
+    thresholds = ((packed & (2**THRESHOLD_BITS - 1)) << 32 - THRESHOLD_BITS).astype(np.uint32).view(np.float32)
+    counts = (packed >> THRESHOLD_BITS) & (2**COUNT_BITS - 1)
+    return (packed >> RANK_SHIFT) & (2**COUNT_BITS - 1), thresholds, counts
+
+
+def _wrap(sampler: type[Any], whole: str, step: str, temperatures_of: Callable[[Any, Any], Tensor | None]) -> None:
+    """Wrap the method `whole`, which gets the logits and, as `step`, the sampling parameters of their rows."""
+    sample, original = sampler.sample, getattr(sampler, whole)
+
+    @wraps(sample)
+    def remembered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = sample(self, *args, **kwargs)
+        self.bridge_processed = found[1]
+        return found
+
+    @wraps(original)
+    def reporting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("logits", step), args, strict=False)) | kwargs
+        temperatures = temperatures_of(self, given[step])
+        if temperatures is None:
+            output = original(self, *args, **kwargs)
+            self.bridge_processed = None
+            return output
+        before = given["logits"].clone()  # vLLM writes into them
+        output = original(self, *args, **kwargs)
+        processed, self.bridge_processed = self.bridge_processed, None
+        tensors = output.logprobs_tensors
+        # A request for the whole vocabulary leaves a step without ranks.
+        if processed is not None and tensors is not None and len(tensors.selected_token_ranks):
+            packed = pack(tensors.selected_token_ranks, *kept(before.float(), processed, temperatures))
+            output.logprobs_tensors = tensors._replace(selected_token_ranks=packed)
+        return output
+
+    sampler.bridge_processed = None
+    sampler.sample = remembered
+    setattr(sampler, whole, reporting)
+
+
+def kept(logits: Tensor, processed: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """Return thresholds, and the numbers of kept words.
+
+    A threshold is the middle between the least kept logit and the greatest dropped one, over the temperature.
+
+    Shapes: [N, V], [N, V] with -inf for dropped words, [N] -> [N] float32, [N] int64.
+    """
+    is_kept = processed > -torch.inf
+    least = torch.where(is_kept, logits, torch.inf).amin(dim=1)
+    greatest = torch.where(is_kept, -torch.inf, logits).amax(dim=1)
+    divisors = torch.where(temperatures < GREEDY, 1.0, temperatures)
+    return ((least + greatest) / 2 / divisors).clamp(min=KEEP_ALL), is_kept.sum(dim=1)
+
+
+def pack(ranks: Tensor, thresholds: Tensor, counts: Tensor) -> Tensor:
+    """Return all three as one int64 each; `unpack` undoes it."""
+    bits = (thresholds.view(torch.int32).to(torch.int64) >> 32 - THRESHOLD_BITS) & (2**THRESHOLD_BITS - 1)
+    packed: Tensor = (ranks << RANK_SHIFT) | (counts << THRESHOLD_BITS) | bits
+    return packed
+
+
+def _temperatures(_: Any, metadata: Any) -> Tensor | None:
+    """Return the temperature of each row; None if no request of the step is filtered, or none wants to know."""
+    if metadata.max_num_logprobs is None:
+        return None
+    is_min_p = any(getattr(each, "min_p_count", 0) for each in metadata.logitsprocs.argmax_invariant)
+    is_filtered = metadata.top_k is not None or metadata.top_p is not None or is_min_p
+    found: Tensor | None = metadata.temperature if is_filtered else None  # None, too, if all are greedy
+    return found
+
+
+def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
+    states, rows = sampler.sampling_states, batch.idx_mapping_np
+    is_filtered = (
+        bool((states.top_k.np[rows] != states.vocab_size).any())
+        or bool((states.top_p.np[rows] != 1.0).any())
+        or bool((states.min_p.np[rows] != 0.0).any())
+    )
+    found: Tensor | None = states.temperature.gpu[batch.expanded_idx_mapping] if is_filtered else None
+    return found

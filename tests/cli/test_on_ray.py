@@ -1,0 +1,111 @@
+"""`bridge run --ray` on a cluster of two nodes on this machine: who is placed where, with which command.
+
+Skipped without Ray, which is an optional extra. Not covered: GPUs, and whole runs.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import RankError, UsageError
+from cli import ending, on_ray
+
+SERVE = ServeConfig(model="m", device="cpu")
+HOST = """
+import json, os, pathlib, signal, sys, time
+place = pathlib.Path(sys.argv[1])
+me = {"argv": sys.argv[2:], "secret": os.environ["BRIDGE_SECRET"], "cwd": os.getcwd(), "actor": os.getppid()}
+number = len(list(place.glob("*.*")))
+(place / f"{os.getpid()}.json").write_text(json.dumps(me))
+while len(list(place.glob("*.*"))) < 2:
+    time.sleep(0.05)
+"""
+ENDS = "sys.exit(0)"
+FAILS = "sys.exit(2)"
+IS_LOST = """
+if "--resume" not in sys.argv and number == 0:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+for old in place.glob("*.json"):
+    if "--resume" not in json.loads(old.read_text())["argv"]:
+        old.rename(old.with_suffix(".before"))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is an optional extra, and is not installed")
+    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    found.add_node(num_cpus=2)
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def near(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def placed(folder: Path, then: str, **choices: Any) -> int:
+    train = TrainConfig.of(model_name="m", hosts=2, batch_size=16, group_size=4, **choices)
+    restarts = ("--restarts", str(train.restarts)) if train.restarts else ()
+    ending.GIVEN.set(("run", "--ray", "--hosts", "2", "--model", "m", *restarts, "--", "--enforce-eager"))
+    return on_ray.run(train, SERVE, program=[sys.executable, "-c", HOST + then, str(folder)])
+
+
+def hosts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(each.read_text()) for each in folder.glob("*.json")]
+
+
+def test_each_node_gets_the_same_command_with_a_place_to_meet_and_a_secret(near: Path) -> None:
+    assert placed(near, ENDS) == 0
+    one, other = hosts(near)
+    assert one["argv"] == other["argv"]
+    *own, place = one["argv"][:-2]
+    assert own == ["run", "--hosts", "2", "--model", "m", "--restarts", "0", "--rendezvous"]
+    assert int(place.rpartition(":")[2]) > 0
+    assert one["argv"][-2:] == ["--", "--enforce-eager"]
+    assert one["secret"] == other["secret"]
+    assert len(one["secret"]) >= 32
+    assert one["cwd"] == other["cwd"] == str(near)
+    assert one["actor"] != other["actor"]
+
+
+def test_the_exit_code_is_that_of_the_hosts(near: Path) -> None:
+    assert placed(near, FAILS) == 2
+
+
+def test_a_lost_node_places_the_run_again_from_its_newest_checkpoint(near: Path) -> None:
+    assert placed(near, IS_LOST, restarts=1) == 0
+    assert all("--resume" in each["argv"] for each in hosts(near))
+
+
+def test_a_lost_node_ends_a_run_without_restarts_in_one_line(near: Path) -> None:
+    with pytest.raises(RankError, match="a host was lost"):
+        placed(near, IS_LOST)
+
+
+def test_more_nodes_than_there_are_is_one_line(near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "LIMIT_S", 2.0)
+    train = TrainConfig.of(model_name="m", hosts=3, batch_size=12, group_size=4)
+    with pytest.raises(UsageError, match=r"no 3 nodes with .* became free within 2 s"):
+        on_ray.run(train, SERVE)
+
+
+def test_a_rendezvous_of_a_person_is_refused() -> None:
+    train = TrainConfig.of(model_name="m", hosts=2, rendezvous="a:1", batch_size=16, group_size=4)
+    with pytest.raises(UsageError, match="with --ray the hosts meet where Ray puts them"):
+        on_ray.run(train, SERVE)
+
+
+def test_without_ray_the_remedy_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match="--ray: Ray is not installed here"):
+        on_ray.run(TrainConfig.of(model_name="m"), SERVE)

@@ -1,0 +1,119 @@
+"""Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import UsageError
+from cli import accelerator, ranks
+from cli.ranks import VISIBLE, Place
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "choose", lambda _: ("cuda", "eight GPUs"))
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [80 * 2**30] * 8)
+    monkeypatch.setenv(VISIBLE, "7,6,5,4,3,2,1,0")
+
+
+def places(num_parts: int = 1, **choices: Any) -> list[Place]:
+    train = TrainConfig.of(model_name="m", **choices)
+    return ranks.places(train, ServeConfig(model="m", tensor_parallel_size=num_parts))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_the_ranks_of_a_replica_and_its_server_see_the_same_gpus() -> None:
+    assert [(place.rank, place.num_parts, place.gpus) for place in places(2, gpus=4)] == [
+        (0, 2, "7,6"), (1, 2, "7,6"), (2, 2, "5,4"), (3, 2, "5,4"),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_each_rank_has_a_gpu_and_a_server_of_its_own_without_tensor_parallelism() -> None:
+    assert [place.gpus for place in places(gpus=2)] == ["7", "6"]
+    assert places() == []
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_one_replica_has_as_many_ranks_as_its_server() -> None:
+    found = places(4)
+    assert [(place.rank, place.size, place.gpus) for place in found] == [(rank, 4, "7,6,5,4") for rank in range(4)]
+    assert found[0].environment == {VISIBLE: "7,6,5,4"}
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "none"])
+@pytest.mark.parametrize("nest", [lambda config: config, lambda config: {"text_config": config}])
+def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
+    tmp_path: Path, mode: Any, nest: Callable[[Any], Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
+    train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
+    assert ranks.num_parts(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
+    with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
+        ranks.num_parts(train, ServeConfig(model=model, tensor_parallel_size=8))
+    assert caught.value.remedy == "--tensor-parallel-size 6"
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
+    assert len(places(2, gpus=4, batch_size=16, group_size=8)) == 4
+    assert len(places(4, gpus=8, hosts=3, batch_size=48, group_size=8)) == 8
+    with pytest.raises(UsageError, match="4 replicas do not divide the 6 groups of a batch") as caught:
+        places(2, gpus=4, hosts=2, batch_size=48, group_size=8)
+    assert caught.value.remedy == "--batch-size 64"
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_more_gpus_than_there_are_are_refused_with_a_number_that_fits() -> None:
+    for parts, gpus, remedy in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
+        with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:
+            places(parts, gpus=gpus, batch_size=8 * gpus)
+        assert caught.value.remedy == remedy
+
+
+def test_a_host_has_the_gpus_of_all_its_servers() -> None:
+    chosen: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
+    found = [
+        ranks.num_gpus(TrainConfig.of(model_name="m", **train), ServeConfig(model="m", tensor_parallel_size=parts))
+        for parts, train in chosen
+    ]
+    assert found == [2, 4, 4, 2]
+
+
+def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "no GPU"))
+    assert [(place.num_parts, place.environment) for place in places(2, gpus=4)] == [(2, {})] * 4
+
+
+@pytest.mark.parametrize(
+    "choices", [{"mode": "none"}, {"mode": "lora_only", "lora_handover": "disk"}], ids=["none", "by disk"]
+)
+def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_server(choices: dict[str, Any]) -> None:
+    assert places(2, **choices) == []
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("num_parts", "choices", "words"),
+    [
+        (2, {"gpus": 3, "batch_size": 24}, "--gpus 3 is not a multiple of --tensor-parallel-size 2"),
+        (4, {"gpus": 2}, "--gpus 2 is not a multiple of --tensor-parallel-size 4"),
+        (16, {}, "--tensor-parallel-size 16: this host shows 8"),
+        (2, {"gpus": 16, "batch_size": 128}, "--gpus 16: this host shows 8"),
+        (2, {"mode": "lora_only"}, "an adapter in a server's memory is trained on one GPU"),
+        (2, {"mode": "lora_only", "lora_handover": "disk", "gpus": 2}, "each of several servers has one GPU"),
+        (2, {"offload_optimizer": True}, "--offload-optimizer trains on one GPU, found --tensor-parallel-size 2"),
+        (2, {"gradient_release": True}, "--gradient-release trains on one GPU"),
+        (2, {"top_entropy": 0.5}, "--top-entropy trains on one GPU"),
+        (2, {"rollouts": "atropos"}, "--rollouts atropos trains on one GPU"),
+    ],
+)
+def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        places(num_parts, **choices)
+    assert words in caught.value.message
+    assert caught.value.remedy

@@ -1,0 +1,146 @@
+"""Top-k, top-p and min-p on the real vLLM on the CPU: the trainer computes the distribution that was sampled from."""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+import bridge
+from bridge.config import SamplingConfig
+from bridge.passes.packing import MicroBatch, Sample
+from bridge.run.metrics import StepMetrics
+from bridge.server.protocol import COMPLETIONS
+from tests import scenarios
+from tests.cpu import demo_server
+from tests.scenarios import LiveServer
+
+PROMPTS = ["say 1:", "say 2:", "count to three:"]
+LENGTH, GROUP, TEMPERATURE = 24, 16, 0.8
+ALL: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
+MOST = 30
+"""Of 301 words: words whose logits are equal to that of the twentieth are kept, too."""
+EACH = [*({name: value} for name, value in ALL.items()), ALL]
+
+
+def config(**filters: Any) -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=LENGTH, group_size=GROUP, temperature=TEMPERATURE, **filters)
+
+
+def sampled(policy: bridge.Policy) -> list[MicroBatch]:
+    samples = [
+        Sample(
+            prompt_token_ids=group.prompt_token_ids,
+            token_ids=each.token_ids,
+            sampled_logprobs=each.logprobs,
+            advantages=(1.0,) * len(each.token_ids),
+            weight=1.0,
+            kept=each.kept,
+        )
+        for group in policy.sample(PROMPTS, seed=1)
+        for each in group.completions
+    ]
+    return policy.pack(samples)
+
+
+@torch.no_grad()
+def differences(policy: bridge.Policy, batches: list[MicroBatch]) -> Tensor:
+    """Return |log-probability of the server - of the trainer| of each token, in nats."""
+    return torch.cat([(policy.logprobs(each)[0] - each.sampled_logprobs_N).abs() for each in batches])
+
+
+def test_the_mismatch_is_as_small_as_without_filters(llama: LiveServer) -> None:
+    with bridge.attach(llama.path, sampling=config()) as policy:
+        plain = differences(policy, sampled(policy))
+    for filters in EACH:
+        with bridge.attach(llama.path, sampling=config(**filters)) as policy:
+            batches = sampled(policy)
+            found = differences(policy, batches)
+            whole = differences(policy, [replace(each, kept=None) for each in batches])
+        assert len(found) > 500
+        assert found.mean() < 1.2 * plain.mean(), filters
+        assert found.max() < 1.5 * plain.max() < scenarios.PARITY_LIMIT * 1.5, filters
+        assert whole.mean() > 10 * plain.mean(), "log-probabilities over the vocabulary are others"
+
+
+def test_what_is_kept_is_what_the_filters_mean(llama: LiveServer) -> None:
+    """Computed from the model's own logits: the tokens above a threshold are what each filter is defined to keep."""
+    model = scenarios.loaded(Path(llama.manifest.model))
+    for filters in EACH:
+        with bridge.attach(llama.path, sampling=config(**filters)) as policy:
+            (group,) = policy.sample(PROMPTS[:1], seed=1)
+        for each in group.completions:
+            ids = torch.tensor([group.prompt_token_ids + each.token_ids])
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, len(group.prompt_token_ids) - 1 : -1].float() / TEMPERATURE
+            expected = expected_counts(logits, **filters)
+            counts = torch.tensor([count for _, count in each.kept])
+            assert (counts - expected).abs().float().mean() < 2, (filters, counts, expected)  # logits round
+            thresholds = torch.tensor([threshold for threshold, _ in each.kept])
+            above = (logits >= thresholds.unsqueeze(1)).sum(dim=1)
+            assert (above - counts).abs().float().mean() < 2, (filters, above, counts)
+
+
+def expected_counts(logits: Tensor, top_k: int = 10**6, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    ordered = logits.sort(dim=1, descending=True).values
+    ordered = ordered.masked_fill(ordered < ordered[:, :1] + math.log(min_p or 1e-30), -math.inf)[:, :top_k]
+    chances = ordered.softmax(dim=1)
+    return ((chances.cumsum(dim=1) - chances < top_p) & (chances > 0)).sum(dim=1)
+
+
+def test_filtered_requests_and_others_share_steps(llama: LiveServer) -> None:
+    """Each gets its own: kept words and versions, and nothing where a filter can drop nothing."""
+    fields = {"model": llama.manifest.model, "prompt": [5, 6, 7], "n": 8, "max_tokens": 40, "temperature": 1.0}
+    asked = [({}, COMPLETIONS), (ALL, COMPLETIONS), ({"top_k": 10**6}, COMPLETIONS)]
+    asked.append(({"top_p": 0.5, "logprobs": 2}, "/v1/completions"))
+    with httpx.Client(base_url=llama.manifest.url, trust_env=False, timeout=60) as http, ThreadPoolExecutor() as pool:
+
+        def ask(filters: dict[str, float], route: str) -> Any:
+            return http.post(route, json={**fields, **filters}).raise_for_status().json()["choices"]
+
+        plain, filtered, nothing, stock = pool.map(lambda each: ask(*each), asked)
+    version = llama.status().version
+    for choice in (*plain, *filtered, *nothing):
+        assert choice["versions"] == [[version, len(choice["token_ids"])]]
+    assert not any("kept" in choice for choice in (*plain, *nothing))
+    counts = [count for choice in filtered for _, count in choice["kept"]]
+    assert all(1 <= count <= MOST for count in counts), counts
+    assert all(value <= 0 for choice in stock for value in choice["logprobs"]["token_logprobs"])
+
+
+@pytest.mark.parametrize("handover", ["memory", "disk"])
+def test_an_adapter_is_trained_on_filtered_rollouts(lora_llama: LiveServer, tmp_path: Path, handover: str) -> None:
+    adapter = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lora-handover", handover)
+    scenarios.trained(lora_llama, tmp_path, *adapter, "--top-p", "0.8", "--min-p", "0.05", steps=3)
+    steps = scenarios.metrics(tmp_path / "run")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo_server.DemoServer]:
+    with demo_server.served(tmp_path_factory.mktemp("filters")) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{}, {"max_staleness": 1}, {"mode": "none", "reload": "in-place"}], ids=str)
+def test_filtered_rollouts_are_trained_on(
+    demo: demo_server.DemoServer, tmp_path: Path, mode: dict[str, str | int]
+) -> None:
+    demo.begin_again()
+    steps: list[StepMetrics] = []
+    choices = {"training_steps": 8, "eval_samples": 8, "updates_per_batch": 2, "top_p": 0.9, "top_k": 8, **mode}
+    summary = demo.train(tmp_path, steps.append, **choices)
+    assert len(steps) == 8
+    limit = 0.2 if "max_staleness" in mode else scenarios.PARITY_LIMIT  # stale rollouts are of other weights
+    assert max(step.logprob_diff_mean for step in steps) < limit
+    assert summary.reward_before is not None
+    assert summary.reward_after is not None
+    assert summary.reward_after > summary.reward_before

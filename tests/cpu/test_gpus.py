@@ -1,0 +1,189 @@
+"""`bridge run --gpus 2` on the CPU: two real vLLMs, trained in lockstep, and what happens when one of them is gone.
+
+Not covered: what ranks compute (`tests/unit/test_ranks.py`), and NCCL.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from bridge.server import manifest
+from cli.leash import GRACE_S
+from cli.serve import free_port
+from tests import scenarios
+from tests.models import tiny
+
+pytestmark = pytest.mark.slow
+BATCH_SIZE = 16
+LIMIT_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tiny.llama(), tmp_path_factory.mktemp("model"), std=0.06)
+
+
+def command(model: Path, folder: Path, *more: str, gpus: int = 2) -> list[str]:
+    return [
+        sys.executable, "-c", "from cli.main import main; main()", "run", "--gpus", str(gpus), "--model", str(model),
+        "--environment", f"{scenarios.ENVIRONMENT}:Vowels", "--run-dir", str(folder / "run"), "--lr",
+        str(scenarios.LR), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "12",
+        "--max-model-len", str(scenarios.MAX_MODEL_LEN), "--port", str(free_port("127.0.0.1")), "--vllm-config-path",
+        str(folder / manifest.MANIFEST_NAME), *more, "--", *scenarios.EAGER,
+    ]  # fmt: skip
+
+
+def started(argv: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(argv, env={**os.environ, **scenarios.IN_THE_ENGINE}, stdout=output, stderr=output)
+
+
+def run(model: Path, folder: Path, *more: str, gpus: int = 2) -> None:
+    folder.mkdir(exist_ok=True)
+    process = started(command(model, folder, *more, gpus=gpus), folder / "out")
+    assert process.wait(LIMIT_S) == 0, (folder / "out").read_text()[-4000:]
+
+
+def metrics(folder: Path) -> list[dict[str, object]]:
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def content(checkpoint: Path) -> dict[str, bytes]:
+    """Return every tensor of a checkpoint, the optimizer's state included."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    return {
+        f"{file.name}/{name}": bytes(tensor.view(-1).contiguous().untyped_storage())
+        for file in files
+        for name, tensor in load_file(file).items()
+    }
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[bytes], count: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while len(metrics(folder)) < count:
+        assert process.poll() is None, (folder / "out").read_text()[-4000:]
+        assert time.monotonic() < deadline, (folder / "out").read_text()[-4000:]
+        time.sleep(0.1)
+
+
+def everything(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_S + 10)
+    return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_replicas_train_in_lockstep_and_any_number_of_ranks_resumes(model: Path, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run(model, whole, "--training-steps", "3", "--save-interval", "2")
+    rows = metrics(whole)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    assert all(row["updates"] == 1 and float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
+    assert {
+        number for line in (whole / "run" / "rollouts.jsonl").open() for number in [json.loads(line)["number"]]
+    } == {*range(3 * BATCH_SIZE // 4)}
+    checkpoints = whole / "run" / "checkpoints"
+    place = resumed / "checkpoints"
+    shutil.copytree(checkpoints / "step_2", place / "step_2")
+    continued = "--resume", "--save-path", str(place), "--training-steps"
+    run(model, resumed, *continued, "3")
+    assert content(place / "step_3") == content(checkpoints / "step_3"), "a resumed run is not the same to the bit"
+    assert metrics(resumed)[0]["rollouts"] == rows[2]["rollouts"]
+    run(model, resumed, *continued, "4", gpus=1)
+    run(model, resumed, *continued, "5")
+    assert [row["step"] for row in metrics(resumed)] == [3, 4, 5]
+    state = json.loads((place / "step_5" / "optimizer" / "state.json").read_text())
+    assert set(state["steps"].values()) == {5}
+
+
+WAYS = {
+    "an adapter by memory": ("--mode", "lora_only", "--lora-r", "8"),
+    "an adapter by disk": ("--mode", "lora_only", "--lora-r", "8", "--lora-handover", "disk"),
+    "a stream": (
+        "--max-staleness", "3", "--skip-without-signal", "--updates-per-batch", "2", "--optimizer", "adamw-8bit",
+        "--eval-samples", "2", "--eval-interval", "2", "--save-interval", "1", "--keep-last", "1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_training_works_on_two(model: Path, tmp_path: Path, way: str) -> None:
+    run(model, tmp_path, "--training-steps", "5", *WAYS[way])
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    fresh = [row for row in rows if row["staleness"] == 0]
+    assert fresh
+    assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in fresh)
+    numbers = [json.loads(line)["number"] for line in (tmp_path / "run" / "rollouts.jsonl").open()]
+    assert len(numbers) == len({*numbers}) >= 5 * BATCH_SIZE // 4
+    assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) == 1
+
+
+def test_a_server_that_dies_is_started_again_and_no_step_is_lost(model: Path, tmp_path: Path) -> None:
+    process = started(command(model, tmp_path, "--training-steps", "12"), tmp_path / "out")
+    wait_for_steps(tmp_path, process, 2)
+    (pid,) = re.findall(r"starting vLLM \(pid (\d+)", (tmp_path / "run" / "ranks" / "1.log").read_text())
+    os.kill(int(pid), signal.SIGKILL)
+    assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
+    assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 13)]
+    said = (tmp_path / "out").read_text()
+    assert "the server died" in said
+    assert len(re.findall(r"vLLM is ready", said)) == 1, "the first rank's server was restarted, too"
+
+
+def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(model: Path, tmp_path: Path) -> None:
+    process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
+    wait_for_steps(tmp_path, process, 2)
+    tree = everything(process)
+    (rank,) = [each for each in tree if "from cli.ranks import main; main()" in each.cmdline()]
+    rank.kill()
+    assert process.wait(LIMIT_S) == 1
+    assert not left(tree)
+    said = (tmp_path / "out").read_text()
+    assert "error: rank 1 of 2 was ended by SIGKILL" in said
+    assert "Traceback" not in said
+    (saved,) = re.findall(r"without the optimizer's state, are in (\S+)", said)
+    assert load_file(Path(saved, "model.safetensors"))
+
+
+def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(model: Path, tmp_path: Path) -> None:
+    choices = "--training-steps", "60", "--save-interval", "1", "--keep-last", "2", "--restarts", "1"
+    process = started(command(model, tmp_path, *choices), tmp_path / "out")
+    wait_for_steps(tmp_path, process, 2)
+    verify = [sys.executable, "-c", "from cli.main import main; main()", "verify", "--run-dir", str(tmp_path / "run")]
+    proof = subprocess.run(verify, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert proof.returncode == 0, proof.stderr
+    assert re.search(r"PASS  replicas: 2 servers have equal checksums of \d+ tensors, version \d+", proof.stderr)
+    assert proof.stderr.count("PASS  checksums") == 2
+    (rank,) = [each for each in everything(process) if "from cli.ranks import main; main()" in each.cmdline()]
+    rank.kill()
+    assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
+    assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 61)]
+    assert all(1 <= float(str(row["rank_token_balance"])) < 2 for row in metrics(tmp_path) if row["updates"])
+    said = (tmp_path / "out").read_text()
+    assert "rank 1 of 2 was ended by SIGKILL; starting again from the newest checkpoint, 0 restarts left" in said
+    assert "Traceback" not in said
+
+
+def test_no_process_outlives_the_first_rank(model: Path, tmp_path: Path) -> None:
+    process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
+    wait_for_steps(tmp_path, process, 1)
+    tree = everything(process)
+    process.kill()
+    process.wait()
+    assert not left(tree)

@@ -1,0 +1,102 @@
+"""100,000 tokens of conversations, recorded beside the real vLLM: the model that read them explains each of them.
+
+A token that was recorded otherwise than vLLM sampled or read it would change the log-probabilities of all that follow,
+and `test_a_wrong_token_would_be_seen` shows by how much.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig
+
+from bridge.checks.verify import logprob_diffs
+from bridge.config import TrainConfig
+from bridge.rollouts.environment import EnvironmentStream
+from bridge.server.endpoint import Endpoint
+from bridge.types import Completion, Group
+from environments import registry
+from tests import scenarios
+from tests.models import chat, tiny
+from tests.scenarios import LiveServer, loaded
+
+AGENTS = Path(__file__).parents[1] / "unit" / "agents_sample.py"
+VOCABULARY = 600
+TEMPLATES = ("qwen2_5", "qwen3", "qwen3_training", "llama3", "gemma3", "mistral")
+NUM_GROUPS, GROUP_SIZE = 5, 8
+ENOUGH_TOKENS = 100_000
+RIGHT_LIMIT, WRONG_LIMIT = 0.002, 0.02
+"""Nats, in float32: the largest difference without a wrong token, and the least largest one behind it."""
+STD = 0.2
+"""Of its weights: each token then changes what follows."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A random model that ends a turn at the end token of any template."""
+    folder = tmp_path_factory.mktemp("recorded")
+    tiny.write(tiny.qwen2(VOCABULARY), folder / "model", std=STD)
+    tokenizer = chat.tokenizer(folder / "model", "qwen2_5")
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in chat.ENDS.values()]
+    GenerationConfig(eos_token_id=ends).save_pretrained(folder / "model")
+    with scenarios.served(folder / "model", folder / "server", dtype="float32") as made:
+        yield made
+
+
+def recorded(server: LiveServer, folder: Path, template: str) -> list[Group]:
+    """Let agents talk to the server's model through a chat template, and return their runs."""
+    tiny.qwen2(VOCABULARY).save_pretrained(folder)
+    chat.tokenizer(folder, template)
+    off = {"chat_template_kwargs": {"enable_thinking": False}} if template == "qwen3_training" else {}
+    config = TrainConfig.of(
+        model_name=str(folder), environment=f"{AGENTS}:Chatting", max_new_tokens=1800, reward_processes=0,
+        batch_size=NUM_GROUPS * GROUP_SIZE, group_size=GROUP_SIZE, **off,
+    )  # fmt: skip
+    with closing(EnvironmentStream(config, registry.load(config.task), lambda _: None)) as stream:
+        stream.served(Endpoint(url=server.manifest.url, model=server.manifest.model), 0)
+        return stream.take(NUM_GROUPS, step=1)
+
+
+def turns(group: Group) -> Iterator[Group]:
+    """Yield each turn as a completion of everything before it."""
+    for completion in (one for each in group.completions for one in each.sequences):
+        whole = (*group.prompt_token_ids, *completion.token_ids)
+        for turn, places in groupby(range(len(completion.token_ids)), key=completion.turns.__getitem__):
+            first, *rest = places
+            if turn is not None:
+                own = slice(first, first + 1 + len(rest))
+                said = Completion(
+                    token_ids=completion.token_ids[own],
+                    logprobs=completion.logprobs[own],
+                    text="",
+                    finish_reason="stop",
+                )
+                begun = whole[: len(group.prompt_token_ids) + first]
+                yield replace(group, prompt_token_ids=begun, completions=(said,), rewards=(0.0,))
+
+
+@pytest.mark.slow
+def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer, tmp_path: Path) -> None:
+    model, num_tokens = loaded(Path(server.manifest.model)).float(), 0
+    for template in TEMPLATES:
+        groups = recorded(server, tmp_path / template, template)
+        each = [turn for group in groups for turn in turns(group)]
+        assert len(each) >= NUM_GROUPS * GROUP_SIZE * 2
+        assert logprob_diffs(model, each).max() < RIGHT_LIMIT, template
+        num_tokens += sum(len(one.token_ids) for group in groups for run in group.completions for one in run.sequences)
+    assert num_tokens > ENOUGH_TOKENS
+
+
+@pytest.mark.slow
+def test_a_wrong_token_would_be_seen(server: LiveServer, tmp_path: Path) -> None:
+    model = loaded(Path(server.manifest.model)).float()
+    later = [turn for group in recorded(server, tmp_path, "qwen2_5") for turn in turns(group)][2::3]
+    found = []
+    for turn in later[:16]:
+        place = len(turn.prompt_token_ids) // 2
+        wrong = (*turn.prompt_token_ids[:place], 7, *turn.prompt_token_ids[place + 1 :])
+        found.append(logprob_diffs(model, [replace(turn, prompt_token_ids=wrong)]).max().item())
+    assert min(found) > WRONG_LIMIT

@@ -1,0 +1,211 @@
+"""Tensor parallelism on the CPU: a real vLLM with two ranks, a trainer process for each, and one copy of the weights.
+
+Not covered: what parts compute (`tests/unit/test_parallel.py`), several replicas, GPUs.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
+
+from bridge.checks import processes
+from bridge.checks.verify import logprob_diffs, verify
+from bridge.config import TrainConfig
+from bridge.learn.learner import learner_of
+from bridge.modes.mode import RunContext
+from bridge.modes.shared_vllm import SharedVllm
+from bridge.ranks.world import Ranks
+from bridge.run import checkpoint
+from bridge.server.client import BridgeClient
+from bridge.server.fence import Update
+from bridge.types import Group
+from bridge.weights.digest import digest
+from tests import scenarios
+from tests.cpu import test_gpus
+from tests.models import tiny
+from tests.unit.several_ranks import on_ranks
+
+pytestmark = pytest.mark.slow
+NUM_PARTS, STEPS = 2, 3
+IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """Remove what vLLM's ranks leave in /dev/shm."""
+    before = processes.leftover_mailboxes()
+    yield
+    for path in processes.leftover_mailboxes():
+        if path not in before:
+            path.unlink(missing_ok=True)
+
+
+def one_head() -> PretrainedConfig:
+    """Tied, with a vocabulary that is padded, and one head of keys and values, which the parts share."""
+    config = tiny.llama()
+    config.num_key_value_heads = 1
+    return config
+
+
+def experts() -> PretrainedConfig:
+    return Qwen3MoeConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=128, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "qwen2": (tiny.qwen2, scenarios.PARITY_LIMIT),
+    "one head": (one_head, scenarios.PARITY_LIMIT),
+    "experts": (experts, scenarios.FAMILY_PARITY_LIMIT),
+}
+
+
+def scored(groups: Sequence[Group]) -> list[Group]:
+    """Reward even tokens."""
+    return [
+        replace(
+            group, rewards=tuple(sum(i % 2 == 0 for i in c.token_ids) / len(c.token_ids) for c in group.completions)
+        )
+        for group in groups
+    ]
+
+
+def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path) -> dict[str, Any]:
+    """Train a few steps, save, and return how far this part and the server were from each other."""
+    config = TrainConfig.of(
+        model_name=str(model), vllm_config_path=manifest, lr=scenarios.LR, batch_size=32, group_size=4,
+        max_new_tokens=24, training_steps=STEPS,
+    )  # fmt: skip
+    context = RunContext(name="test", scratch=folder / "scratch", note=lambda _: None, ranks=ranks)
+    mode = SharedVllm(config, context)
+    opened = mode.open()
+    learner = learner_of(config, opened, lambda _: None, max_model_len=mode.max_model_len, ranks=ranks)
+
+    def sampled() -> list[Group]:
+        return ranks.led(lambda: scored(scenarios.sampled(mode.endpoint.url)))
+
+    before = logprob_diffs(opened.model, sampled()).mean().item()
+    figures = []
+    for step in range(1, STEPS + 1):
+        learner.take(sampled(), step=step)
+        learner.prepare()
+        mode.publish(Update(learner.write))
+        figures.append((learner.learnt().grad_norm, learner.optimizer.changed_weight_share, mode.version))
+    after = logprob_diffs(opened.model, sampled()).mean().item()
+    if ranks.leads:
+        (folder / "saved").mkdir()
+        mode.save(folder / "saved")
+    else:
+        mode.pass_on()
+    served = ranks.led(lambda: [mode.client.digests(part) for part in range(NUM_PARTS)])[ranks.part]
+    mode.close()
+    return {
+        "before": before, "after": after, "figures": figures, "weight_bytes": opened.weight_bytes,
+        "is_served": served == {name: digest(t) for name, t in mode._attached.server_tensors.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: str, tmp_path: Path) -> None:
+    config, limit = FAMILIES[family]
+    model = tiny.write(config(), tmp_path / "model", std=0.06)
+    first = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    with scenarios.served(model, tmp_path / "server", num_parts=NUM_PARTS) as server:
+        before = server.sample()
+        found = on_ranks(
+            NUM_PARTS, trained, model, server.path, tmp_path, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
+        )
+        groups = server.sample()
+        with BridgeClient(server.manifest, timeout_s=60) as client:
+            assert client.status().version == STEPS
+        if family == "one head":
+            checks = [*verify(server.path)]
+            assert {check.status for check in checks} == {"PASS"}, checks
+            scenarios.bridge("restore", model, "--vllm-config-path", server.path, folder=tmp_path)
+            assert scenarios.alike(server.sample(), before)
+    for mine in found:
+        assert mine["before"] < limit, found
+        assert mine["after"] < limit, found
+        assert mine["weight_bytes"] == 0
+        assert mine["is_served"]
+        assert mine["figures"] == found[0]["figures"]
+        assert all(share > 0.5 for _, share, _ in mine["figures"])
+    saved, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert logprob_diffs(saved, groups).mean().item() < limit
+    assert logprob_diffs(first, groups).mean().item() > 3 * limit
+    config_of = {folder: json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "saved")}
+    assert config_of[model] == config_of[tmp_path / "saved"]
+
+
+def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    test_gpus.run(model, whole, *IN_PARTS, "--training-steps", "3", "--save-interval", "2", gpus=1)
+    checkpoints, place = whole / "run" / "checkpoints", resumed / "checkpoints"
+    shutil.copytree(checkpoints / "step_2", place / "step_2")
+    continued = "--resume", "--save-path", str(place), "--training-steps"
+    test_gpus.run(model, resumed, *IN_PARTS, *continued, "3", gpus=1)
+    assert test_gpus.content(place / "step_3") == test_gpus.content(checkpoints / "step_3")
+    test_gpus.run(model, resumed, *continued, "4", gpus=1)
+    test_gpus.run(model, resumed, *IN_PARTS, *continued, "5", gpus=1)
+    rows = [*test_gpus.metrics(whole), *test_gpus.metrics(resumed)]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4, 5]
+    assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
+    state = json.loads((place / "step_5" / "optimizer" / "state.json").read_text())
+    assert set(state["steps"].values()) == {5}
+
+
+def test_two_replicas_of_two_parts_train_in_lockstep(tmp_path: Path) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    test_gpus.run(model, tmp_path, *IN_PARTS, "--training-steps", "2", gpus=2 * NUM_PARTS)
+    rows = test_gpus.metrics(tmp_path)
+    assert [(row["step"], row["weight_version"]) for row in rows] == [(1, 1), (2, 2)]
+    assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
+    assert len([*(tmp_path / "run" / "ranks").glob("*/serve.log")]) == 1, "the first replica's is elsewhere"
+
+
+def test_a_server_of_parts_that_dies_is_started_again_and_no_step_is_lost(tmp_path: Path) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    argv = test_gpus.command(model, tmp_path, *IN_PARTS, "--training-steps", "12", gpus=1)
+    process = test_gpus.started(argv, tmp_path / "out")
+    test_gpus.wait_for_steps(tmp_path, process, 2)
+    (pid,) = re.findall(r"starting vLLM \(pid (\d+)", (tmp_path / "out").read_text())
+    os.kill(int(pid), signal.SIGKILL)
+    assert process.wait(test_gpus.LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
+    assert [row["step"] for row in test_gpus.metrics(tmp_path)] == [*range(1, 13)]
+    assert "the server died" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_in_parts_that_is_interrupted_or_loses_one_ends_in_a_line_and_leaves_no_process(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    argv = test_gpus.command(model, tmp_path, *IN_PARTS, "--training-steps", "500", "--save-interval", "2", gpus=1)
+    process = test_gpus.started(argv, tmp_path / "out")
+    test_gpus.wait_for_steps(tmp_path, process, 3)
+    tree = test_gpus.everything(process)
+    (rank,) = [each for each in tree if "from cli.ranks import main; main()" in each.cmdline()]
+    (process if how is signal.SIGINT else rank).send_signal(how)
+    assert process.wait(test_gpus.LIMIT_S) == (130 if how is signal.SIGINT else 1)
+    assert not test_gpus.left(tree)
+    said = (tmp_path / "out").read_text()
+    assert "Traceback" not in said
+    assert ("interrupted" if how is signal.SIGINT else "error: rank 1 of 2 was ended by SIGKILL") in said
+    newest, _ = checkpoint.newest(tmp_path / "run" / "checkpoints", "step_")
+    assert newest is not None
+    assert newest.progress.step >= (3 if how is signal.SIGINT else 2)

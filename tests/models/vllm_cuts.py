@@ -1,0 +1,60 @@
+"""Which part of each parameter vLLM gives each GPU with tensor parallelism, by the names that the tested families use.
+
+Heads, neurons and words are dealt out in runs of equal length. Where there are fewer KV heads than parts, neighbors
+share one; fused parameters have a run of each piece; the vocabulary is filled up to a multiple of 64 first.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from transformers import PretrainedConfig
+
+from bridge.weights.cut import Cut, Runs
+
+COLUMN = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "c_fc")
+KEYS = ("k_proj", "v_proj")
+ROW = ("o_proj", "down_proj", "dense", "fc2", "c_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+PADDING = 64
+
+
+def cuts(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]], num_parts: int) -> list[dict[str, Cut]]:
+    """Return what each part holds."""
+    return [
+        {name: _cut(config, name, tuple(shape), part, num_parts) for name, shape in shapes.items()}
+        for part in range(num_parts)
+    ]
+
+
+def _cut(config: PretrainedConfig, name: str, shape: tuple[int, ...], part: int, num_parts: int) -> Cut:
+    layer, _, leaf = name.rpartition(".")
+    layer = layer.rpartition(".")[2] if leaf in ("weight", "bias") else leaf  # stacked experts are parameters
+    axis = len(shape) - 1 if layer in ROW else max(0, len(shape) - 2)
+    is_whole = layer in ROW and leaf == "bias"
+    runs = None if is_whole else _runs(config, layer, shape[axis] if shape else 0, part, num_parts)
+    whole = Cut.whole(shape)
+    return whole if runs is None else Cut(shape, (*whole.runs[:axis], runs, *whole.runs[axis + 1 :]))
+
+
+def _runs(config: PretrainedConfig, layer: str, size: int, part: int, num_parts: int) -> Runs | None:
+    heads, pairs = (getattr(config, f"num_{kind}_heads", None) or 1 for kind in ("attention", "key_value"))
+    if layer in VOCABULARY:
+        each = math.ceil(size / PADDING) * PADDING // num_parts
+        return ((part * each, min(each, size - part * each)),)
+    if layer in KEYS:
+        return (_held(0, size, pairs, part, num_parts),)
+    if layer == "qkv_proj":
+        head = size // (heads + 2 * pairs)
+        pieces = ((0, heads), (heads, pairs), (heads + pairs, pairs))
+        return tuple(_held(first * head, number * head, number, part, num_parts) for first, number in pieces)
+    if layer == "gate_up_proj":
+        return tuple(_held(first, size // 2, size // 2, part, num_parts) for first in (0, size // 2))
+    return (_held(0, size, size, part, num_parts),) if layer in (*COLUMN, *ROW) else None
+
+
+def _held(start: int, size: int, number: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Return a part's run of `number` pieces that are dealt out whole, or shared where there are too few."""
+    sharing = max(1, num_parts // number)
+    length = size * sharing // num_parts
+    assert length * num_parts == size * sharing, (size, number, num_parts)
+    return start + part // sharing * length, length

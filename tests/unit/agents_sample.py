@@ -1,0 +1,269 @@
+"""Agents for the tests' worker processes, written with the plain `openai` client; some are as bad as code can be."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+from openai import AsyncOpenAI, OpenAI
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add the length of a text.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    },
+}
+
+
+class Problems:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(10):
+            yield {"prompt": f"Begin at {number}: ", "start": number}
+
+    def held_out(self) -> list[dict[str, Any]]:
+        return [{"prompt": "Begin at 50: ", "start": 50}]
+
+
+class Calling(Problems):
+    """Calls a tool as long as the model wants to."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> Any:
+        client = OpenAI(base_url=base_url, api_key="none")
+        messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+        total = problem["start"]
+        while True:
+            answer = client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+            message = answer.choices[0].message
+            if not message.tool_calls:
+                return {"total": total, "brief": -len(message.content or "") / 1000}
+            messages.append(message)
+            for call in message.tool_calls:
+                total += len(json.loads(call.function.arguments)["text"])  # type: ignore[union-attr]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
+
+
+class Chatting(Problems):
+    """Asks on, and says what it was answered; the reasoning is not sent back."""
+
+    async def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key="none")
+        messages: list[Any] = [{"role": "system", "content": "Be brief."}]
+        for question in (problem["prompt"], "And then?", "And at last?"):
+            messages.append({"role": "user", "content": question})
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return float(len(messages))
+
+
+class PerTurn(Chatting):
+    """Returns a reward per turn."""
+
+    async def run(self, problem: dict[str, Any], base_url: str) -> Any:
+        await super().run(problem, base_url)
+        return [0.0, 0.5, 1.0]
+
+
+class Branching(Problems):
+    """Has a sub-agent, tries one turn twice, and shortens its history."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client = OpenAI(base_url=base_url, api_key="none")
+
+        def said(messages: list[Any]) -> list[Any]:
+            answer = client.chat.completions.create(model="m", messages=messages)
+            return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
+
+        begun = said([{"role": "user", "content": problem["prompt"]}])
+        said([{"role": "system", "content": "Help."}, {"role": "user", "content": f"{problem['prompt']}help"}])
+        one, other = (said([*begun, {"role": "user", "content": "Go on."}]) for _ in range(2))
+        said([*other, {"role": "user", "content": "And then?"}])
+        said([*one[-2:], {"role": "user", "content": "And then?"}])
+        return float(problem["start"] + len(one))
+
+
+class Parallel(Problems):
+    """Asks three sub-agents at once, and one more about what they said."""
+
+    async def run(self, problem: dict[str, Any], base_url: str) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+
+            async def said(*questions: str) -> str:
+                messages: list[Any] = [{"role": "user", "content": question} for question in questions]
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                return str(answer.choices[0].message.content)
+
+            found = await asyncio.gather(*(said(problem["prompt"], f"{number}?") for number in range(3)))
+            return float(len(await said(*found)))
+
+
+class Scored(Problems):
+    """Leaves the reward to `score`."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> None:
+        client = OpenAI(base_url=base_url, api_key="none")
+        for chunk in client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": problem["prompt"]}], stream=True,
+            stream_options={"include_usage": True},
+        ):  # fmt: skip
+            if chunk.usage:
+                self.used = chunk.usage.total_tokens
+            else:
+                self.said = chunk.choices[0].delta.content
+
+    def score(self, problem: dict[str, Any], completion: str) -> float:
+        assert completion == self.said
+        return float(self.used + 0 * problem["start"])
+
+
+class Meeting(Problems):
+    """Ends once as many others run in the same process as no event loop has threads for."""
+
+    SIZE = 40
+    all_there = threading.Barrier(SIZE)
+
+    def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client = OpenAI(base_url=base_url, api_key="none")
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": problem["prompt"]}])
+        self.all_there.wait(60)
+        return 1.0
+
+
+class Streaming(Problems):
+    """Reads a stream as most programs do: each chunk has a choice, unless the usage was requested."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client, said = OpenAI(base_url=base_url, api_key="none"), ""
+        for chunk in client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": problem["prompt"]}], stream=True
+        ):
+            said += chunk.choices[0].delta.content or ""
+        return float(len(said))
+
+
+class Misbehaving(Problems):
+    """Does what the model says, by the problem's number."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> Any:
+        client = OpenAI(base_url=base_url, api_key="none")
+        messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+        how = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+        return getattr(self, f"_{how}")(client, messages)
+
+    def _returns(self, *_: Any) -> float:
+        return 1.0
+
+    def _raises(self, *_: Any) -> None:
+        raise ValueError("two\nlines")
+
+    def _exits(self, *_: Any) -> None:
+        sys.exit(3)
+
+    def _cancels(self, *_: Any) -> None:
+        raise asyncio.CancelledError
+
+    def _prints(self, *_: Any) -> int:
+        sys.stdout.write("noise " * 1000)
+        os.write(1, b"more noise")
+        return 1
+
+    def _forks(self, *_: Any) -> int:
+        return 1 if os.fork() else 2
+
+    def _hangs(self, *_: Any) -> None:
+        subprocess.Popen(["sleep", "1234.5"])
+        time.sleep(1000)
+
+    def _dies(self, *_: Any) -> None:
+        os._exit(7)
+
+    def _answers(self, *_: Any) -> str:
+        return "1.0"
+
+    def _forgets(self, *_: Any) -> None:
+        return None
+
+    def _asks_two(self, client: OpenAI, messages: list[Any]) -> float:
+        client.chat.completions.create(model="m", messages=messages, n=2)
+        return 1.0
+
+    def _spins(self, client: OpenAI, messages: list[Any]) -> float:
+        while True:
+            client.chat.completions.create(model="m", messages=messages)
+
+    def _leaves(self, client: OpenAI, messages: list[Any]) -> float:
+        """End while a request of another thread is in flight."""
+
+        def ask() -> None:
+            with contextlib.suppress(openai.OpenAIError):
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": "slowly"}])
+
+        threading.Thread(target=ask).start()
+        time.sleep(1)
+        return 1.0
+
+
+class HalfCharacters(Problems):
+    """Sends half of a surrogate pair, as JSON may hold it: in a message, a tool and a call that it makes up."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> float:
+        called = {"name": "add", "arguments": json.dumps({"text": "\ud83d"})}
+        messages = [
+            {"role": "user", "content": f"{problem['prompt']}\ud83d"},
+            {"role": "assistant", "tool_calls": [{"id": "one", "type": "function", "function": called}]},
+            {"role": "tool", "tool_call_id": "one", "content": "\ude00"},
+        ]
+        described = {"name": "add", "description": "\ud83d", "parameters": {"type": "object", "properties": {}}}
+        body = {"messages": messages, "tools": [{"type": "function", "function": described}]}
+        answer = httpx.post(f"{base_url}/chat/completions", content=json.dumps(body), timeout=60)
+        answer.raise_for_status()
+        return 1.0
+
+
+class Proxied(Calling):
+    """Returns whether another host is reached without a proxy."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> Any:
+        super().run(problem, base_url)
+        return float(bool(urllib.request.proxy_bypass("example.org")))
+
+
+class Silent(Problems):
+    """Never asks."""
+
+    async def run(self, problem: dict[str, Any], base_url: str) -> float:
+        await asyncio.sleep(0)
+        assert base_url.endswith("/v1")
+        return float(problem["start"])
+
+
+class Listing(Problems):
+    """Tries every route."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client = OpenAI(base_url=base_url, api_key="none", max_retries=0)
+        (model,) = client.models.list()
+        answer = client.chat.completions.create(
+            model=model.id, messages=[{"role": "user", "content": [{"type": "text", "text": problem["prompt"]}]}],
+            temperature=0.1, max_completion_tokens=3,
+        )  # fmt: skip
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+        for other in (base_url.replace("/v1", "x/v1"), base_url):
+            try:
+                OpenAI(base_url=other, api_key="none", max_retries=0).responses.create(model="m", input="hello")
+            except openai.NotFoundError:
+                continue
+            raise AssertionError(other)
+        return 1.0

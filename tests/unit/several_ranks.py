@@ -1,0 +1,69 @@
+"""Run a function on several ranks: forked processes with gloo between them."""
+
+import io
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bridge.ranks.world import Ranks
+
+LIMIT_S = 60.0
+KEY = b"of the tests"
+START = multiprocessing.get_context("fork")
+
+
+def on_ranks(
+    size: int, act: Callable[..., Any], *given: Any, num_parts: int = 1, limit_s: float = LIMIT_S
+) -> list[Any]:
+    """Return `act(ranks, *given)` of every rank; what it raised in place of its result."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = START.Pipe(duplex=False)
+        process = START.Process(target=_rank, args=(rank, size, num_parts, port, listener, there, act, given))
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    listener.close()
+    results: list[Any] = []
+    for pipe in pipes:
+        assert pipe.poll(limit_s), "a rank waits for ever"
+        try:
+            results.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+        except EOFError as error:
+            results.append(error)
+    for process in processes:
+        process.join(limit_s)
+        assert process.exitcode is not None, "a rank does not end"
+    return results
+
+
+def _rank(
+    rank: int,
+    size: int,
+    num_parts: int,
+    port: int,
+    listener: socket.socket,
+    pipe: Any,
+    act: Callable[..., Any],
+    given: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    own = listener if rank == 0 else None
+    device = torch.device("cpu")
+    ranks = Ranks.join(rank, size, num_parts=num_parts, port=port, device=device, key=KEY, listener=own)
+    try:
+        result: Any = act(ranks, *given)
+    except BaseException as error:  # noqa: BLE001  it is the result
+        traceback.print_exc()
+        result = error
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    pipe.send_bytes(buffer.getvalue())
+    ranks.leave()

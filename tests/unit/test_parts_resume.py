@@ -1,0 +1,105 @@
+"""A run in parts is saved as one process saves it, and resumes: in as many parts to the bit, and in any other number.
+
+Not covered: a real server (`tests/cpu/test_tensor_parallel.py`).
+"""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bridge.ranks.world import ALONE, Ranks
+from bridge.run import checkpoint, trainer
+from bridge.run.metrics import Summary
+from bridge.run.reporting import Reporter
+from bridge.run.run_directory import RunDirectory
+from bridge.weights import parts_folder
+from bridge.weights.opened_model import OpenedModel
+from bridge.weights.parts import Parts
+from tests.models import tiny, vllm_cuts
+from tests.unit.several_ranks import on_ranks
+from tests.unit.trainer_runs import FakeMode, Letters, runner
+
+NUM_PARTS = 2
+LIMIT_S = 240.0
+
+
+def into_parts(mode: FakeMode, ranks: Ranks) -> None:
+    """Let a mode open, save and restore this rank's part."""
+
+    def opened() -> OpenedModel:
+        whole = FakeMode.open(mode)
+        shapes = {name: each.shape for name, each in whole.model.named_parameters()}
+        parts = Parts(cuts=vllm_cuts.cuts(whole.model.config, shapes, ranks.num_parts), within=ranks.within)
+        for name, parameter in whole.model.named_parameters():
+            parameter.data = parts.own[name].of(parameter.detach()).clone()
+        source, model = mode.server.manifest.model, whole.model
+        mode.save = lambda folder: parts_folder.save(model, parts, source, folder)  # type: ignore[method-assign]
+        mode.pass_on = lambda: parts_folder.pass_on(model, parts)  # type: ignore[attr-defined]
+
+        def restore(checkpoint: Path, *, version: int) -> None:
+            parts_folder.load_into(model, parts, checkpoint)
+            mode.version = version
+
+        mode.restore = restore  # type: ignore[method-assign]
+        return replace(whole, cuts=parts.cuts)
+
+    mode.open = opened  # type: ignore[method-assign]
+
+
+def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str) -> Summary:
+    """Train up to step `steps`, from the newest checkpoint in `saved` if there is one; its folder names the run."""
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
+        patched.setattr(tiny, "write", lambda *_: None)  # there is one already
+        fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
+        if ranks.size > 1:
+            into_parts(fake.mode, ranks)
+        place = folder / f"{name}-{steps}"
+        saved = folder / name
+        config = fake.config(save_path=saved, training_steps=steps, save_interval=1, optimizer=optimizer)
+        found, _ = checkpoint.newest(saved, "step_")
+        made = RunDirectory.create(place, environment="letters") if ranks.leads else None
+        ranks.told(None)
+        run = made or RunDirectory.join(place)
+        return trainer.train(config, Letters(), run, Reporter(), resume=found, ranks=ranks)
+
+
+def content(folder: Path) -> dict[str, Tensor]:
+    """Return every tensor of a checkpoint, the optimizer's state included."""
+    files = sorted(folder.rglob("*.safetensors"))
+    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def equal(one: Path, other: Path) -> Sequence[str]:
+    """Return the tensors in which two checkpoints differ."""
+    ours, theirs = content(one), content(other)
+    assert ours.keys() == theirs.keys()
+    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
+def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(tmp_path: Path, optimizer: str) -> None:
+    for rank in range(NUM_PARTS):
+        tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
+
+    def in_parts(name: str, steps: int) -> None:
+        for found in on_ranks(NUM_PARTS, ran, tmp_path, name, steps, optimizer, num_parts=NUM_PARTS, limit_s=LIMIT_S):
+            assert isinstance(found, Summary), found
+
+    in_parts("whole", 3)
+    shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "again" / "step_2")
+    in_parts("again", 3)
+    if optimizer == "adamw":  # codes are coded anew
+        assert equal(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3") == []
+    ran(ALONE, tmp_path, "again", 4, optimizer)
+    in_parts("again", 5)
+    steps = checkpoint.numbered(tmp_path / "again", "step_")
+    assert sorted(steps) == [2, 3, 4, 5]
+    for step in (3, 4, 5):
+        assert len(equal(steps[step - 1], steps[step])) > 20, "nothing was learnt"

@@ -1,0 +1,494 @@
+"""Ranks: an agreement ends a phase alike everywhere, and what several share is what a single process computes."""
+
+import ipaddress
+import math
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bridge.errors import RankError, UsageError
+from bridge.learn.balance import busiest, dealt
+from bridge.optimizers import split_adamw
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
+from bridge.passes.packing import Sample
+from bridge.ranks import world
+from bridge.ranks.messages import Messages
+from bridge.ranks.world import ALONE, TOLD_LIMIT, Ranks
+from bridge.run import checkpoint, trainer
+from bridge.run.metrics import Evaluation, Summary
+from bridge.run.reporting import Phase, Reporter
+from bridge.run.run_directory import RunDirectory
+from bridge.types import Group
+from tests.models import tiny
+from tests.unit.several_ranks import KEY, on_ranks
+from tests.unit.test_learner import base, gradient, learner_of, made_by, same, weights
+from tests.unit.trainer_runs import Letters, runner
+
+SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
+STEPS = 3
+IGNORED = 1
+"""A parameter that no rank has a gradient for in the second step; the fifth has one on rank 0 alone."""
+
+
+def gradients_of(rank: int, step: int) -> list[Tensor | None]:
+    chance = torch.Generator().manual_seed(10 * step + rank)
+    made: list[Tensor | None] = [torch.randn(shape, generator=chance).bfloat16() for shape in SHAPES]
+    if step == 1:
+        made[IGNORED] = None
+    if rank > 0:
+        made[4] = None
+    return made
+
+
+def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
+    """Step on one rank of several, or alone with the gradients of `size` ranks added up in their order."""
+    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 3000, 2000
+    chance = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape, generator=chance).to(dtype)) for shape in SHAPES]
+    places = [weight.data_ptr() for weight in weights]
+    optimizer = SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
+    norms, shares = [], []
+    for step in range(STEPS):
+        each = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
+        for index, weight in enumerate(weights):
+            found = [one.to(dtype) for own in each if (one := own[index]) is not None]
+            weight.grad = None
+            if found and ranks.size == 1:
+                weight.grad_dtype = None
+                weight.grad = sum((one.float() for one in found[1:]), found[0].float())
+            elif found:
+                weight.grad = found[0]
+        optimizer.exchange()
+        norms.append(optimizer.global_norm())
+        optimizer.step(grad_norm=1.0)
+        optimizer.zero_grad()
+        shares.append(optimizer.changed_weight_share)
+    assert [weight.data_ptr() for weight in weights] == places
+    return {
+        "weights": [weight.detach().clone() for weight in weights],
+        "state": [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights],
+        "steps": [optimizer.num_updates(weight) for weight in weights],
+        "norms": norms,
+        "shares": shares,
+        "bytes": sum(tensor.nbytes for tensor in optimizer._state()),
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
+def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, dtype: torch.dtype) -> None:
+    results = on_ranks(size, stepped, name, dtype, size)
+    whole = stepped(ALONE, name, dtype, size)
+    for mine in results:
+        assert all(map(torch.equal, mine["weights"], whole["weights"]))
+        for one, other in zip(mine["state"], whole["state"], strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[part], other[part]) for part in one)
+        assert mine["steps"] == whole["steps"] == [STEPS, STEPS - 1, *[STEPS] * 4]
+        assert mine["norms"] == pytest.approx(whole["norms"], rel=1e-6)
+        assert mine["shares"] == whole["shares"]
+        assert mine["bytes"] < whole["bytes"] / size * 1.2
+
+
+def restored(ranks: Ranks, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 3000, 2000
+    weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES]
+    optimizer = SplitMasterAdamW(weights, lr=1e-2, kind=KINDS["adamw-8bit"], ranks=ranks)
+    optimizer.allocate()
+    for weight, parts in zip(weights, saved, strict=True):
+        optimizer.put(weight, parts)
+    return [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights]
+
+
+def test_state_of_any_number_of_ranks_is_loaded_by_any_other() -> None:
+    saved = on_ranks(3, stepped, "adamw-8bit", torch.bfloat16, 3)[0]["state"]
+    for found in [restored(ALONE, saved), *on_ranks(2, restored, saved)]:
+        for one, other in zip(found, saved, strict=True):
+            assert all(torch.equal(one[part], other[part]) for part in other)
+
+
+def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
+    """Agree, and return what happened here, in order."""
+    happened = []
+
+    def act() -> int:
+        happened.append("act")
+        if ranks.rank == who:
+            raise error
+        return ranks.rank
+
+    try:
+        assert ranks.agreed(act, undo=lambda: happened.append("undo")) == [0, 1]
+    except BaseException as met:  # noqa: BLE001  it is the result
+        happened.append(f"{type(met).__name__}: {met.args[0] if met.args else ''}")
+    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+    return happened
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_on_one_rank_is_raised_on_all_and_undone_elsewhere(who: int) -> None:
+    found = on_ranks(2, fails, who, UsageError("no", remedy="yes"))
+    assert found[who] == ["act", "UsageError: no"]
+    assert found[1 - who] == ["act", "undo", "UsageError: no"]
+
+
+def test_an_interrupt_and_a_bug_end_all_ranks_too() -> None:
+    assert [one[-1] for one in on_ranks(2, fails, 1, KeyboardInterrupt())] == ["KeyboardInterrupt: "] * 2
+    first, second = on_ranks(2, fails, 1, ZeroDivisionError("1 / 0"))
+    assert second == ["act", "ZeroDivisionError: 1 / 0"]
+    assert first == ["act", "undo", "RankError: rank 1 of 2 failed: ZeroDivisionError: 1 / 0"]
+
+
+def ends(ranks: Ranks, who: int) -> str:
+    if ranks.rank == who:
+        os._exit(9)
+    began = time.monotonic()
+    with pytest.raises(RankError) as met:
+        ranks.agreed(lambda: None)
+    assert ranks.is_broken
+    assert time.monotonic() - began < 30
+    return met.value.message
+
+
+def test_a_rank_that_is_gone_ends_the_others_at_once() -> None:
+    first, second = on_ranks(2, ends, 1)
+    assert "lost another rank" in first
+    assert isinstance(second, EOFError)
+
+
+def waits_in_vain(ranks: Ranks) -> float:
+    """Let one rank stop in the middle of a fence."""
+    if ranks.rank == 1:
+        time.sleep(20)
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(RankError, match="lost another rank"), ranks.in_fence():
+        ranks.together(lambda: None)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_hangs_in_the_fence_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "FENCE_LIMIT", timedelta(seconds=2))
+    first, _ = on_ranks(2, waits_in_vain)
+    assert 1 < first < 15
+
+
+def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps on one of several ranks."""
+    model = base(dtype=torch.bfloat16)
+    learner, learnt = learner_of(model, ranks=ranks, **choices), []
+    for step in (1, 2):
+        learner.take(groups, step=step)
+        learner.prepare()
+        learner.prepare()  # a publication that is tried again: nothing is exchanged twice
+        learner.write()
+        learnt.append(learner.learnt())
+    return {"weights": weights(model), "learnt": learnt, "share": learner.optimizer.changed_weight_share}
+
+
+def summed_alone(groups: Sequence[Group], size: int) -> dict[str, Tensor]:
+    """Train two steps in one process, on the shares of `size` ranks one after another."""
+    model = base(dtype=torch.bfloat16)
+    learner = learner_of(model)
+    for _ in range(2):
+        learner.take(groups)
+        (whole,) = learner._mini_batches
+        sums: dict[str, Tensor] = {}
+        for rank in range(size):
+            learner._take([[whole[index] for index in dealt(whole, Ranks(rank, size))]])
+            learner.prepare()
+            for name, found in gradient(model).items():
+                sums[name] = sums[name] + found.float() if name in sums else found.float()
+        for name, parameter in model.named_parameters():
+            parameter.grad, parameter.grad_dtype = None, None
+            parameter.grad = sums[name]
+        learner.optimizer.step(grad_norm=1.0)
+        model.zero_grad()
+    return weights(model)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A folder with a model for each of two ranks."""
+    for rank in range(2):
+        tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    return made_by(base(seed=8))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(groups: list[Group], size: int) -> None:
+    results = on_ranks(size, trained, groups, {})
+    expected = summed_alone(groups, size)
+    assert not same(expected, weights(base(dtype=torch.bfloat16)))
+    assert all(same(each["weights"], expected) for each in results)
+    alone = trained(ALONE, groups, {})
+    for each in results:
+        for ours, theirs in zip(each["learnt"], alone["learnt"], strict=True):
+            assert ours.num_tokens == theirs.num_tokens
+            assert ours.loss == pytest.approx(theirs.loss, abs=1e-3)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=0.02)
+            assert ours.entropy == pytest.approx(theirs.entropy, rel=1e-3)
+            assert ours.mismatch.mean == pytest.approx(theirs.mismatch.mean, rel=0.02)
+        assert each["learnt"] == results[0]["learnt"]
+
+
+def test_several_updates_of_a_batch_are_taken_together(groups: list[Group]) -> None:
+    choices = {"updates_per_batch": 2, "passes_per_batch": 2, "optimizer": "adamw-8bit"}
+    one, other = on_ranks(2, trained, groups, choices)
+    assert same(one["weights"], other["weights"])
+    assert [each.num_updates for each in one["learnt"]] == [4, 4]
+    assert one["learnt"] == other["learnt"]
+
+
+def test_a_rank_without_a_share_takes_part(groups: list[Group]) -> None:
+    one, other, third = on_ranks(
+        3, trained, [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))], {}
+    )
+    assert same(one["weights"], other["weights"])
+    assert same(one["weights"], third["weights"])
+
+
+def runs_out(ranks: Ranks, groups: Sequence[Group], who: int) -> list[str]:
+    """Let one rank find no memory for its share."""
+    learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks, gradient_checkpointing=False)
+    if ranks.rank == who:
+        learner._differentiate = out_of_memory  # type: ignore[method-assign,assignment]
+    learner.take(groups)
+    with pytest.raises(UsageError, match="does not fit into the free memory"):
+        learner.prepare()
+    return [name for name, parameter in learner._model.named_parameters() if parameter.grad is not None]
+
+
+def out_of_memory(_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_does_not_fit_on_one_rank_ends_the_step_on_all(groups: list[Group], who: int) -> None:
+    assert on_ranks(2, runs_out, groups, who) == [[], []]
+
+
+def test_tokens_are_dealt_out_evenly_and_prompts_stay_together_if_they_can() -> None:
+    chance = random.Random(0)
+
+    def sample(prompt: int, length: int) -> Sample:
+        zeros = (0.0,) * length
+        return Sample(
+            prompt_token_ids=(prompt,) * 20,
+            token_ids=(1,) * length,
+            sampled_logprobs=zeros,
+            advantages=zeros,
+            weight=1.0,
+        )
+
+    many = [sample(prompt, chance.randint(20, 200)) for prompt in range(64) for _ in range(8)]
+    parts = [dealt(many, Ranks(rank, 4)) for rank in range(4)]
+    assert sorted(index for part in parts for index in part) == [*range(len(many))]
+    loads = [sum(many[index].num_tokens for index in part) for part in parts]
+    assert max(loads) < 1.02 * min(loads)
+    prompts = [{many[index].prompt_token_ids for index in part} for part in parts]
+    assert sum(map(len, prompts)) == 64
+    few = [sample(0, length) for length in (100, 90, 10)]
+    assert [dealt(few, Ranks(rank, 2)) for rank in range(2)] == [[0], [1, 2]]
+    assert dealt(few, ALONE) == [0, 1, 2]
+    assert busiest([few], 2) == pytest.approx(2 * max(120, 140) / 260)
+    assert busiest([few, few], 2) == busiest([few], 2)
+    assert 1 <= busiest([many], 4) < 1.02
+    assert math.isnan(busiest([many], 1))
+
+
+def interrupt_soon() -> None:
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+def interrupted(ranks: Ranks, groups: Sequence[Group]) -> float:
+    """Interrupt the first rank while it waits for the gradients of the other one."""
+    learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks)
+    exchange = learner._exchange
+    if ranks.rank == 0:
+        own = learner._prepare_own
+        learner._prepare_own = lambda: (own(), interrupt_soon())[0]  # type: ignore[method-assign,func-returns-value]
+    else:
+        learner._exchange = lambda: (time.sleep(3.0), exchange())[0]  # type: ignore[method-assign,func-returns-value]
+    learner.take(groups)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.together(lambda: [act() for act in (learner.prepare, lambda: ranks.told(None))])
+    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+    return time.monotonic()
+
+
+def test_an_interrupt_between_two_ranks_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
+    began = time.monotonic()
+    for ended in on_ranks(2, interrupted, groups):
+        assert ended - began < 30
+
+
+def told_apart(ranks: Ranks) -> str:
+    """Fail differently on each rank in the same phase."""
+
+    def act() -> None:
+        raise UsageError(f"of rank {ranks.rank}", remedy="")
+
+    with pytest.raises(UsageError) as met:
+        ranks.agreed(act)
+    return met.value.message
+
+
+def test_ranks_that_fail_together_raise_the_same_error() -> None:
+    assert on_ranks(2, told_apart) == ["of rank 0"] * 2
+
+
+def listening(ranks: Ranks) -> set[str]:
+    """Return the addresses at which this process can be reached."""
+    return {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
+
+
+def test_ranks_cannot_be_reached_from_another_host() -> None:
+    for addresses in on_ranks(2, listening):
+        assert all(ipaddress.ip_address(each).is_loopback for each in addresses), addresses
+
+
+class Planted:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.place.touch, ()
+
+
+def planted(ranks: Ranks, place: Path, key: bytes) -> None:
+    """Tell the others something that does harm, without their key."""
+    if ranks.rank == 1:
+        ranks._messages = Messages(1, 2, key)
+        ranks._messages.exchanged(Planted(place), ranks._groups[TOLD_LIMIT])
+    ranks.told(None)
+
+
+@pytest.mark.parametrize("key", [b"", b"a guess"])
+def test_what_was_not_sent_by_the_run_is_not_unpickled(tmp_path: Path, key: bytes) -> None:
+    first, _ = on_ranks(2, planted, tmp_path / "harm", key)
+    assert isinstance(first, RankError)
+    assert "in the place of rank 1 was not sent by this run" in str(first)
+    assert not (tmp_path / "harm").exists()
+    on_ranks(2, planted, tmp_path / "harm", KEY)
+    assert (tmp_path / "harm").exists(), "the test plants nothing"
+
+
+def replayed(ranks: Ranks) -> None:
+    """Tell the same message again."""
+    ranks.told("once")
+    if ranks.rank == 1:
+        ranks._messages.count -= 1
+    ranks.told("once")
+
+
+def test_a_message_is_valid_once() -> None:
+    assert all(isinstance(each, RankError) for each in on_ranks(2, replayed))
+
+
+def test_the_first_rank_does_not_wait_for_one_that_ended() -> None:
+    began = time.monotonic()
+    listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
+    port = listener.getsockname()[1]
+    with pytest.raises(RankError, match="ended before it was ready"):
+        Ranks.join(0, 2, port=port, device=cpu, key=b"", listener=listener, can_come=lambda: False)
+    assert time.monotonic() - began < 10
+
+
+class Interrupting(Reporter):
+    """A person who ends the run after the first evaluation of a trained model."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation.step:
+            raise KeyboardInterrupt
+
+
+def ran(ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any]) -> Summary:
+    """Train beside a fake server of this rank's own, which takes as many seconds to pause as the rank's number."""
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
+        patched.setattr(tiny, "write", lambda *_: None)  # transformers would write on the first rank alone
+        fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
+        publish = fake.mode.publish
+        fake.mode.publish = lambda update: replace(publish(update), pause_s=float(ranks.rank))  # type: ignore[method-assign]
+        place, config = folder / "run", fake.config(save_path=folder / "saved", **choices)
+        made = RunDirectory.create(place, environment="letters") if ranks.leads else None
+        ranks.told(None)
+        heard = reporter if ranks.leads else Reporter()
+        return trainer.train(config, Letters(), made or RunDirectory.join(place), heard, ranks=ranks)
+
+
+def test_ranks_end_after_the_same_step_although_their_times_differ(models: Path) -> None:
+    for summary in on_ranks(2, ran, models, Reporter(), {"stop_at": "fence_pause_s<=0.5"}):
+        assert summary.steps == 1
+
+
+def test_an_interrupt_of_the_first_rank_between_two_steps_saves_the_last_one(models: Path) -> None:
+    choices = {"eval_interval": 1, "eval_samples": 1, "training_steps": 9}
+    for error in on_ranks(2, ran, models, Interrupting(), choices):
+        assert isinstance(error, KeyboardInterrupt)
+    assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
+
+
+class InterruptingSave(Reporter):
+    """A person who ends the run while the optimizer's state is gathered for the first time."""
+
+    has_begun = False
+
+    def phase(self, name: Phase) -> None:
+        if name == "save" and not self.has_begun:
+            self.has_begun = True
+            read = SplitMasterAdamW.parts
+
+            def parts(optimizer: SplitMasterAdamW, parameter: Tensor) -> dict[str, Tensor]:
+                SplitMasterAdamW.parts = read  # type: ignore[method-assign]
+                os.kill(os.getpid(), signal.SIGINT)
+                return read(optimizer, parameter)
+
+            SplitMasterAdamW.parts = parts  # type: ignore[method-assign,assignment]
+
+
+def test_an_interrupt_while_a_checkpoint_is_saved_leaves_no_rank_waiting(models: Path) -> None:
+    for error in on_ranks(2, ran, models, InterruptingSave(), {"save_interval": 1, "training_steps": 9}):
+        assert isinstance(error, KeyboardInterrupt)
+    assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
+
+
+def dies(ranks: Ranks, folder: Path, where: str) -> Any:
+    """End one rank while the weights are rescued."""
+    if ranks.rank == 1:
+        owner, name = {"before it tells": (trainer.Trainer, "_is_torn"), "as it saves": (trainer.Trainer, "_save")}[
+            where
+        ]
+        setattr(owner, name, lambda *_: os._exit(1))
+    return ran(ranks, folder, Interrupting(), {"eval_interval": 1, "eval_samples": 1, "training_steps": 9})
+
+
+@pytest.mark.parametrize("where", ["before it tells", "as it saves"])
+def test_a_rank_that_goes_while_weights_are_rescued_costs_no_weights(models: Path, where: str) -> None:
+    first, second = on_ranks(2, dies, models, where)
+    assert isinstance(first, KeyboardInterrupt), first
+    assert isinstance(second, EOFError)
+    assert (models / "saved" / "weights_step_1" / "model.safetensors").is_file()
+    assert not checkpoint.is_checkpoint(models / "saved" / "step_1")
