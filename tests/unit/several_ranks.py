@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
 
 from bridge.ranks.world import Ranks
 
@@ -32,15 +33,19 @@ def on_ranks(
         processes.append(process)
     listener.close()
     results: list[Any] = []
-    for pipe in pipes:
-        assert pipe.poll(limit_s), "a rank waits for ever"
-        try:
-            results.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
-        except EOFError as error:
-            results.append(error)
-    for process in processes:
-        process.join(limit_s)
-        assert process.exitcode is not None, "a rank does not end"
+    try:
+        for pipe in pipes:
+            assert pipe.poll(limit_s), "a rank waits for ever"
+            try:
+                results.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+            except EOFError as error:
+                results.append(error)
+        for process in processes:
+            process.join(limit_s)
+            assert process.exitcode is not None, "a rank does not end"
+    finally:
+        for process in processes:
+            process.kill()  # one that is left would keep this process from ending
     return results
 
 
@@ -55,6 +60,7 @@ def _rank(
     given: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
     own = listener if rank == 0 else None
     device = torch.device("cpu")
     ranks = Ranks.join(rank, size, num_parts=num_parts, port=port, device=device, key=KEY, listener=own)

@@ -268,7 +268,7 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
     torch.manual_seed(0)
     leaves = [torch.randn(20, 16), torch.randn(301, 16), torch.randn(301)]
     targets, start = torch.randint(301, (20,)), 160 * ranks.rank
-    kept = Kept(torch.full((20,), 3.0), torch.linspace(1, 60, 20).round()) if filters else None
+    kept = Kept(torch.full((20,), 1.5), torch.linspace(1, 60, 20).round()) if filters else None
     assert dist.group.WORLD is not None
     words, own = Words(start, dist.group.WORLD.group_name), slice(start, min(start + 160, 301))
     by = LogitTransform(temperature=0.7, final_logit_softcapping=cap)
