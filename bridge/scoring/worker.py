@@ -12,15 +12,12 @@ Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import pickle
 import select
 import signal
 import socket
-import struct
 import time
-from dataclasses import asdict, dataclass
 from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
@@ -31,36 +28,16 @@ import psutil
 from bridge.core.foreign_code import foreign_code, said
 from bridge.errors import BridgeError, RewardError
 from bridge.scoring.agent import Agent
-from bridge.scoring.score import FailedScore, Origin, Score, score_one
-from bridge.scoring.tools import Reply, Tools
+from bridge.scoring.score import Origin, score_one
+from bridge.scoring.tools import Tools
+from bridge.scoring.wire import HEADER, NOT_PICKLED, STATUS, STOP, Answer, CannotScore, packed
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-HEADER = struct.Struct("!Q")
-"""Before each question and each answer: its length in bytes."""
-STOP = b"s"
-"""Sent by the trainer: let the scoring process write its stack, and end it. A closed connection: end it at once."""
-STATUS = struct.Struct("!i")
-"""Sent to the trainer once all have ended: the exit code of the scoring process, or minus its signal."""
 GRACE_S = 2.0
 """Time for a process to end by itself."""
 PARENT_POLL_S = 1.0
 """How often the supervisor checks that the trainer is alive."""
-NOT_PICKLED = (
-    "use classes and functions of modules that another process can import, not of the script that was started, or"
-    " score in this process: --reward-processes 0"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CannotScore:
-    """The error that the trainer raises because a worker can score nothing."""
-
-    message: str
-    remedy: str
-
-
-Answer = Origin | Score | FailedScore | Reply | CannotScore
 
 
 def supervise(control: int, channel: int, last_words: int, trainer: int) -> None:
@@ -196,12 +173,6 @@ def _serve(stream: BufferedRWPair) -> None:
                 reply(score_one(scores, origin, *content))
     except BridgeError as error:
         reply(CannotScore(message=error.message, remedy=error.remedy))
-
-
-def packed(number: int, answer: Answer) -> bytes:
-    """Return the answer to question `number` with its header."""
-    text = json.dumps([number, type(answer).__name__, asdict(answer)]).encode()
-    return HEADER.pack(len(text)) + text
 
 
 def _read(stream: BufferedRWPair) -> bytes | None:

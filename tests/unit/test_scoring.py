@@ -10,8 +10,7 @@ import pytest
 from bridge.core.foreign_code import foreign_code
 from bridge.errors import RewardError
 from bridge.scoring.score import FailedScore, FailedScores, Origin, Score, score_one
-from bridge.scoring.scorer import BadAnswerError, read
-from bridge.scoring.worker import HEADER, Answer, CannotScore, packed
+from bridge.scoring.wire import HEADER, Answer, BadAnswerError, CannotScore, packed, read
 from bridge.types import Problem
 from tests.unit.scores_sample import Several
 

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from bridge.errors import RewardError
-from bridge.scoring import scorer as scorer_module
+from bridge.scoring import worker_process
 from bridge.scoring.score import FailedScore, Score, Scores
-from bridge.scoring.scorer import Scorer, question
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.wire import question
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -202,7 +203,7 @@ LATE = "Sample.score took longer than 2 s"
 def test_whatever_a_score_does_to_its_process_the_next_rewards_are_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str, kind: str | None
 ) -> None:
-    monkeypatch.setattr(scorer_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(worker_process, "GRACE_S", 0.5)
     with scoring(tmp_path, timeout_s=2) as ours:
         first, *others = ours.score(completion, "good", "process", "enough", "process")
         assert (first.kind if isinstance(first, FailedScore) else None) == kind
