@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from bridge.checks.result import Check
     from bridge.config import ComputeConfig, LossConfig, SamplingConfig
     from bridge.errors import BridgeError
-    from bridge.library import Policy, attach, policy_loss, samples
+    from bridge.library import attach, policy_loss, samples
     from bridge.passes.packing import MicroBatch, Sample
+    from bridge.policy import Policy
     from bridge.server.fence import FenceTimes
     from bridge.trl import for_trl
     from bridge.types import Completion, Group
@@ -66,8 +67,9 @@ _PLACES = {
     "bridge.checks.result": ("Check",),
     "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
     "bridge.errors": ("BridgeError",),
-    "bridge.library": ("Policy", "attach", "policy_loss", "samples"),
+    "bridge.library": ("attach", "policy_loss", "samples"),
     "bridge.passes.packing": ("MicroBatch", "Sample"),
+    "bridge.policy": ("Policy",),
     "bridge.server.fence": ("FenceTimes",),
     "bridge.trl": ("for_trl",),
     "bridge.types": ("Completion", "Group"),

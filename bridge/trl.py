@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from bridge.config import SamplingConfig
 from bridge.errors import IncompatibleVersionError, UsageError
-from bridge.library import Policy
+from bridge.policy import Policy
 from bridge.rollouts import problems
 from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary

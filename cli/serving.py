@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ComputeConfig, SamplingConfig, ServeConfig
-from bridge.library import Policy, attach
+from bridge.library import attach
+from bridge.policy import Policy
 from bridge.server.manifest import MANIFEST_NAME
 from cli.serve import free_port, prepare
 from cli.server_process import StartedServer

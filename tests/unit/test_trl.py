@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import bridge
-from bridge import library, trl
+from bridge import policy as policy_module
+from bridge import trl
 from bridge.errors import UsageError
 from tests.models import tiny
 from tests.unit import toy_server
@@ -21,7 +22,7 @@ from tests.unit.test_policy import FenceClient, calls
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(library, "BridgeClient", FenceClient)
+    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
     monkeypatch.setattr(trl, "_check_version", lambda: None)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with bridge.Policy(

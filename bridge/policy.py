@@ -1,0 +1,387 @@
+"""The model of a live server, for a loop of your own: `bridge.attach` and `bridge.serve` make a `Policy`.
+
+Its parameters are the server's memory. Sample from it, compute log-probabilities with gradients, and step any optimizer
+inside the fence; the server generates with the new weights from the next token on. Nothing is copied.
+
+Not covered: the whole of a run, with checkpoints, metrics and resuming (`bridge run`, `bridge.run.trainer`).
+"""
+
+import inspect
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bridge.checks import verify
+from bridge.checks.result import Check
+from bridge.config import ComputeConfig, SamplingConfig, TrainConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.core.whole_folder import written_whole
+from bridge.errors import RewardError, UsageError
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
+from bridge.passes import preparation
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.rollouts import problems
+from bridge.rollouts.distribution import filters
+from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.sampler import Sampler, fitting, seed_of
+from bridge.server import fence
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import InFlight, Status
+from bridge.types import Group, Message, Problem
+from bridge.weights import model_folder, skeleton
+from bridge.weights.attach import attach as attach_parameters
+
+Score = Callable[[Problem, str], float]
+"""Returns the reward of a completion's text."""
+note = logging.getLogger("bridge").info
+
+
+class Policy:
+    """The model of a live server, attached to this process: one copy of the weights. Made by `attach` and `serve`.
+
+    A context manager; leaving it returns the server to others, with the weights that were published last.
+    """
+
+    model: PreTrainedModel
+    """The transformers model, in evaluation mode. Its parameters are the server's: change them inside `update` only.
+
+    `pack` and `logprobs` give it attention for packed sequences; from then on it takes no padding."""
+    tokenizer: PreTrainedTokenizerBase
+    version: int
+    """Number of updates that were published since the server loaded its weights."""
+
+    def __init__(
+        self, manifest: Manifest, *, sampling: SamplingConfig, compute: ComputeConfig, reads_only: bool
+    ) -> None:
+        sampling = fitting(sampling, manifest.max_model_len, note)
+        self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        self.tokenizer = skeleton.tokenizer(manifest.model)
+        self._calls, self._closed = count(), False
+        self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
+        self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
+        try:
+            status = self._client.status() if reads_only else self._lease()
+            status.refuse_torn()
+            self.version = status.version
+            self._attached = attach_parameters(manifest)
+            self.model = self._attached.model
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return the server to other trainers, and close the connections; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._sampler.close()
+        finally:
+            self._client.close()
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on, from when it was attached."""
+        return self._sampling
+
+    @property
+    def device(self) -> torch.device:
+        return self._attached.device
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._client.url
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the trained parameters, for an optimizer: a tied parameter once."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def sample(
+        self,
+        prompts: Sequence[str | list[Message] | Problem],
+        score: Score | None = None,
+        *,
+        seed: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[Group]:
+        """Sample `sampling.group_size` completions of each prompt, with log-probabilities and versions.
+
+        A prompt is text, chat messages, or a dictionary with one of them as `prompt` and what `score` needs beside it.
+        `score(problem, text)` returns a completion's reward, in this process; without it rewards are 0. The same `seed`
+        samples the same completions from the same weights; by default each call has another one. The model's chat
+        template gets `chat_template_kwargs`.
+
+        Raises:
+            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, or the server rejects a request, for
+                example because a prompt is too long.
+            RewardError: a prompt cannot be encoded, or a reward is not a finite number.
+            ServerUnreachableError: the server does not answer.
+        """
+        _check_prompts(prompts)
+        whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
+        ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
+        found = self._sampler.sample(
+            [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size,
+            seed=seed_of(0, next(self._calls)) if seed is None else seed_of(seed + 1, 0),
+        )  # fmt: skip
+        return [
+            Group(
+                problem=problem,
+                prompt_token_ids=prompt,
+                completions=completions,
+                rewards=tuple(_reward(score, problem, each.text) for each in completions),
+            )
+            for problem, prompt, completions in zip(whole, ids, found, strict=True)
+        ]
+
+    def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
+        """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
+
+        The end-of-sequence token is added to the completion. Its log-probabilities are unknown (NaN).
+        """
+        ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
+        end = self.tokenizer.eos_token_id
+        ids += [end] if end is not None else []
+        if not ids:
+            raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")
+        return Sample(
+            prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
+            token_ids=tuple(ids),
+            sampled_logprobs=(math.nan,) * len(ids),
+            advantages=(1.0,) * len(ids),
+            weight=weight,
+        )
+
+    def pack(self, samples: Sequence[Sample], *, max_tokens: int = 16_384) -> list[MicroBatch]:
+        """Pack samples into micro-batches of at most `max_tokens`, without padding; each prompt once where it can be.
+
+        A longer sample gets its own micro-batch. The first call checks that the model computes for packed
+        sequences what it does for each alone.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        _, shares_prompts = self._prepared
+        return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=shares_prompts)
+
+    @cached_property
+    def _prepared(self) -> tuple[PreTrainedModel, bool]:
+        """The model, prepared for packed sequences once, and whether completions of one prompt may share it."""
+        shares_prompts = preparation.prepare(
+            self.model, self._compute, note, max_model_len=self._manifest.max_model_len
+        )
+        self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+        return self.model, shares_prompts
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
+
+        Only the first have a gradient; both are in nats, and aligned with `batch.sampled_logprobs_N`. If this policy's
+        `sampling` has a `top_k`, `top_p` or `min_p`, both are of the distribution over the tokens that these kept.
+
+        Shapes: -> [N] float32, [N] float32.
+        """
+        model, _ = self._prepared
+        if not filters(self.sampling):  # a teacher, say, of a student that is filtered
+            batch = replace(batch, kept=None)
+        return model_logprobs(model, batch, self.sampling.temperature)
+
+    def optimizer(
+        self,
+        name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw",
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] | None = None,
+        seed: int = 0,
+    ) -> InPlaceOptimizer:
+        """Return Bridge's own AdamW: bf16 weights in place, and none of its updates lost to rounding.
+
+        `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
+        bf16 step, which are most of them at learning rates of reinforcement learning.
+
+        Raises:
+            UsageError: there is no such optimizer, or a number is out of range.
+        """
+        chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
+        try:
+            config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(
+                f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+                remedy="policy.optimizer('adamw', lr=1e-6)",
+            ) from error
+        group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
+        optimizer = factory.make(config, [group])
+        optimizer.allocate()
+        return optimizer
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
+    ) -> FenceTimes:
+        """Step `optimizer` with the gradients inside the fence, publish the result, and drop the gradients.
+
+        Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, waited for or
+        aborted. Ctrl-C is deferred to the end of the update. If the step raises, the weights may be half-written: the
+        server stops serving them, and `bridge restore` loads a checkpoint.
+
+        Raises:
+            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure or
+                changes nothing of the server's, or the policy only reads; nothing was changed.
+            AttachError: the server refuses the fence.
+            ServerUnreachableError: the server is gone.
+        """
+        norm = self._clipped(optimizer, max_norm)
+
+        def write() -> None:
+            if isinstance(optimizer, InPlaceOptimizer):
+                optimizer.step(grad_norm=norm, max_norm=max_norm)
+            else:
+                optimizer.step()
+
+        with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+            times = self.publish(write, in_flight=in_flight)
+            optimizer.zero_grad()
+        return times
+
+    def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:
+        """Call `write` inside the fence and publish what it wrote into the parameters, whatever that is.
+
+        Raises:
+            UsageError: the policy only reads.
+            AttachError: the server refuses the fence.
+            ServerUnreachableError: the server is gone.
+        """
+        if self._reads_only:
+            raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
+        with deferred_interrupt():  # the new version is known before an interrupt acts
+            times = fence.publish(self._client, Update(write), in_flight=in_flight, served=self.version)
+            self.version = times.version
+        return times
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the weights and the tokenizer to a new folder, whole or not at all, as transformers loads them.
+
+        Raises:
+            UsageError: there is something at `folder`, or the disk refuses.
+        """
+        with written_whole(Path(folder), replaceable=lambda _: False, flag="policy.save(FOLDER)") as partial:
+            model_folder.save(self.model, self._manifest.model, partial)
+        return Path(folder)
+
+    def verify(self) -> list[Check]:
+        """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
+        return [*verify.proofs(self._attached, self._client, timeout_s=self.sampling.request_timeout_s)]
+
+    def _lease(self) -> Status:
+        program = Path(sys.argv[0]).name or "python"
+        return fence.when_free(lambda: self._client.take_lease(f"{program} (pid {os.getpid()})"))
+
+    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: Any) -> float:
+        """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
+
+        Raises:
+            UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
+                nothing of the server's.
+        """
+        if not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise UsageError(
+                f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
+                remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
+            )
+        own = {id(each) for each in self._attached.parameters.values()}
+        changed = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if changed and not any(id(each) in own for each in changed):
+            raise UsageError(
+                f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
+                remedy="make it with policy.parameters(), before anything is added to policy.model",
+            )
+        if isinstance(optimizer, InPlaceOptimizer):
+            norm = optimizer.global_norm()
+        else:
+            norm = norm_of((each.grad, 1.0) for each in changed)
+            if math.isfinite(norm) and norm > max_norm:
+                torch._foreach_mul_([each.grad for each in changed], max_norm / norm)
+        if not math.isfinite(norm):
+            raise UsageError(
+                f"the gradient norm is {norm}, expected a finite number: no weight was changed",
+                remedy="optimizer.zero_grad() and go on with the next batch; if it happens again, lower the"
+                " learning rate",
+            )
+        return norm
+
+
+def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
+    if mask is not None and not bool(mask.all()):
+        raise UsageError(
+            "the batch has padding, and this model's attention is the one for packed sequences",
+            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+        )
+
+
+def _check_prompts(prompts: object) -> None:
+    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts.
+
+    Raises:
+        UsageError: it is one, or a dictionary has no `prompt`.
+    """
+    alone = isinstance(prompts, str | Mapping)
+    entries = [] if alone or not isinstance(prompts, Sequence) else prompts
+    wrong = next((each for each in entries if isinstance(each, dict) and "prompt" not in each), None)
+    if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
+        raise UsageError(
+            f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
+            remedy="policy.sample([prompt])",
+        )
+    if wrong is not None:
+        raise UsageError(
+            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
+            remedy="add its text or messages as 'prompt'",
+        )
+
+
+def _reward(score: Score | None, problem: Problem, text: str) -> float:
+    found: Any = 0.0 if score is None else score(problem, text)
+    try:
+        reward = float(found)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise RewardError(
+            f"the reward of {text[:80]!r} is {found!r}, expected a finite number",
+            remedy="return a finite number from score",
+        )
+    return reward
