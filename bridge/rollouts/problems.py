@@ -1,6 +1,8 @@
 """A run's problems: their endless order, those held out for evaluation, and their prompts as token ids."""
 
+import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from operator import length_hint
@@ -15,6 +17,8 @@ from bridge.types import Environment, Problem
 
 WINDOW = 4096
 """Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
@@ -68,11 +72,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     `template` is given to the chat template.
 
     Raises:
-        RewardError: the messages have no template or do not fit it, or the prompt has no tokens.
+        RewardError: the messages have no template or do not fit it, or the prompt has no tokens, or is no valid text.
     """
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         prompt = problem.get("plain_prompt", prompt)
+    if LONE_SURROGATE.search(json.dumps(prompt, ensure_ascii=False, default=str)):
+        raise RewardError(
+            f"the prompt {shortened(ascii(prompt))} has half of a surrogate pair, which is no character",
+            remedy="remove it from the problem, as prompt.encode(errors='ignore').decode() does",
+        )
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     elif tokenizer.chat_template is None:

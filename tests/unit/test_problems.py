@@ -161,6 +161,12 @@ def test_arguments_fill_the_template(tokenizer: PreTrainedTokenizerBase, monkeyp
         assert encode(tokenizer, messages, short=short) == tuple(tokenizer.convert_tokens_to_ids(list(text)))
 
 
+@pytest.mark.parametrize("prompt", ["1+\ud800=", [{"role": "user", "content": "1+\ud800="}]])
+def test_half_of_a_surrogate_pair_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
+    with pytest.raises(RewardError, match=r"the prompt .*ud800.* has half of a surrogate pair"):
+        encode(tokenizer, {"prompt": prompt})
+
+
 def test_messages_without_a_template_are_encoded_as_the_text_beside_them(tokenizer: PreTrainedTokenizerBase) -> None:
     beside: Any = {"prompt": [{"role": "user", "content": "1+2"}], "plain_prompt": "1+2="}
     assert encode(tokenizer, beside) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
