@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, RankError
 from bridge.ranks.messages import Messages, gather_bytes, noticing_silence, sockets
+from bridge.ranks.outcome import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.watch import Watch
 
 Result = TypeVar("Result")
@@ -36,38 +37,6 @@ POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Variables that name the network interface on which ranks listen for each other."""
-AGREED = "was_agreed"
-"""Attribute of an error that ranks raise together: how many."""
-OF_TENSORS = "is_of_tensors"
-"""Attribute of an error that an exchange of tensors raises: the rank that failed may tell why."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How a phase went on one rank."""
-
-    result: Any = None
-    error: BaseException | None = None
-    """An error that another process can raise."""
-    fault: str = ""
-    """Any other error, on one line."""
-    raised: BaseException | None = None
-    """The error itself; it does not travel."""
-
-    @classmethod
-    def of(cls, error: BaseException) -> Self:
-        if isinstance(error, BridgeError):
-            return cls(error=error, raised=error)
-        if isinstance(error, KeyboardInterrupt):
-            return cls(error=KeyboardInterrupt(), raised=error)
-        return cls(fault=f"{type(error).__name__}: {error}", raised=error)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.result, self.error, self.fault)
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None or bool(self.fault)
 
 
 class Ranks:
@@ -270,7 +239,7 @@ class Ranks:
             assert interrupted is not None
             raise interrupted
         self._all.is_broken |= any(isinstance(each.error, RankError) for each in outcomes)
-        first = min(failed, key=lambda place: (_kind(outcomes[place].error), place))
+        first = min(failed, key=lambda place: (outcomes[place].kind, place))
         error = mine.raised if first == self.rank else outcomes[first].error
         if error is None:
             error = RankError(
@@ -337,10 +306,10 @@ class Ranks:
         self._exchange(dist.all_to_all_single, _bytes(received), _bytes(whole))
         return in_order(received.view(self.size, -1, *whole.shape[1:]))
 
-    def _tried(self, act: Callable[[], Any]) -> "_Outcome":
+    def _tried(self, act: Callable[[], Any]) -> Outcome:
         """Run `act`, and return how it went; what all ranks raise already is raised."""
         try:
-            return _Outcome(result=act())
+            return Outcome(result=act())
         except BaseException as error:
             is_told = isinstance(error, RankError) and not hasattr(error, OF_TENSORS)
             if is_told or getattr(error, AGREED, 0) >= self.size:
@@ -349,9 +318,9 @@ class Ranks:
                 self._all._watch.failed()
             if isinstance(error, KeyboardInterrupt):
                 self._all.on_interrupt()
-            return _Outcome.of(error)
+            return Outcome.of(error)
 
-    def _tell(self, mine: "_Outcome") -> tuple[list["_Outcome"], BaseException | None]:
+    def _tell(self, mine: Outcome) -> tuple[list[Outcome], BaseException | None]:
         """Return every rank's outcome, and the interrupt that came meanwhile: the others count on an answer."""
         seen: list[Any] = []
         try:
@@ -406,11 +375,6 @@ def _telling(members: Sequence[int] | None) -> dict[timedelta, dist.ProcessGroup
     """Make the groups in which these ranks tell each other things; None: all ranks."""
     ranks = None if members is None else [*members]
     return {limit: dist.new_group(ranks, backend="gloo", timeout=limit) for limit in (TOLD_LIMIT, FENCE_LIMIT)}
-
-
-def _kind(error: BaseException | None) -> int:
-    """Return which of several ranks' errors explains the others: the lowest."""
-    return 0 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, RankError) else 1
 
 
 def in_order(each: Tensor) -> Tensor:
