@@ -21,12 +21,13 @@ from bridge.checks import processes
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.learner import learner_of
+from bridge.modes import way_of
 from bridge.modes.mode import RunContext
-from bridge.modes.shared_vllm import SharedVllm
 from bridge.ranks.world import Ranks
 from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
+from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
 from bridge.weights.digest import digest
 from tests import scenarios
@@ -81,19 +82,19 @@ def scored(groups: Sequence[Group]) -> list[Group]:
     ]
 
 
-def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path) -> dict[str, Any]:
+def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: dict[str, Any]) -> dict[str, Any]:
     """Train a few steps, save, and return how far this part and the server were from each other."""
     config = TrainConfig.of(
         model_name=str(model), vllm_config_path=manifest, lr=scenarios.LR, batch_size=32, group_size=4,
-        max_new_tokens=24, training_steps=STEPS,
+        max_new_tokens=24, training_steps=STEPS, **choices,
     )  # fmt: skip
     context = RunContext(name="test", scratch=folder / "scratch", note=lambda _: None, ranks=ranks)
-    mode = SharedVllm(config, context)
+    mode: Any = way_of(config)(config, context)
     opened = mode.open()
     learner = learner_of(config, opened, lambda _: None, max_model_len=mode.max_model_len, ranks=ranks)
 
     def sampled() -> list[Group]:
-        return ranks.led(lambda: scored(scenarios.sampled(mode.endpoint.url)))
+        return ranks.led(lambda: scored(scenarios.sampled(mode.endpoint.url, mode.endpoint.model)))
 
     before = logprob_diffs(opened.model, sampled()).mean().item()
     figures = []
@@ -124,7 +125,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     with scenarios.served(model, tmp_path / "server", num_parts=NUM_PARTS) as server:
         before = server.sample()
         found = on_ranks(
-            NUM_PARTS, trained, model, server.path, tmp_path, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
+            NUM_PARTS, trained, model, server.path, tmp_path, {}, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
         )
         groups = server.sample()
         with BridgeClient(server.manifest, timeout_s=60) as client:
@@ -149,6 +150,26 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     assert logprob_diffs(first, groups).mean().item() > 3 * limit
     config_of = {folder: json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "saved")}
     assert config_of[model] == config_of[tmp_path / "saved"]
+
+
+def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_peft(tmp_path: Path) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    choices = {"mode": "lora_only", "lora_r": scenarios.LORA_RANK}
+    given = model, tmp_path / "server" / MANIFEST_NAME, tmp_path, choices
+    saved = tmp_path / "saved"
+    lora = {"max_lora_rank": scenarios.LORA_RANK, "num_parts": NUM_PARTS}
+    with scenarios.served(model, tmp_path / "server", **lora) as server:
+        base = server.sample()
+        found = on_ranks(NUM_PARTS, trained, *given, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S)
+        for mine in found:
+            assert isinstance(mine, dict), mine
+            assert max(mine["before"], mine["after"]) < scenarios.PARITY_LIMIT, found
+            assert (mine["weight_bytes"], mine["figures"]) == (0, found[0]["figures"])
+            assert all(share > 0.1 for _, share, _ in mine["figures"])
+        scenarios.serves_the_adapter(server, saved, base)
+        trained_ = server.sample(scenarios.adapter_name(server.manifest.url))
+        scenarios.bridge("restore", saved, "--vllm-config-path", server.path, folder=tmp_path)
+        assert scenarios.alike(server.sample(scenarios.adapter_name(server.manifest.url)), trained_)
 
 
 def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) -> None:
