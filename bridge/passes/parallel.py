@@ -187,7 +187,7 @@ def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
         id(parameter): nn.Parameter(torch.empty(cuts[name].shape, device="meta"))
         for name, parameter in model.named_parameters()
     }
-    return copy.deepcopy(model, empty)
+    return copy.deepcopy(model, empty).float()
 
 
 def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:
