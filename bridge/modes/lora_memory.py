@@ -109,7 +109,10 @@ class LoraMemory(PatchedServer):
     def _refuse_unfit_slots(self) -> None:
         slots, rank = self._slots, self._config.lora.r
         if not slots:
-            raise AttachError("the server takes no adapters", remedy=f"bridge serve-vllm --max-lora-rank {rank}")
+            raise AttachError(
+                "the server takes no adapters, or none whose slots can be shared",
+                remedy=f"bridge serve-vllm --max-lora-rank {rank}, without --fully-sharded-loras",
+            )
         missing = sorted(self._adapter.modules.keys() - slots.keys())
         if missing:
             raise AttachError(
