@@ -11,7 +11,8 @@ A norm over all outputs of a column layer, whole on every part, gathers them fir
 A block is the smallest module that holds both a column and a row layer. There is no table of families; whether the
 result computes what the whole model does is proved before training (`parallel_proof.py`).
 
-An adapter follows from the same rule: beside a column layer its B is one, and beside a row layer its A.
+An adapter follows from the same rule: beside a column layer its B is one, and beside a row layer its A is one. The B
+behind that A is whole, as a bias is: it stands behind the sum.
 
 Not covered: what cut layers compute (`cut_layers.py`).
 """
@@ -187,7 +188,7 @@ def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
         id(parameter): nn.Parameter(torch.empty(cuts[name].shape, device="meta"))
         for name, parameter in model.named_parameters()
     }
-    return copy.deepcopy(model, empty).float()
+    return copy.deepcopy(model, empty).float()  # buffers are not parameters
 
 
 def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:

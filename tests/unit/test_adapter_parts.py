@@ -42,7 +42,7 @@ def one_head() -> LlamaConfig:
     return config
 
 
-def put_in(model: PreTrainedModel, ranks: Ranks = ALONE) -> Adapter:
+def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
     """Put an adapter into a whole model, or into the part of it that this rank keeps."""
     cuts: Sequence[Any] = ()
     if ranks.size > 1:
@@ -50,12 +50,13 @@ def put_in(model: PreTrainedModel, ranks: Ranks = ALONE) -> Adapter:
         cuts = vllm_cuts.cuts(model.config, shapes, ranks.num_parts)
     for name, parameter in model.named_parameters() if cuts else ():
         parameter.data = cuts[ranks.part][name].of(parameter.detach()).clone()
-    return Adapter(model.requires_grad_(False), config_of(**CHOICES), cuts=cuts, within=ranks.within)
+    config = config_of(**CHOICES, lora_dropout=dropout)
+    return Adapter(model.requires_grad_(False), config, cuts=cuts, within=ranks.within)
 
 
-def filled(model: PreTrainedModel, ranks: Ranks = ALONE) -> Adapter:
+def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
     """The same with matrices that all matter."""
-    adapter, chance = put_in(model, ranks), torch.Generator().manual_seed(0)
+    adapter, chance = put_in(model, ranks, dropout), torch.Generator().manual_seed(0)
     for name in adapter.lr_factors():
         matrix = model.get_parameter(name)
         cut = adapter.cuts[ranks.part][name] if adapter.cuts else None
@@ -68,9 +69,10 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     """Return how far this part is from the whole, by what is compared."""
     whole, model = whole_model(config), whole_model(config)
     filled(whole)
-    adapter = filled(model, ranks)
+    adapter = filled(model, ranks, dropout=0.5)
     divided = divide(model, adapter.cuts, ranks.within.group)
     check_layers(model, divided)
+    model.eval()
     found, entropies, gradients = computed(model)
     expected, expected_entropies, expected_gradients = computed(whole)
     divided.combine(gradients)
