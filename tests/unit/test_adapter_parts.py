@@ -4,7 +4,7 @@ Not covered: a run that resumes (`test_parts_resume.py`), and a real server (`te
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.errors import RankError, UsageError
 from bridge.learn.learner import learner_of
+from bridge.passes import layers
 from bridge.passes.parallel import divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.ranks.world import ALONE, Ranks
@@ -102,6 +103,27 @@ def test_in_parts_it_has_the_log_probabilities_and_gradients_of_the_whole(config
     for found in on_ranks(num_parts, in_parts, config(), num_parts=num_parts, limit_s=LIMIT_S):
         assert not isinstance(found, BaseException), found
         assert max(found.values()) <= TOLERANCE, max(found, key=lambda name: found[name])
+
+
+def in_other_forms(ranks: Ranks) -> list[float]:
+    """Return how far the gradients of recomputed and compiled layers are from those of the plain ones."""
+    layers.COMPILER = "aot_eager"
+    found = []
+    forms: Sequence[Callable[[PreTrainedModel], None]] = (lambda _: None, layers.call_again, layers.compile_layers)
+    for form in forms:
+        model = whole_model(tiny.qwen2())
+        divide(model, filled(model, ranks).cuts, ranks.within.group)
+        form(model)
+        found.append(computed(model)[2])
+    plain, *others = found
+    return [difference(each[name], plain[name]) for each in others for name in plain]
+
+
+@pytest.mark.slow
+def test_layers_with_one_are_recomputed_and_compiled() -> None:
+    for away in on_ranks(2, in_other_forms, num_parts=2, limit_s=LIMIT_S):
+        assert len(away) == 2 * 28
+        assert max(away) <= TOLERANCE
 
 
 def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
