@@ -92,14 +92,14 @@ def plan_rows(
 ) -> list[Row]:
     """Return every setup in one of `modes` that agrees with the choices given in `config`.
 
-    `config.gpus` replicas have `num_parts` GPUs each; with several, all weights are trained.
+    `config.gpus` replicas have `num_parts` GPUs each; with several, the server's memory is trained.
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     if config.replicas > 1 or num_parts > 1:
         found = [each for each in found if each["mode"] != "none" and not any(map(each.get, ALONE))]
     if num_parts > 1:
-        found = [each for each in found if each["mode"] == "shared_vllm"]
+        found = [each for each in found if each["mode"] == "shared_vllm" or each.get("lora_handover") == "memory"]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
     rows = [_row(size, config.changed(**choices), choices, limits, num_parts) for choices in agreeing]
     if not rows:

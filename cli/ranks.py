@@ -95,7 +95,7 @@ class Place:
 
 
 def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
-    """Return the number of ranks that train on one server: as many as it has GPUs, if its weights are trained.
+    """Return the number of ranks that train on one server: as many as it has GPUs, if its memory is trained.
 
     Raises:
         UsageError: what is trained, or the model, cannot be cut into parts.
@@ -111,17 +111,13 @@ def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
             f"{flag} does not divide the {heads} attention heads of {serve.model}",
             remedy=f"--tensor-parallel-size {fitting}",
         )
-    if train.mode == "shared_vllm":
+    if train.mode == "shared_vllm" or (train.mode == "lora_only" and train.lora.handover == "memory"):
         if alone := [name for name, chosen in train.on_one_gpu().items() if chosen]:
             raise UsageError(f"{alone[0]} trains on one GPU, found {flag}", remedy=f"leave out {alone[0]} or {flag}")
         return parts
     if train.replicas > 1:
         raise UsageError(
             f"--mode {train.mode}: each of several servers has one GPU, found {flag}", remedy="leave it out"
-        )
-    if train.mode == "lora_only" and train.lora.handover == "memory":
-        raise UsageError(
-            f"{flag}: an adapter in a server's memory is trained on one GPU", remedy=f"--lora-handover disk {flag}"
         )
     return 1
 

@@ -137,13 +137,13 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
     """Check that the adapter in `folder` fits the server's slots, and return what loads it into one."""
     from bridge.weights import adapter_folder
 
-    slots = exported.shard(0).lora_slots
-    if not slots:
+    shard = exported.shard(0)
+    if not shard.lora_slots:
         raise AttachError(
             f"{folder} holds an adapter, and the server takes none",
             remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
         )
-    adapter_folder.check(folder, slots)
+    adapter_folder.check(folder, shard)
 
     def write() -> None:
         try:

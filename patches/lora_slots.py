@@ -2,8 +2,9 @@
 
 A LoRA layer holds one pair of tensors per module that it fuses, with room for every slot: A of shape (slots, 1, largest
 rank, input) and B of shape (slots, 1, output, largest rank). vLLM writes them when it loads an adapter into a slot, and
-reads them at every step, so writing a slot changes that adapter. Slots of other shapes are left out: those cut by
-tensor parallelism or `--fully-sharded-loras`, and those of experts and embeddings.
+reads them at every step, so writing a slot changes that adapter. With tensor parallelism a rank's A has the columns,
+and its B the rows, that the rank has of the weight. Slots of other shapes are left out: those of
+`--fully-sharded-loras`, of experts, and of embeddings.
 Seen in vLLM 0.26 to 0.33, `vllm/lora/layers`.
 """
 

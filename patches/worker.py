@@ -95,8 +95,7 @@ class BridgeWorker:
         model, config = self._bridge_model(), self.vllm_config
         _refuse_foreign_types(model, config.model_config.dtype)
         record, names, block = loading.record_of(model), loading.plain_names(model), model_runner.shared_block(model)
-        is_whole = config.parallel_config.tensor_parallel_size == 1
-        slots = lora_slots.find(model, record.views) if is_whole else {}
+        slots = lora_slots.find(model, record.views)
         device = next(model.parameters()).device
         shard = Shard(
             rank=self.rank,

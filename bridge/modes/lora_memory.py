@@ -1,8 +1,11 @@
 """`lora_only --lora-handover memory`: the adapter's tensors are vLLM's slot; to publish is to pass the fence.
 
+With several parts each one trains in the slot of its rank of the server.
+
 Not covered: how the server keeps the slot in place (`patches/lora_slots.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +18,16 @@ from bridge.modes.mode import RunContext
 from bridge.modes.patched_server import PatchedServer, manifest_of
 from bridge.server import manifest
 from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import LoraSlot
 from bridge.server.protocol import ADAPTER
 from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter, Matrices
-from bridge.weights.attach import open_handles
+from bridge.weights.attach import RESTART, open_handles
 from bridge.weights.opened_model import OpenedModel
 
 
 class LoraMemory(PatchedServer):
-    """An adapter in a slot of one live server, trained on that server's base."""
+    """An adapter in a slot of one live server, trained on that server's base, by a process for each part of it."""
 
     checkpoint_prefix = "adapter_step_"
 
@@ -43,17 +47,17 @@ class LoraMemory(PatchedServer):
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         base = self.attach()
-        self._adapter = Adapter(base.model, self._config)
+        self._adapter = Adapter(base.model, self._config, cuts=base.cuts, within=self._run.ranks.within)
         self._move_in(takeover=self._run.resumes)
         self._run.note("the base is the server's own, 0 bytes of it here")
-        return replace(base, lr_factors=self._adapter.lr_factors())
+        return replace(base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts)
 
     def publish(self, update: Update) -> FenceTimes:
         """Run `update` inside the fence; until there is a checkpoint, the first adapter repairs a torn server."""
         return super().publish(replace(update, last_checkpoint=update.last_checkpoint or self._run.scratch / ADAPTER))
 
     def pass_on(self) -> None:
-        """Do nothing: what is trained is whole."""
+        self._adapter.pass_on()
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
@@ -68,7 +72,7 @@ class LoraMemory(PatchedServer):
 
         The servers of other ranks get the next version, too.
         """
-        if self._run.has_lost(self.client):
+        if self._run.ranks.within.led(lambda: self._run.has_lost(self.client)):
             self.restart(self._config.model_name)
             self._move_in(takeover=True, version=self.version + 1)
         else:
@@ -76,19 +80,11 @@ class LoraMemory(PatchedServer):
 
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
-        self._refuse_unfit_slots()
-        self._run.saved(ADAPTER, self._adapter.save)
-        try:
-            number = self.client.seat_adapter(self._run.scratch / ADAPTER)
-        except AttachError:
-            self._run.discard(ADAPTER)
-            raise
-        ours = self._adapter.modules
-        slots = {name: self._open_slot(name, number) for name in ours}
-        if not all(_hold(slot, ours[name]) for name, slot in slots.items()):
-            raise AttachError(
-                "the server's slot does not hold the adapter that the server has loaded", remedy="restart the server"
-            )
+        ranks, ours = self._run.ranks, self._adapter.modules
+        ranks.within.together(self._refuse_unfit_slots)
+        ranks.within.together(self._hand_over if ranks.speaks else self._adapter.pass_on)
+        number = ranks.within.led(self._seat)
+        slots = ranks.within.together(lambda: self._open_slots(number))
 
         @torch.no_grad()
         def write() -> None:
@@ -99,10 +95,24 @@ class LoraMemory(PatchedServer):
 
         self.publish(Update(write, takeover=takeover, version=version))
 
+    def _hand_over(self) -> None:
+        self._run.saved(ADAPTER, self._adapter.save)
+
+    def _seat(self) -> int:
+        """Let the server load what was saved, and return the slot's number."""
+        try:
+            return self.client.seat_adapter(self._run.scratch / ADAPTER)
+        except AttachError:
+            self._run.discard(ADAPTER)
+            raise
+
     def _refuse_unfit_slots(self) -> None:
-        slots, rank = self.manifest.shard(0).lora_slots, self._config.lora.r
+        slots, rank = self._slots, self._config.lora.r
         if not slots:
-            raise AttachError("the server takes no adapters", remedy=f"bridge serve-vllm --max-lora-rank {rank}")
+            raise AttachError(
+                "the server takes no adapters, or none whose slots can be shared",
+                remedy=f"bridge serve-vllm --max-lora-rank {rank}, without --fully-sharded-loras",
+            )
         missing = sorted(self._adapter.modules.keys() - slots.keys())
         if missing:
             raise AttachError(
@@ -116,11 +126,36 @@ class LoraMemory(PatchedServer):
                 remedy=f"--lora-r {found}; or bridge serve-vllm --max-lora-rank {rank}, if vLLM has slots of that rank;"
                 " or --lora-handover disk",
             )
+        odd = [name for name, ours in self._adapter.modules.items() if not _fits(slots[name], ours)]
+        if odd:
+            raise ManifestError(
+                f"the slots of {len(odd)} modules have other shapes than the weights that they are for, the first:"
+                f" {odd[0]}: the manifest was edited",
+                remedy=RESTART,
+            )
+
+    def _open_slots(self, number: int) -> dict[str, Matrices]:
+        ours = self._adapter.modules
+        slots = {name: self._open_slot(name, number) for name in ours}
+        if not all(_hold(slot, ours[name]) for name, slot in slots.items()):
+            raise AttachError(
+                "the server's slot does not hold the adapter that the server has loaded", remedy="restart the server"
+            )
+        return slots
 
     def _open_slot(self, name: str, number: int) -> Matrices:
-        handles = self.manifest.shard(0).lora_slots[name]
+        handles = self._slots[name]
         opened = open_handles({"a": handles.lora_a, "b": handles.lora_b}, self._attached.device)
         return Matrices(nn.Parameter(opened["a"][number, 0]), nn.Parameter(opened["b"][number, 0]))
+
+    @property
+    def _slots(self) -> Mapping[str, LoraSlot]:
+        return self._attached.shard.lora_slots
+
+
+def _fits(slot: LoraSlot, ours: Matrices) -> bool:
+    pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
+    return all(there.shape[2:] == here.shape for there, here in pairs)
 
 
 def _hold(slot: Matrices, ours: Matrices) -> bool:

@@ -11,9 +11,13 @@ A norm over all outputs of a column layer, whole on every part, gathers them fir
 A block is the smallest module that holds both a column and a row layer. There is no table of families; whether the
 result computes what the whole model does is proved before training (`parallel_proof.py`).
 
+An adapter follows from the same rule: beside a column layer its B is one, and beside a row layer its A is one. The B
+behind that A is whole, as a bias is: it stands behind the sum.
+
 Not covered: what cut layers compute (`cut_layers.py`).
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,6 +93,8 @@ class Parallel:
     """The name of the parts' process group."""
     shared: Sequence[Shared]
     """In one order on every part; what no other part holds is left out."""
+    whole: PreTrainedModel
+    """The model as it was before, whole and in float32, without its weights."""
 
     @torch.no_grad()
     def combine(self, gradients: Mapping[str, Tensor]) -> None:
@@ -156,6 +162,7 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
         UnsupportedModelError: a parameter is cut in a way that is not supported; it is named.
     """
     part, name = dist.get_rank(group), group.group_name
+    whole = _whole(model, cuts[part])
     axes = {parameter: _cut_axis(parameter, [each[parameter] for each in cuts]) for parameter in cuts[0]}
     kinds = _kinds(model, axes, cuts[part])
     blocks = _blocks(model, kinds)
@@ -171,8 +178,17 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
         cut_layers.enter(block, name, adds_up=kinds.get(place) == BOTH)
         cut_layers.count_own_heads(block, len(cuts))
     behind = {f"{owner}.bias" for owner in rows}
+    behind |= {f"{owner.replace('.lora_A.', '.lora_B.')}.weight" for owner in rows}
     inside = {each for each in axes if each not in behind and any(place in blocks for place in _above(each))}
-    return Parallel(cuts=cuts, part=part, group=name, shared=[*_shared(axes, cuts, inside)])
+    return Parallel(cuts=cuts, part=part, group=name, shared=[*_shared(axes, cuts, inside)], whole=whole)
+
+
+def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
+    empty = {
+        id(parameter): nn.Parameter(torch.empty(cuts[name].shape, device="meta"))
+        for name, parameter in model.named_parameters()
+    }
+    return copy.deepcopy(model, empty).float()  # buffers are not parameters
 
 
 def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:

@@ -1,7 +1,8 @@
 """The proof of tensor parallelism, before training: layers computed in parts equal the whole ones, gradients included.
 
-One layer of each kind is made whole on every part, in float32, and computed beside the one in parts. A wrong gradient
-cannot be seen otherwise: the outputs, and so the log-probabilities, are right without it.
+One layer of each kind is made whole on every part, in float32, and computed beside the one in parts, both with their
+adapter if there is one. A wrong gradient cannot be seen otherwise: the outputs, and so the log-probabilities, are right
+without it.
 
 Weights and input are random, the same on every part. Trained ones may hide a fault, as a bias of zeros does that every
 part adds, or tell of one where there is none: with attention scores in the thousands, float32 rounds by more than
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -70,11 +70,10 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
     chosen = dict[Any, str]()
     for layer in layers.decoder_layers(model):
         chosen.setdefault(_kind(layer, names[id(layer)], parallel), names[id(layer)])
-    whole_model = _skeleton(model)
     try:
         with _exact():
             for name, call in _tried(type(model).__name__, lambda: _calls(model, [*chosen.values()])).items():
-                _check_layer(name, call, model, whole_model, parallel)
+                _check_layer(name, call, model, parallel)
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"a whole layer of {type(model).__name__} in float32, with which the parts are compared, does not fit:"
@@ -83,12 +82,10 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
         ) from error
 
 
-def _check_layer(
-    name: str, call: _Call, model: PreTrainedModel, whole_model: PreTrainedModel, parallel: Parallel
-) -> None:
-    own, whole_layer = parallel.cuts[parallel.part], whole_model.get_submodule(name)
+def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Parallel) -> None:
+    own, whole_layer = parallel.cuts[parallel.part], parallel.whole.get_submodule(name).eval()
     _fill(whole_layer, call.args[0])
-    layer = copy.deepcopy(model.get_submodule(name))
+    layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
     for each, parameter in layer.named_parameters():
         parameter.data = own[f"{name}.{each}"].of(whole_layer.get_parameter(each).detach()).clone()
     cut = _tried(name, lambda: _run(layer.float(), name, call, lambda _, gradient: gradient))
@@ -103,13 +100,6 @@ def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
     classes = tuple(type(module) for module in layer.modules())
     parameters = [each for each, _ in layer.named_parameters()]
     return classes, tuple((each, *(cuts[f"{name}.{each}"] for cuts in parallel.cuts)) for each in parameters)
-
-
-def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the whole model in float32, without its weights."""
-    with init_empty_weights(include_buffers=False):
-        whole: PreTrainedModel = type(model)(copy.deepcopy(model.config))
-    return whole.eval()
 
 
 def _calls(model: PreTrainedModel, names: Sequence[str]) -> dict[str, _Call]:

@@ -95,13 +95,17 @@ AnyHandle = Annotated[CudaHandle | SharedMemoryHandle, Field(discriminator="kind
 
 
 class LoraSlot(Record):
-    """vLLM's LoRA slots of one Hugging Face module; an adapter in slot `i` is element `i` of both tensors."""
+    """vLLM's LoRA slots of one Hugging Face module; an adapter in slot `i` is element `i` of both tensors.
+
+    Of an adapter's whole matrices a rank holds the columns of A and the rows of B that it holds of the module's weight
+    (`Shard.param_mappings`).
+    """
 
     lora_a: AnyHandle
-    """Shape (slots, 1, largest rank, input): the adapter's A in its first rows, zeros below."""
+    """Shape (slots, 1, largest rank, this rank's inputs): the adapter's A in its first rows, zeros below."""
     lora_b: AnyHandle
-    """Shape (slots, 1, output, largest rank): the adapter's B in its first columns, zeros beside it. Already scaled
-    by alpha / rank, as vLLM's `LoRALayerWeights.optimize` does."""
+    """Shape (slots, 1, this rank's outputs, largest rank): the adapter's B in its first columns, zeros beside it.
+    Already scaled by alpha / rank, as vLLM's `LoRALayerWeights.optimize` does."""
 
 
 class Shard(Record):

@@ -3,12 +3,15 @@
 vLLM keeps B multiplied by the scaling alpha / r, and computes y = W x + B A x. So do we: B is held multiplied, and
 PEFT's own factor is 1. Saving divides again: the result is a plain PEFT adapter.
 
+Beside a part of a weight lies a part of its adapter: the same columns of A, and the same rows of B. What is saved is
+whole, whatever the number of parts.
+
 Not covered: how vLLM gets it (`bridge/modes/lora_memory.py`, `bridge/modes/lora_disk.py`).
 Source: LoRA, arXiv 2106.09685; `LoRALayerWeights.optimize` in vLLM's `lora/lora_weights.py`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,10 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
+from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.adapter_folder import WEIGHTS_NAME
+from bridge.weights.cut import Cut
+from bridge.weights.parts import Parts
 
 NAME = "default"
 """PEFT's name of the one adapter."""
@@ -36,16 +42,26 @@ class Matrices:
     """The adapter of one module."""
 
     lora_a: nn.Parameter
-    """Shape [r, in]."""
+    """Shape [r, in], or this part's columns."""
     lora_b: nn.Parameter
-    """Shape [out, r], multiplied by the scaling."""
+    """Shape [out, r], or this part's rows, multiplied by the scaling."""
 
 
 class Adapter:
     """One adapter in one model, whose other weights are frozen."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainConfig,
+        *,
+        cuts: Sequence[Mapping[str, Cut]] = (),
+        within: Ranks = ALONE,
+    ) -> None:
         """Insert a new adapter into `model`: A random by the seed, B zero, both in the model's dtype.
+
+        `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `within`
+        the ranks that hold them. Every part then gets its part of the same adapter.
 
         Raises:
             UsageError: no linear layer of the model has one of the names.
@@ -73,6 +89,12 @@ class Adapter:
                 self.modules[name] = Matrices(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
                 layer.scaling[NAME] = 1.0
                 layer.lora_dropout.train()
+        self.cuts = [_with_adapter(each, self.modules, config.lora.r) for each in cuts]
+        """What each part holds of every parameter of the model, by the names that they have now."""
+        self._parts = Parts(cuts=self.cuts, within=within) if cuts else None
+        for name in self.lr_factors() if self._parts is not None else ():
+            matrix = model.get_parameter(name)
+            matrix.data = self._own(name, matrix.detach()).clone(memory_format=torch.contiguous_format)
 
     def lr_factors(self) -> dict[str, float]:
         """Return every trained parameter by its name in the model, with the factor that it is held multiplied by."""
@@ -85,13 +107,22 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` in the form that PEFT and stock vLLM load."""
+        """Write it into `folder` in the form that PEFT and stock vLLM load; meanwhile the other parts call `pass_on`.
+
+        Raises:
+            RankError: what parts hold alike differs; nothing was written.
+        """
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
         save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
 
+    def pass_on(self) -> None:
+        """Take part while another part saves; raises what `save` raises."""
+        for _ in self._unscaled():
+            pass
+
     def load(self, folder: Path) -> None:
-        """Copy a saved adapter into the matrices, in place.
+        """Copy a saved adapter, or this part of it, into the matrices, in place.
 
         Raises:
             UsageError: as `check` does; nothing was copied.
@@ -99,7 +130,7 @@ class Adapter:
         saved = self.check(folder)
         with torch.no_grad():
             for name, parameter in self._state().items():
-                value = saved[name].to(parameter.device)
+                value = self._own(_name_of(name), saved[name]).to(parameter.device)
                 parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> dict[str, Tensor]:
@@ -113,8 +144,8 @@ class Adapter:
             config = LoraConfig.from_pretrained(str(folder))
         except (OSError, ValueError, SafetensorError) as error:
             raise UsageError(f"{folder} holds no readable adapter: {error}", remedy="name another one") from error
-        shapes = {name: tensor.shape for name, tensor in saved.items()}
-        expected = {name: tensor.shape for name, tensor in self._state().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        expected = {name: self._shape(name, tensor) for name, tensor in self._state().items()}
         odd = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         if odd or config.lora_alpha / config.r != self.scaling:
             raise UsageError(
@@ -125,20 +156,50 @@ class Adapter:
             )
         return saved
 
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        return whole if self._parts is None else self._parts.own[name].of(whole)
+
+    def _shape(self, key: str, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape) if self._parts is None else self._parts.own[_name_of(key)].shape
+
     def _state(self) -> Mapping[str, Tensor]:
         # the default, "auto", would ask the hub for the model's configuration at every step
         state: Mapping[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return state
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is saved; B in a wider type unless its own can be multiplied back to the very same bits."""
+        """Yield what is saved, whole; B in a wider type unless its own can be multiplied back to the very same bits."""
+        state, parts = self._state(), self._parts
+        if parts is not None:
+            parts.check_alike({_name_of(key): tensor for key, tensor in state.items()})
         exact = math.frexp(self.scaling)[0] == 0.5  # a power of two
-        for name, parameter in self._state().items():
-            tensor = parameter.detach()
+        for name, parameter in state.items():
+            tensor = parameter.detach() if parts is None else parts.whole(_name_of(name), parameter)
             if "lora_B" in name:
                 wider = torch.float64 if tensor.dtype == torch.float32 else torch.float32
                 tensor = (tensor.double() / self.scaling).to(tensor.dtype if exact else wider)
             yield name, tensor
+
+
+def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) -> dict[str, Cut]:
+    """Return what a part holds of every parameter of a model with an adapter; `base` is the same without it.
+
+    An adapted module's own parameters lie in its `base_layer` now.
+    """
+    found = dict(base)
+    for module in modules:
+        for leaf in ("weight", "bias"):
+            if f"{module}.{leaf}" in base:
+                found[f"{module}.base_layer.{leaf}"] = found.pop(f"{module}.{leaf}")
+        (outputs, inputs), (rows, columns) = base[f"{module}.weight"].shape, base[f"{module}.weight"].runs
+        found[f"{module}.lora_A.{NAME}.weight"] = Cut((rank, inputs), (((0, rank),), columns))
+        found[f"{module}.lora_B.{NAME}.weight"] = Cut((outputs, rank), (rows, ((0, rank),)))
+    return found
+
+
+def _name_of(key: str) -> str:
+    """Return a matrix's name in the model by its name in a saved adapter."""
+    return f"{key.removeprefix('base_model.model.').removesuffix('weight')}{NAME}.weight"
 
 
 def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:

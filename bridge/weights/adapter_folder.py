@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bridge.errors import UsageError
-from bridge.server.manifest import LoraSlot
+from bridge.server.manifest import Shard
+from bridge.weights import layout
 from bridge.weights.layout import Shape
 from bridge.weights.stored_tensors import headers
 
@@ -17,8 +18,8 @@ _NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alph
 """What PEFT may add to plain LoRA, and vLLM or the slots' layout leave out; false or empty if unused."""
 
 
-def check(folder: Path, slots: Mapping[str, LoraSlot]) -> None:
-    """Check that each matrix in `folder` has its place in `slots`.
+def check(folder: Path, shard: Shard) -> None:
+    """Check that each matrix in `folder` has its place in the slots of `shard`, of any rank of a server.
 
     Raises:
         UsageError: it cannot be read, is not plain LoRA, or does not fit; the message names up to three reasons.
@@ -30,7 +31,7 @@ def check(folder: Path, slots: Mapping[str, LoraSlot]) -> None:
     except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
         raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
     shapes = {name: part.shape for name, part in headers(folder / WEIGHTS_NAME).items()}
-    faults = [*extras, *_misfits(shapes, slots)] or ([] if shapes else ["it has no matrices"])
+    faults = [*extras, *_misfits(shapes, shard)] or ([] if shapes else ["it has no matrices"])
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise UsageError(
@@ -39,15 +40,16 @@ def check(folder: Path, slots: Mapping[str, LoraSlot]) -> None:
         )
 
 
-def _misfits(shapes: Mapping[str, Shape], slots: Mapping[str, LoraSlot]) -> Iterator[str]:
+def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:
     for name, shape in sorted(shapes.items()):
         matrix = _MATRIX.fullmatch(name)
-        slot = slots.get(matrix["module"]) if matrix else None
+        slot = shard.lora_slots.get(matrix["module"]) if matrix else None
         if matrix is None or slot is None:
             yield f"there is no slot for {name}"
             continue
         is_a = matrix["side"] == "A"  # a slot is [adapters, 1, *matrix]; an adapter may have a lower rank
-        room = (slot.lora_a if is_a else slot.lora_b).shape[2:]
-        rank, width = (0, 1) if is_a else (1, 0)
+        most = slot.lora_a.shape[2]
+        outputs, inputs = layout.cut_of(shard.param_mappings[f"{matrix['module']}.weight"]).shape
+        room, rank, width = ((most, inputs), 0, 1) if is_a else ((outputs, most), 1, 0)
         if len(shape) != 2 or shape[rank] > room[rank] or shape[width] != room[width]:
             yield f"{name} is {shape}, its slot {room}"

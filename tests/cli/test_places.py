@@ -39,8 +39,9 @@ def test_each_rank_has_a_gpu_and_a_server_of_its_own_without_tensor_parallelism(
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_one_replica_has_as_many_ranks_as_its_server() -> None:
-    found = places(4)
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_one_replica_has_as_many_ranks_as_its_server(mode: str) -> None:
+    found = places(4, mode=mode)
     assert [(place.rank, place.size, place.gpus) for place in found] == [(rank, 4, "7,6,5,4") for rank in range(4)]
     assert found[0].environment == {VISIBLE: "7,6,5,4"}
 
@@ -104,7 +105,6 @@ def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_serve
         (4, {"gpus": 2}, "--gpus 2 is not a multiple of --tensor-parallel-size 4"),
         (16, {}, "--tensor-parallel-size 16: this host shows 8"),
         (2, {"gpus": 16, "batch_size": 128}, "--gpus 16: this host shows 8"),
-        (2, {"mode": "lora_only"}, "an adapter in a server's memory is trained on one GPU"),
         (2, {"mode": "lora_only", "lora_handover": "disk", "gpus": 2}, "each of several servers has one GPU"),
         (2, {"offload_optimizer": True}, "--offload-optimizer trains on one GPU, found --tensor-parallel-size 2"),
         (2, {"gradient_release": True}, "--gradient-release trains on one GPU"),

@@ -112,6 +112,17 @@ def test_an_optimizer_that_is_given_leaves_the_adapters(capsys: pytest.CaptureFi
     assert {row["mode"] for row in document["rows"]} == {"shared_vllm", "lora_only", "none"}
 
 
+def test_on_several_gpus_what_is_trained_in_the_servers_memory_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = "--model", model("7B", tmp_path), "--gpu-memory", "24", "--tensor-parallel-size", "2"
+    document = planned(capsys, *given)
+    assert {(row["mode"], row["name"]) for row in document["rows"] if row["mode"] != "shared_vllm"} == {
+        ("lora_only", "memory")
+    }
+    assert document["recommended"].endswith("--mode lora_only --tensor-parallel-size 2")
+
+
 def test_a_trainer_on_the_cpu_is_planned_with_the_memory_of_the_host(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

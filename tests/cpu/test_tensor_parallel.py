@@ -21,12 +21,13 @@ from bridge.checks import processes
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.learner import learner_of
+from bridge.modes import way_of
 from bridge.modes.mode import RunContext
-from bridge.modes.shared_vllm import SharedVllm
 from bridge.ranks.world import Ranks
 from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
+from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
 from bridge.weights.digest import digest
 from tests import scenarios
@@ -37,6 +38,8 @@ from tests.unit.several_ranks import on_ranks
 pytestmark = pytest.mark.slow
 NUM_PARTS, STEPS = 2, 3
 IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
+ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
+EITHER = pytest.mark.parametrize("way", [(), ADAPTER], ids=["all weights", "an adapter"])
 
 
 @pytest.fixture(autouse=True)
@@ -81,19 +84,19 @@ def scored(groups: Sequence[Group]) -> list[Group]:
     ]
 
 
-def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path) -> dict[str, Any]:
+def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: dict[str, Any]) -> dict[str, Any]:
     """Train a few steps, save, and return how far this part and the server were from each other."""
     config = TrainConfig.of(
         model_name=str(model), vllm_config_path=manifest, lr=scenarios.LR, batch_size=32, group_size=4,
-        max_new_tokens=24, training_steps=STEPS,
+        max_new_tokens=24, training_steps=STEPS, **choices,
     )  # fmt: skip
     context = RunContext(name="test", scratch=folder / "scratch", note=lambda _: None, ranks=ranks)
-    mode = SharedVllm(config, context)
+    mode: Any = way_of(config)(config, context)
     opened = mode.open()
     learner = learner_of(config, opened, lambda _: None, max_model_len=mode.max_model_len, ranks=ranks)
 
     def sampled() -> list[Group]:
-        return ranks.led(lambda: scored(scenarios.sampled(mode.endpoint.url)))
+        return ranks.led(lambda: scored(scenarios.sampled(mode.endpoint.url, mode.endpoint.model)))
 
     before = logprob_diffs(opened.model, sampled()).mean().item()
     figures = []
@@ -124,7 +127,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     with scenarios.served(model, tmp_path / "server", num_parts=NUM_PARTS) as server:
         before = server.sample()
         found = on_ranks(
-            NUM_PARTS, trained, model, server.path, tmp_path, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
+            NUM_PARTS, trained, model, server.path, tmp_path, {}, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
         )
         groups = server.sample()
         with BridgeClient(server.manifest, timeout_s=60) as client:
@@ -151,6 +154,24 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     assert config_of[model] == config_of[tmp_path / "saved"]
 
 
+def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_peft(tmp_path: Path) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    choices = {"mode": "lora_only", "lora_r": scenarios.LORA_RANK}
+    given, saved = (model, tmp_path / "server" / MANIFEST_NAME, tmp_path, choices), tmp_path / "saved"
+    with scenarios.served(model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, num_parts=NUM_PARTS) as server:
+        base = server.sample()
+        found = on_ranks(NUM_PARTS, trained, *given, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S)
+        for mine in found:
+            assert isinstance(mine, dict), mine
+            assert max(mine["before"], mine["after"]) < scenarios.PARITY_LIMIT, found
+            assert (mine["weight_bytes"], mine["figures"]) == (0, found[0]["figures"])
+            assert all(share > 0.1 for _, share, _ in mine["figures"])
+        scenarios.serves_the_adapter(server, saved, base)
+        assert {check.status for check in verify(server.path)} == {"PASS"}
+        scenarios.bridge("restore", saved, "--vllm-config-path", server.path, folder=tmp_path)
+        scenarios.serves_the_adapter(server, saved, base)
+
+
 def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -169,18 +190,35 @@ def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) ->
     assert set(state["steps"].values()) == {5}
 
 
-def test_two_replicas_of_two_parts_train_in_lockstep(tmp_path: Path) -> None:
-    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
-    test_gpus.run(model, tmp_path, *IN_PARTS, "--training-steps", "2", gpus=2 * NUM_PARTS)
+def test_an_adapter_resumes_in_any_number_of_parts_and_by_disk(tmp_path: Path) -> None:
+    model, place = tiny.write(one_head(), tmp_path / "model", std=0.06), tmp_path / "saved"
+    ways = (IN_PARTS, (), IN_PARTS, (*IN_PARTS, "--lora-handover", "disk"))
+    for steps, way in enumerate(ways, start=2):
+        resumes = ("--resume",) if steps > 2 else ()
+        choices = *ADAPTER, *way, *resumes, "--save-path", str(place), "--training-steps", str(steps)
+        test_gpus.run(model, tmp_path, *choices, gpus=1)
     rows = test_gpus.metrics(tmp_path)
-    assert [(row["step"], row["weight_version"]) for row in rows] == [(1, 1), (2, 2)]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
+    state = json.loads((place / "adapter_step_5" / "optimizer" / "state.json").read_text())
+    assert set(state["steps"].values()) == {5}
+
+
+@EITHER
+def test_two_replicas_of_two_parts_train_in_lockstep(tmp_path: Path, way: Sequence[str]) -> None:
+    model = tiny.write(one_head(), tmp_path / "model", std=0.06)
+    test_gpus.run(model, tmp_path, *IN_PARTS, *way, "--training-steps", "2", gpus=2 * NUM_PARTS)
+    rows = test_gpus.metrics(tmp_path)
+    first = 2 if way else 1  # a new adapter is a version, too
+    assert [(row["step"], row["weight_version"]) for row in rows] == [(1, first), (2, first + 1)]
     assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
     assert len([*(tmp_path / "run" / "ranks").glob("*/serve.log")]) == 1, "the first replica's is elsewhere"
 
 
-def test_a_server_of_parts_that_dies_is_started_again_and_no_step_is_lost(tmp_path: Path) -> None:
+@EITHER
+def test_a_server_of_parts_that_dies_is_started_again_and_no_step_is_lost(tmp_path: Path, way: Sequence[str]) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
-    argv = test_gpus.command(model, tmp_path, *IN_PARTS, "--training-steps", "12", gpus=1)
+    argv = test_gpus.command(model, tmp_path, *IN_PARTS, *way, "--training-steps", "12", gpus=1)
     process = test_gpus.started(argv, tmp_path / "out")
     test_gpus.wait_for_steps(tmp_path, process, 2)
     (pid,) = re.findall(r"starting vLLM \(pid (\d+)", (tmp_path / "out").read_text())

@@ -184,6 +184,14 @@ def test_slots_of_another_rank_are_refused_before_anything_is_asked(world: World
     assert world.scratch_folders() == []
 
 
+def test_slots_that_are_for_another_part_of_the_weights_are_refused(world: World) -> None:
+    slots = world.server.toy.manifest.shard(0).lora_slots
+    first, other = (f"model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj"))
+    world.export(lora_slots={**slots, first: slots[other]})
+    refused(world, ManifestError, rf"1 modules have other shapes than the weights .* the first: {first}")
+    assert world.server.calls == ["POST lease"]
+
+
 def test_a_module_without_slot_is_refused_by_name(world: World) -> None:
     world.server.toy = toy_server.with_slots(world.server.toy, RANK, without="down_proj")
     world.export()
@@ -196,7 +204,8 @@ def test_a_server_without_slots_is_refused_with_the_flag_that_it_lacks(world: Wo
     toy = world.server.toy
     world.server.toy = ToyServer(toy.edited(lora_slots={}), toy.tensors, toy.reference)
     world.export()
-    assert refused(world, AttachError, "takes no adapters") == f"bridge serve-vllm --max-lora-rank {RANK}"
+    hint = refused(world, AttachError, "takes no adapters, or none whose slots can be shared")
+    assert hint == f"bridge serve-vllm --max-lora-rank {RANK}, without --fully-sharded-loras"
 
 
 def test_an_adapter_that_the_server_refuses_leaves_no_trace(world: World) -> None:

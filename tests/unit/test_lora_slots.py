@@ -1,6 +1,5 @@
 """LoRA slots in hand-made layers: matched to modules, moved into shared memory, watched and exported."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,8 +97,8 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     "pairs",
     [
         [(slots(16, HIDDEN)[0], slots(16, HIDDEN, rank=2 * RANK)[1])],  # fully sharded: A has a part of the rank
-        [slots(8, HIDDEN)],  # B is split by tensor parallelism
-        [slots(16, HIDDEN // 2)],  # A is split by tensor parallelism
+        [slots(8, HIDDEN)],  # B is split, and the weight is not
+        [slots(16, HIDDEN // 2)],  # A is split, and the weight is not
         [slots(16, HIDDEN), slots(16, HIDDEN)],  # two slices for one weight of the model
         [(torch.zeros(SLOTS, 8, RANK, HIDDEN), torch.zeros(SLOTS, 8, 16, RANK))],  # experts
         [(torch.zeros(SLOTS, 1, HIDDEN, RANK).transpose(2, 3), slots(16, HIDDEN)[1])],
@@ -167,13 +166,35 @@ def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytes
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-@pytest.mark.usefixtures("vllm")
-def test_under_tensor_parallelism_no_slots_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_with_slots()
-    model_runner._move_to_shared_memory(model)
-    made = worker(model, monkeypatch)
-    made.vllm_config.parallel_config.tensor_parallel_size = 2
-    assert json.loads(made.bridge_export())["lora_slots"] == {}
+def test_the_slots_of_a_rank_are_those_of_its_part_of_the_weights() -> None:
+    """Of two ranks the second, with half of the outputs of a column layer and half of the inputs of a row layer."""
+    model: Any = nn.Module()
+    column, row = slots(8, HIDDEN), slots(HIDDEN, 6)
+    sharded = row[0], row[1][:, :, : HIDDEN // 2].contiguous()
+    parts = {
+        "up": View(
+            parameter="up.weight",
+            offset=0,
+            shape=(8, HIDDEN),
+            stride=(HIDDEN, 1),
+            whole=(16, HIDDEN),
+            runs=(((8, 8),), ((0, HIDDEN),)),
+        ),
+        "down": View(
+            parameter="down.weight",
+            offset=0,
+            shape=(HIDDEN, 6),
+            stride=(6, 1),
+            whole=(HIDDEN, 12),
+            runs=(((0, HIDDEN),), ((6, 6),)),
+        ),
+    }
+    for down in (row, sharded):
+        layers = {"up": stack(SimpleNamespace(), column), "down": stack(SimpleNamespace(), down)}
+        model.lora_manager = SimpleNamespace(modules=layers)
+        found = lora_slots.find(model, {f"{name}.weight": view for name, view in parts.items()})
+        assert found.keys() == ({"up", "down"} if down is row else {"up"})
+        assert found["up"] == column
 
 
 def test_a_worker_tells_which_slot_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bridge.config import TrainConfig
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, trainer
 from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.weights import parts_folder
+from bridge.weights.adapter import Adapter
 from bridge.weights.opened_model import OpenedModel
 from bridge.weights.parts import Parts
 from tests.models import tiny, vllm_cuts
@@ -53,12 +55,37 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
     mode.open = opened  # type: ignore[method-assign]
 
 
-def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str) -> Summary:
+def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
+    """Let a mode train an adapter beside this rank's part of the weights, or beside all of them."""
+
+    def opened() -> OpenedModel:
+        base = FakeMode.open(mode)
+        config = TrainConfig.of(model_name="tiny", mode="lora_only", lora_r=4)
+        shapes = {name: each.shape for name, each in base.model.named_parameters()}
+        cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.num_parts) if ranks.size > 1 else ()
+        for name, parameter in base.model.named_parameters() if cuts else ():
+            parameter.data = cuts[ranks.part][name].of(parameter.detach()).clone()
+        adapter = Adapter(base.model, config, cuts=cuts, within=ranks.within)
+        mode.save, mode.pass_on = adapter.save, adapter.pass_on  # type: ignore[attr-defined, method-assign]
+
+        def restore(checkpoint: Path, *, version: int) -> None:
+            adapter.load(checkpoint)
+            mode.version = version
+
+        mode.restore = restore  # type: ignore[method-assign]
+        return replace(base, lr_factors=adapter.lr_factors(), cuts=adapter.cuts)
+
+    mode.open = opened  # type: ignore[method-assign]
+
+
+def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str, adapts: bool) -> Summary:
     """Train up to step `steps`, from the newest checkpoint in `saved` if there is one; its folder names the run."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
         patched.setattr(tiny, "write", lambda *_: None)  # there is one already
         fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
-        if ranks.size > 1:
+        if adapts:
+            with_adapter(fake.mode, ranks)
+        elif ranks.size > 1:
             into_parts(fake.mode, ranks)
         place = folder / f"{name}-{steps}"
         saved = folder / name
@@ -83,13 +110,14 @@ def equal(one: Path, other: Path) -> Sequence[str]:
     return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
-def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "adapts"), [("adamw", False), ("adamw-8bit", False), ("adamw", True)])
+def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(tmp_path: Path, optimizer: str, adapts: bool) -> None:
     for rank in range(NUM_PARTS):
         tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
 
     def in_parts(name: str, steps: int) -> None:
-        for found in on_ranks(NUM_PARTS, ran, tmp_path, name, steps, optimizer, num_parts=NUM_PARTS, limit_s=LIMIT_S):
+        given = tmp_path, name, steps, optimizer, adapts
+        for found in on_ranks(NUM_PARTS, ran, *given, num_parts=NUM_PARTS, limit_s=LIMIT_S):
             assert isinstance(found, Summary), found
 
     in_parts("whole", 3)
@@ -97,7 +125,7 @@ def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(tmp_path: Path, 
     in_parts("again", 3)
     if optimizer == "adamw":  # codes are coded anew
         assert equal(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3") == []
-    ran(ALONE, tmp_path, "again", 4, optimizer)
+    ran(ALONE, tmp_path, "again", 4, optimizer, adapts)
     in_parts("again", 5)
     steps = checkpoint.numbered(tmp_path / "again", "step_")
     assert sorted(steps) == [2, 3, 4, 5]
