@@ -326,7 +326,6 @@ class TrainConfig(Config):
             f"--rollouts {self.rollouts.source}": self.rollouts.source != "environment",
             "--offload-optimizer": self.optimizer.offload,
             "--gradient-release": self.optimizer.gradient_release,
-            "--top-entropy": self.loss.top_entropy < 1,
         }
 
     def _unfit_gpus(self) -> Iterator[str]:

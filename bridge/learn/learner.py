@@ -19,7 +19,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import UsageError
 from bridge.learn import balance
 from bridge.learn.mismatch import Mismatch, Tally, measure, share
-from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, most_uncertain, policy_loss
+from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference, open_reference
 from bridge.learn.samples import samples, with_advantages
 from bridge.optimizers import factory
@@ -152,6 +152,8 @@ class _Part:
     """The trainer's."""
     reference_logprobs_N: Tensor | None = None
     """The frozen reference's."""
+    entropies_N: Tensor | None = None
+    """The trainer's, if its most uncertain tokens are chosen."""
 
 
 class Learner:
@@ -177,6 +179,8 @@ class Learner:
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit. The weights are whole."""
         self._prepared = False
+        self._least = list[Tensor]()
+        """For each update the least entropy of the tokens that are trained on; empty: all are."""
         self._num_tokens = 0
         """Sampled tokens of the batch, of all ranks."""
         self._busiest = math.nan
@@ -216,7 +220,8 @@ class Learner:
             return
         try:
             with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
-                self._ranks.together(self._prepare_own)
+                self._least = self._least_entropies() if self._spec.top_entropy < 1 else []
+                self._ranks.together(lambda: self._within_memory(self._prepare))
                 if self._parts and not self._updates_in_backward:
                     self._exchange()
         except BaseException:
@@ -274,8 +279,20 @@ class Learner:
         self._tally = Tally.zero(device)
         self._loss_sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
 
-    def _prepare_own(self) -> None:
-        """Compute this rank's share, in smaller passes if memory runs out.
+    def _least_entropies(self) -> list[Tensor]:
+        """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
+
+        def own() -> list[Tensor]:
+            self._within_memory(self._look_ahead)
+            none = torch.zeros(0)
+            return [torch.cat([none, *(_entropies(part).cpu() for part in parts)]) for parts in self._parts]
+
+        of_replicas = self._ranks.of_replicas(self._ranks.agreed(own))  # the parts of a replica compute the same tokens
+        whole = (torch.cat(each) for each in zip(*of_replicas, strict=True))
+        return [least_entropy(each_N, self._spec.top_entropy).to(self._model.device) for each_N in whole]
+
+    def _within_memory(self, act: Callable[[], None]) -> None:
+        """Compute this rank's share of the batch, in smaller passes if memory runs out.
 
         The parts of a replica meet in every layer: where one stops, by an error or an interrupt, the others wait.
 
@@ -284,12 +301,12 @@ class Learner:
         """
         if self._ranks.num_parts > 1:
             with self._ranks.bound():
-                self._prepare()
+                act()
             return
         while True:
             try:
                 with acting_interrupt():
-                    self._prepare()
+                    act()
             except torch.OutOfMemoryError as error:
                 self.forget()
                 self._budget.shrink(error)
@@ -297,28 +314,28 @@ class Learner:
                 return
 
     def _prepare(self) -> None:
-        self._parts = [self._pack(each) for each in self._mini_batches]
+        if not self._parts:
+            self._look_ahead()
         if self._budget.sums_in_float32:
             self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
-        for parts in self._parts[1 if self._spec.top_entropy == 1 else 0 :]:  # the first update's ratios are 1
-            self._look_ahead(parts)
+        for least, parts in zip(self._least, self._parts, strict=False):  # none, if all tokens are trained on
+            for part in parts:
+                advantages_N = part.batch.advantages_N * (_entropies(part) >= least)
+                part.batch = replace(part.batch, advantages_N=advantages_N)
         if self._parts and not self._updates_in_backward:
             self._differentiate(self._parts[0])
 
-    def _look_ahead(self, parts: Sequence[_Part]) -> None:
-        """Compute what an update needs from before the first one."""
-        entropies = list[Tensor]()
-        for part in parts:
+    def _look_ahead(self) -> None:
+        """Cut the batch into passes, and compute what updates need from before the first one."""
+        self._parts = [self._pack(each) for each in self._mini_batches]
+        chooses = self._spec.top_entropy < 1
+        for part in chain.from_iterable(self._parts[0 if chooses else 1 :]):  # the first update's ratios are 1
             # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
             with torch.enable_grad():
                 logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
             self._remember(part, logprobs_N.detach(), entropies_N)
-            entropies.append(entropies_N)
-        if self._spec.top_entropy < 1:
-            kept_N = most_uncertain(torch.cat(entropies), self._spec.top_entropy)
-            for part, mine_N in zip(parts, kept_N.split([len(each) for each in entropies]), strict=True):
-                part.batch = replace(part.batch, advantages_N=part.batch.advantages_N * mine_N)
+            part.entropies_N = entropies_N if chooses else None
 
     def _pack(self, mini_batch: Sequence[Sample]) -> list[_Part]:
         if not mini_batch:  # all of it is other ranks'
@@ -421,6 +438,11 @@ class Learner:
         self._entropy += entropies_N.sum(dtype=torch.float64)
         batch, spec = part.batch, self._spec
         self._tally += measure(logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch))
+
+
+def _entropies(part: _Part) -> Tensor:
+    assert part.entropies_N is not None, "it looked ahead"
+    return part.entropies_N
 
 
 def _cut(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:

@@ -192,7 +192,7 @@ def test_what_parts_hold_alike_stays_alike_although_rounding_is_random(kind: str
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
 
 
-def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
+def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) -> dict[str, Any]:
     """Train two steps in float32, whole or in parts."""
     model = base()
     parts = None if ranks.size == 1 else Parts(cuts=cuts_of(model), within=ranks.within)
@@ -202,7 +202,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
         model=model, device=torch.device("cpu"), lr_factors={name: 1.0 for name, _ in model.named_parameters()},
         cuts=() if parts is None else parts.cuts, open_s=0, weight_bytes=0,
     )  # fmt: skip
-    learner = learner_of(config_of(), opened, lambda _: None, ranks=ranks)
+    learner = learner_of(config_of(**choices), opened, lambda _: None, ranks=ranks)
     figures = []
     for step in (1, 2):
         learner.take(groups, step=step)
@@ -214,10 +214,11 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
     return {"weights": whole, "figures": figures}
 
 
-def test_two_replicas_of_two_parts_learn_what_one_process_learns() -> None:
+@pytest.mark.parametrize("choices", [{}, {"top_entropy": 0.3}], ids=["all tokens", "top entropy"])
+def test_two_replicas_of_two_parts_learn_what_one_process_learns(choices: dict[str, Any]) -> None:
     groups = made_by(base(seed=8))
-    alone, before = learnt(ALONE, groups), dict(base().named_parameters())
-    found = on_ranks(4, learnt, groups, num_parts=NUM_PARTS, limit_s=LIMIT_S)
+    alone, before = learnt(ALONE, groups, choices), dict(base().named_parameters())
+    found = on_ranks(4, learnt, groups, choices, num_parts=NUM_PARTS, limit_s=LIMIT_S)
     for mine in found:
         assert not isinstance(mine, BaseException), mine
         assert same(mine["weights"], found[0]["weights"]), "replicas differ"

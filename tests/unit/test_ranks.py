@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bridge.errors import RankError, UsageError
 from bridge.learn.balance import busiest, dealt
+from bridge.learn.learner import Learner
 from bridge.optimizers import split_adamw
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
@@ -36,7 +37,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.several_ranks import KEY, on_ranks
-from tests.unit.test_learner import base, gradient, learner_of, made_by, same, weights
+from tests.unit.test_learner import FAR, base, distance, gradient, learner_of, made_by, moved, same, weights
 from tests.unit.trainer_runs import Letters, runner
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
@@ -201,16 +202,20 @@ def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> d
     return {"weights": weights(model), "learnt": learnt, "share": learner.optimizer.changed_weight_share}
 
 
-def summed_alone(groups: Sequence[Group], size: int) -> dict[str, Tensor]:
+def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str, Tensor]:
     """Train two steps in one process, on the shares of `size` ranks one after another."""
     model = base(dtype=torch.bfloat16)
-    learner = learner_of(model)
+    learner = learner_of(model, **choices)
     for _ in range(2):
         learner.take(groups)
         (whole,) = learner._mini_batches
         sums: dict[str, Tensor] = {}
-        for rank in range(size):
-            learner._take([[whole[index] for index in dealt(whole, Ranks(rank, size))]])
+        shares = [[whole[index] for index in dealt(whole, Ranks(rank, size))] for rank in range(size)]
+        if choices:
+            least = least_of([entropies_of(learner, share) for share in shares], choices["top_entropy"])
+            learner._least_entropies = lambda found=least: [found]  # type: ignore[method-assign,misc]
+        for share in shares:
+            learner._take([share])
             learner.prepare()
             for name, found in gradient(model).items():
                 sums[name] = sums[name] + found.float() if name in sums else found.float()
@@ -220,6 +225,19 @@ def summed_alone(groups: Sequence[Group], size: int) -> dict[str, Tensor]:
         learner.optimizer.step(grad_norm=1.0)
         model.zero_grad()
     return weights(model)
+
+
+def entropies_of(learner: Learner, share: list[Sample]) -> list[float]:
+    """Return the entropy of every token of a rank's share."""
+    learner._take([share])
+    learner._look_ahead()
+    return [entropy for part in learner._parts[0] for entropy in part.entropies_N.tolist()]  # type: ignore[union-attr]
+
+
+def least_of(shares: Sequence[list[float]], top: float) -> Tensor:
+    """Return the least of the `top` share of all ranks' entropies."""
+    each = sorted((entropy for share in shares for entropy in share), reverse=True)
+    return torch.tensor(each[math.ceil(top * len(each)) - 1])
 
 
 @pytest.fixture
@@ -250,6 +268,55 @@ def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(grou
             assert ours.entropy == pytest.approx(theirs.entropy, rel=1e-3)
             assert ours.mismatch.mean == pytest.approx(theirs.mismatch.mean, rel=0.02)
         assert each["learnt"] == results[0]["learnt"]
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_the_most_uncertain_tokens_are_those_of_all_ranks_and_of_equal_ones_all(
+    groups: list[Group], is_twice: bool
+) -> None:
+    given = [*groups[:2], *groups[:2]] if is_twice else groups  # twice: both ranks have the same entropies
+    choices = {"top_entropy": 0.3}
+    expected = summed_alone(given, 2, **choices)
+    assert not same(expected, summed_alone(given, 2))
+    for mine in on_ranks(2, trained, given, choices):
+        assert same(mine["weights"], expected)
+
+
+def test_a_rank_without_tokens_takes_part_in_choosing_the_most_uncertain(groups: list[Group]) -> None:
+    few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
+    one, other, third = on_ranks(3, trained, few, {"top_entropy": 0.5})
+    assert same(one["weights"], other["weights"])
+    assert same(one["weights"], third["weights"])
+    assert one["learnt"] == third["learnt"]
+
+
+def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Let one rank find no memory once, in its look ahead or later, and train it in smaller passes."""
+    told, failing = list[str](), [True] * (ranks.rank == who)
+    model = base()
+    learner = learner_of(model, told=told, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
+    act = getattr(learner, where)
+
+    def once(*given: Any) -> None:
+        act(*given)
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    setattr(learner, where, once)
+    learner.take(groups)
+    learner.prepare()
+    learner.write()
+    return weights(model), [note for note in told if note.startswith("out of memory")]
+
+
+@pytest.mark.parametrize("where", ["_look_ahead", "_differentiate"])
+def test_a_rank_that_repeats_its_share_in_smaller_passes_chooses_the_same_tokens(
+    groups: list[Group], where: str
+) -> None:
+    (straight, _), _ = on_ranks(2, runs_short, groups, 2, where)
+    for (found, notes), who in zip(on_ranks(2, runs_short, groups, 1, where), range(2), strict=True):
+        assert len(notes) == who, "another rank repeats its share"
+        assert distance(moved(found, weights(base())), moved(straight, weights(base()))) < FAR
 
 
 def test_several_updates_of_a_batch_are_taken_together(groups: list[Group]) -> None:
@@ -326,8 +393,8 @@ def interrupted(ranks: Ranks, groups: Sequence[Group]) -> float:
     learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks)
     exchange = learner._exchange
     if ranks.rank == 0:
-        own = learner._prepare_own
-        learner._prepare_own = lambda: (own(), interrupt_soon())[0]  # type: ignore[method-assign,func-returns-value]
+        own = learner._prepare
+        learner._prepare = lambda: (own(), interrupt_soon())[0]  # type: ignore[method-assign,func-returns-value]
     else:
         learner._exchange = lambda: (time.sleep(3.0), exchange())[0]  # type: ignore[method-assign,func-returns-value]
     learner.take(groups)
