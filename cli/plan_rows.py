@@ -30,8 +30,6 @@ OPTIMIZERS = tuple(
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
-ALONE = "offload_optimizer", "gradient_release"
-"""Choices that train on one GPU."""
 ELSEWHERE = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, OPTIMIZERS),
@@ -97,7 +95,7 @@ def plan_rows(
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     if config.replicas > 1 or num_parts > 1:
-        found = [each for each in found if each["mode"] != "none" and not any(map(each.get, ALONE))]
+        found = [each for each in found if each["mode"] != "none" and not each.get("gradient_release")]
     if num_parts > 1:
         found = [each for each in found if each["mode"] == "shared_vllm"]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]

@@ -324,7 +324,6 @@ class TrainConfig(Config):
         return {
             f"--mode {self.mode}": self.mode == "none",
             f"--rollouts {self.rollouts.source}": self.rollouts.source != "environment",
-            "--offload-optimizer": self.optimizer.offload,
             "--gradient-release": self.optimizer.gradient_release,
         }
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
     mode.open = opened  # type: ignore[method-assign]
 
 
-def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str) -> Summary:
+def ran(ranks: Ranks, folder: Path, name: str, steps: int, choices: dict[str, Any]) -> Summary:
     """Train up to step `steps`, from the newest checkpoint in `saved` if there is one; its folder names the run."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
         patched.setattr(tiny, "write", lambda *_: None)  # there is one already
@@ -62,7 +63,7 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str) -> Su
             into_parts(fake.mode, ranks)
         place = folder / f"{name}-{steps}"
         saved = folder / name
-        config = fake.config(save_path=saved, training_steps=steps, save_interval=1, optimizer=optimizer)
+        config = fake.config(save_path=saved, training_steps=steps, save_interval=1, **choices)
         found, _ = checkpoint.newest(saved, "step_")
         made = RunDirectory.create(place, environment="letters") if ranks.leads else None
         ranks.told(None)
@@ -83,21 +84,27 @@ def equal(one: Path, other: Path) -> Sequence[str]:
     return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
-def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(tmp_path: Path, optimizer: str) -> None:
-    for rank in range(NUM_PARTS):
+@pytest.mark.parametrize(
+    ("size", "choices"),
+    [(2, {}), (2, {"optimizer": "adamw-8bit"}), (4, {"offload_optimizer": True})],
+    ids=["adamw", "adamw-8bit", "offloaded, two replicas"],
+)
+def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(
+    tmp_path: Path, size: int, choices: dict[str, Any]
+) -> None:
+    for rank in range(size):
         tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
 
     def in_parts(name: str, steps: int) -> None:
-        for found in on_ranks(NUM_PARTS, ran, tmp_path, name, steps, optimizer, num_parts=NUM_PARTS, limit_s=LIMIT_S):
+        for found in on_ranks(size, ran, tmp_path, name, steps, choices, num_parts=NUM_PARTS, limit_s=LIMIT_S):
             assert isinstance(found, Summary), found
 
     in_parts("whole", 3)
     shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "again" / "step_2")
     in_parts("again", 3)
-    if optimizer == "adamw":  # codes are coded anew
+    if "optimizer" not in choices:  # codes are coded anew
         assert equal(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3") == []
-    ran(ALONE, tmp_path, "again", 4, optimizer)
+    ran(ALONE, tmp_path, "again", 4, choices)
     in_parts("again", 5)
     steps = checkpoint.numbered(tmp_path / "again", "step_")
     assert sorted(steps) == [2, 3, 4, 5]

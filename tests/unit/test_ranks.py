@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from bridge.errors import RankError, UsageError
 from bridge.learn.balance import busiest, dealt
 from bridge.learn.learner import Learner
-from bridge.optimizers import split_adamw
+from bridge.optimizers import offload, slabs
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
@@ -42,6 +44,7 @@ from tests.unit.trainer_runs import Letters, runner
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
 STEPS = 3
+OFFLOADED = "offloaded"
 IGNORED = 1
 """A parameter that no rank has a gradient for in the second step; the fifth has one on rank 0 alone."""
 
@@ -56,13 +59,20 @@ def gradients_of(rank: int, step: int) -> list[Tensor | None]:
     return made
 
 
+def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> SharedOptimizer:
+    """Make one that works in several slabs, pieces and chunks."""
+    slabs.SMALL_ELEMENTS["cpu"], slabs.PIECE_ELEMENTS["cpu"], offload.CHUNK_ELEMENTS = 3000, 2000, 1024
+    if name == OFFLOADED:
+        return OffloadedAdamW(weights, lr=1e-2, weight_decay=0.1, ranks=ranks)
+    return SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
+
+
 def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
     """Step on one rank of several, or alone with the gradients of `size` ranks added up in their order."""
-    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 3000, 2000
     chance = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, generator=chance).to(dtype)) for shape in SHAPES]
     places = [weight.data_ptr() for weight in weights]
-    optimizer = SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
+    optimizer = optimizer_of(weights, name, ranks)
     norms, shares = [], []
     for step in range(STEPS):
         each = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
@@ -76,7 +86,7 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
                 weight.grad = found[0]
         optimizer.exchange()
         norms.append(optimizer.global_norm())
-        optimizer.step(grad_norm=1.0)
+        optimizer.step(grad_norm=2.0, max_norm=1.5)
         optimizer.zero_grad()
         shares.append(optimizer.changed_weight_share)
     assert [weight.data_ptr() for weight in weights] == places
@@ -90,7 +100,7 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, OFFLOADED])
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
 def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, dtype: torch.dtype) -> None:
     results = on_ranks(size, stepped, name, dtype, size)
@@ -106,19 +116,19 @@ def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, d
         assert mine["bytes"] < whole["bytes"] / size * 1.2
 
 
-def restored(ranks: Ranks, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 3000, 2000
+def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES]
-    optimizer = SplitMasterAdamW(weights, lr=1e-2, kind=KINDS["adamw-8bit"], ranks=ranks)
+    optimizer = optimizer_of(weights, name, ranks)
     optimizer.allocate()
     for weight, parts in zip(weights, saved, strict=True):
         optimizer.put(weight, parts)
     return [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights]
 
 
-def test_state_of_any_number_of_ranks_is_loaded_by_any_other() -> None:
-    saved = on_ranks(3, stepped, "adamw-8bit", torch.bfloat16, 3)[0]["state"]
-    for found in [restored(ALONE, saved), *on_ranks(2, restored, saved)]:
+@pytest.mark.parametrize("name", ["adamw-8bit", OFFLOADED])
+def test_state_of_any_number_of_ranks_is_loaded_by_any_other(name: str) -> None:
+    saved = on_ranks(3, stepped, name, torch.bfloat16, 3)[0]["state"]
+    for found in [restored(ALONE, name, saved), *on_ranks(2, restored, name, saved)]:
         for one, other in zip(found, saved, strict=True):
             assert all(torch.equal(one[part], other[part]) for part in other)
 
@@ -211,7 +221,7 @@ def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str
         (whole,) = learner._mini_batches
         sums: dict[str, Tensor] = {}
         shares = [[whole[index] for index in dealt(whole, Ranks(rank, size))] for rank in range(size)]
-        if choices:
+        if "top_entropy" in choices:
             least = least_of([entropies_of(learner, share) for share in shares], choices["top_entropy"])
             learner._least_entropies = lambda found=least: [found]  # type: ignore[method-assign,misc]
         for share in shares:
@@ -253,13 +263,15 @@ def groups() -> list[Group]:
     return made_by(base(seed=8))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(groups: list[Group], size: int) -> None:
-    results = on_ranks(size, trained, groups, {})
-    expected = summed_alone(groups, size)
+@pytest.mark.parametrize(("size", "choices"), [(2, {}), (3, {}), (2, {"offload_optimizer": True})])
+def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(
+    groups: list[Group], size: int, choices: dict[str, Any]
+) -> None:
+    results = on_ranks(size, trained, groups, choices)
+    expected = summed_alone(groups, size, **choices)
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
     assert all(same(each["weights"], expected) for each in results)
-    alone = trained(ALONE, groups, {})
+    alone = trained(ALONE, groups, choices)
     for each in results:
         for ours, theirs in zip(each["learnt"], alone["learnt"], strict=True):
             assert ours.num_tokens == theirs.num_tokens
