@@ -16,7 +16,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -351,50 +351,79 @@ class Learner:
                 f"--gradient-release updates each parameter within one backward pass, but the {len(mini_batch)}"
                 f" completions of an update need {len(packed)}, of at most {max_tokens:,} tokens",
                 remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
-                + "a smaller --batch-size, or --offload-optimizer, which sums gradients in host memory",
+                + "a smaller --batch-size, or --offload-optimizer"
+                + (", which sums gradients in host memory" if self._ranks.size == 1 else " without --gradient-release"),
             )
         return [_Part(batch=batch) for batch in packed]
 
     def _update(self, parts: Sequence[_Part], *, first: bool) -> bool:
         """Take one update; return whether it was taken."""
-        if self._updates_in_backward or not first:
-            try:
-                with self._ranks.bound():
-                    self._differentiate(parts)
-            except torch.OutOfMemoryError as error:
-                if self._updates_in_backward:
-                    raise UsageError(
-                        f"out of memory in the middle of an update: {str(error).strip().splitlines()[0]}",
-                        remedy="resume from the last checkpoint with --gradient-checkpointing, a higher"
-                        " --updates-per-batch or --kv-sleep always",
-                    ) from error
-                try:
-                    self._budget.shrink(error)
-                except UsageError as refusal:  # not raised here: no weight is half written
-                    self._refusal = refusal
-                fits = False
-            else:
-                fits = True
-            if not all(self._ranks.told(fits)):
-                return False
-            self._exchange()
+        if self._updates_in_backward:
+            self._update_in_backward(parts)
+        elif not first and not self._fits(parts):
+            return False
         if not math.isfinite(self._norms[-1]):
             return False
         self.optimizer.step(grad_norm=self._norms[-1], max_norm=self._config.optimizer.max_grad_norm)
         self._num_updates += 1
         return True
 
+    def _fits(self, parts: Sequence[_Part]) -> bool:
+        """Compute the gradients of an update after the first; return whether they fit in every rank's memory."""
+        try:
+            with self._ranks.bound():
+                self._differentiate(parts)
+        except torch.OutOfMemoryError as error:
+            try:
+                self._budget.shrink(error)
+            except UsageError as refusal:  # not raised here: no weight is half written
+                self._refusal = refusal
+            fits = False
+        else:
+            fits = True
+        if not all(self._ranks.told(fits)):
+            return False
+        self._exchange()
+        return True
+
     def _differentiate(self, parts: Sequence[_Part]) -> None:
         """Compute the gradients of one update, and their norm."""
         self._model.zero_grad(set_to_none=True)
+        self._losses.append(self._no_loss())
         with ExitStack() as gradients:
             if self._config.optimizer.gradient_release:
-                gradients.enter_context(self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm))
+                gradients.enter_context(self.optimizer.releasing())
             elif len(parts) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
-            is_whole = self._backward(parts)
+            for part in parts:
+                self._loss(part).backward()
         if self._ranks.size == 1:
-            self._norms.append(self.optimizer.global_norm() if is_whole else math.nan)
+            self._norms.append(self.optimizer.global_norm())
+
+    def _update_in_backward(self, parts: Sequence[_Part]) -> None:
+        """Update each parameter in the one backward pass of an update, and compute the norm of the gradients.
+
+        No rank begins that pass unless every loss is finite.
+
+        Raises:
+            UsageError: memory ran out, or a gradient is not finite.
+        """
+        self._model.zero_grad(set_to_none=True)
+        self._losses.append(self._no_loss())
+        try:
+            losses = [self._loss(part) for part in parts]  # none, if all of the update is other ranks'
+            is_finite = all(self._ranks.told(all(math.isfinite(loss.item()) for loss in losses)))
+            if is_finite:
+                with self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm):
+                    for loss in losses:
+                        loss.backward()
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"out of memory in the middle of an update: {str(error).strip().splitlines()[0]}",
+                remedy="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
+                " --kv-sleep always",
+            ) from error
+        self._norms.append(self.optimizer.global_norm() if is_finite else math.nan)
 
     def _exchange(self) -> None:
         """Add up the gradients of several ranks, and compute their norm."""
@@ -409,29 +438,21 @@ class Learner:
         self._model.zero_grad(set_to_none=True)
         self.optimizer.zero_grad()
 
-    def _backward(self, parts: Iterable[_Part]) -> bool:
-        """Add up the gradients of one update.
+    def _no_loss(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._model.device)
 
-        Return False before a backward pass that would update weights by a loss that is not finite.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._model.device)
-        self._losses.append(total)
-        for part in parts:
-            logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
-            if part.old_logprobs_N is None:
-                self._remember(part, logprobs_N.detach(), entropies_N)
-            if self._reference is not None and part.reference_logprobs_N is None:
-                part.reference_logprobs_N = self._reference.logprobs(part.batch, self._temperature)
-            assert part.old_logprobs_N is not None
-            loss, sums_K = policy_loss(
-                logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N
-            )
-            total += loss.detach()
-            self._loss_sums += sums_K
-            if self._updates_in_backward and not math.isfinite(loss.item()):
-                return False
-            loss.backward()
-        return True
+    def _loss(self, part: _Part) -> Tensor:
+        """Return the loss of one pass, and add it to that of its update."""
+        logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
+        if part.old_logprobs_N is None:
+            self._remember(part, logprobs_N.detach(), entropies_N)
+        if self._reference is not None and part.reference_logprobs_N is None:
+            part.reference_logprobs_N = self._reference.logprobs(part.batch, self._temperature)
+        assert part.old_logprobs_N is not None
+        loss, sums_K = policy_loss(logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N)
+        self._losses[-1] += loss.detach()
+        self._loss_sums += sums_K
+        return loss
 
     def _remember(self, part: _Part, logprobs_N: Tensor, entropies_N: Tensor) -> None:
         part.old_logprobs_N = logprobs_N

@@ -108,16 +108,21 @@ class SharedOptimizer(InPlaceOptimizer):
             if width == 0:
                 continue
             dtype = torch.float32 if width == widths[torch.float32] else torch.bfloat16
-
-            def gradient(parameter: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-                if parameter.grad is None:
-                    return torch.zeros_like(parameter, dtype=dtype)
-                return parameter.grad.to(dtype)
-
-            self._sums[slab] = self._ranks.summed(slab.whole(gradient)[1])
-            for member in slab.members:
-                member.parameter.grad = None
+            self._sums[slab] = self._sum(slab, dtype)
         self._summed = {parameter for parameter, width in dtypes.items() if width}
+
+    def _sum(self, slab: Slab, dtype: torch.dtype) -> Tensor:
+        """Return the sum [R, B] of all ranks' gradients of this rank's rows, sent as `dtype`; drop the gradients."""
+
+        def gradient(parameter: Tensor) -> Tensor:
+            if parameter.grad is None:
+                return torch.zeros_like(parameter, dtype=dtype)
+            return parameter.grad.to(dtype)
+
+        sum_RB = self._ranks.summed(slab.whole(gradient)[1])
+        for member in slab.members:
+            member.parameter.grad = None
+        return sum_RB
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._sums, self._summed = {}, set()

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from bridge.errors import UsageError
 from bridge.optimizers.alike import NOTHING, Alike
-from bridge.optimizers.release import each_gradient
+from bridge.optimizers.release import each_gradient, each_group
 from bridge.optimizers.rounding import key
 from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.slabs import Piece, Slab, hyperparameters
 from bridge.optimizers.split_master import KINDS, Coefficients, Kind, Update, compiled, update
 from bridge.ranks.world import ALONE, Ranks
+
+_Waiting = dict[Tensor, list[tuple[Piece, Sequence[Tensor]]]]
+"""The pieces of each parameter that is stepped in a backward pass, with their scalars."""
 
 
 class SplitMasterAdamW(SharedOptimizer):
@@ -70,11 +73,23 @@ class SplitMasterAdamW(SharedOptimizer):
             UsageError: some gradients were not finite; their parameters were left unchanged, the others were stepped.
         """
         self.allocate()
-        self._num_changed, self._released = [], []
-        waiting: dict[Tensor, list[tuple[Piece, Sequence[Tensor]]]] = {}
+        self._num_changed, self._released, self._gathered = [], [], None
         pieces = [piece for slab, index in self._places.values() for piece in slab.pieces([index], self._steps)]
+        waiting: _Waiting = {}
         for piece, scalars in zip(pieces, self._scalars(pieces, max_norm), strict=True):
             waiting.setdefault(piece.members[0].parameter, []).append((piece, scalars))
+        with self._released_by_one(waiting) if self._ranks.size == 1 else self._released_by_several(waiting):
+            yield
+        norms = torch.stack(self._released).tolist() if self._released else []
+        if num_bad := sum(not math.isfinite(norm) for norm in norms):
+            raise UsageError(
+                f"{num_bad} of {len(norms)} gradients were not finite: the parameters of all others were stepped",
+                remedy="resume from the last checkpoint with a lower --lr",
+            )
+
+    @contextmanager
+    def _released_by_one(self, waiting: _Waiting) -> Iterator[None]:
+        """Step each parameter once its gradient is complete."""
 
         def take(parameter: Tensor) -> None:
             assert parameter in waiting, "a second gradient: one backward pass is one update"
@@ -87,12 +102,46 @@ class SplitMasterAdamW(SharedOptimizer):
 
         with each_gradient(self._steps, take):
             yield
-        norms = torch.stack(self._released).tolist() if self._released else []
-        if num_bad := sum(not math.isfinite(norm) for norm in norms):
-            raise UsageError(
-                f"{num_bad} of {len(norms)} gradients were not finite: the parameters of all others were stepped",
-                remedy="resume from the last checkpoint with a lower --lr",
-            )
+
+    @contextmanager
+    def _released_by_several(self, waiting: _Waiting) -> Iterator[None]:
+        """Exchange, step and gather each slab once its gradients, and the slabs before it, are complete.
+
+        A rank that has exchanged a slab's gradients needs its weights no more in this backward pass. The last layers
+        come first. A rank without a gradient sends zeros; what has none on any rank is left unchanged.
+        """
+        assert self._world is self._ranks, "the parts of a parameter would be clipped each by its own norm"
+        numbers = {parameter: number for number, parameter in enumerate(self._steps)}
+        firsts = {slab: min(numbers[member.parameter] for member in slab.members) for slab in self._slabs}
+        last_first = sorted(self._slabs, key=lambda slab: -firsts[slab])
+        norms, ready = list[Tensor](), list[Tensor]()
+
+        def take(number: int) -> None:
+            slab = last_first[number]
+            found = [member.parameter.grad is not None for member in slab.members]
+            sum_RB = self._sums[slab] = self._sum(slab, slab.members[0].parameter.dtype)
+            own = [sum_RB[slab.held(slab.own(member))].square().sum(dtype=torch.float64) for member in slab.members]
+            counts = _on_device(found, torch.float64, self._device)
+            squares, num_found = self._ranks.total(torch.stack([torch.stack(own), counts]))
+            factor = self._factors[slab.members[0].parameter]
+            norms.append((squares.sqrt() * factor).float())
+            ready.append(num_found > 0)
+            bounds = torch.where(ready[-1], norms[-1], math.nan)  # the update leaves what has no norm unchanged
+            pieces = [
+                (*pair, bound)
+                for member, bound in zip(slab.members, bounds, strict=True)
+                for pair in waiting[member.parameter]
+            ]
+            self._step_own_rows(slab, pieces)
+            del self._sums[slab]
+
+        with each_group([[member.parameter for member in slab.members] for slab in last_first], take):
+            yield
+        members = [member for slab in last_first for member in slab.members]
+        each = zip(members, torch.cat(norms), torch.cat(ready).tolist(), strict=True)
+        for member, norm in ((member, norm) for member, norm, is_ready in each if is_ready):
+            self._released.append(norm)
+            self._steps[member.parameter] += 1
 
     def global_norm(self) -> float:
         if self._released:
@@ -113,7 +162,7 @@ class SplitMasterAdamW(SharedOptimizer):
         each = zip(pieces, self._scalars(pieces, max_norm), strict=True)
         if self._ranks.size > 1:
             for slab, of_slab in groupby(each, key=lambda pair: pair[0].slab):
-                self._step_own_rows(slab, of_slab, norm_on_device)
+                self._step_own_rows(slab, ((*pair, norm_on_device) for pair in of_slab))
         else:
             for piece, scalars in each:
                 self._step_piece(piece, norm_on_device, scalars)
@@ -137,12 +186,12 @@ class SplitMasterAdamW(SharedOptimizer):
         self._num_changed.append(num_changed_R.sum())  # outside the kernel, which would sum them in one block
         piece.put_back(weight_RB, _bits)
 
-    def _step_own_rows(self, slab: Slab, pieces: Iterable[tuple[Piece, Sequence[Tensor]]], norm: Tensor) -> None:
-        """Update this rank's rows of a slab, and gather those of all ranks."""
+    def _step_own_rows(self, slab: Slab, pieces: Iterable[tuple[Piece, Sequence[Tensor], Tensor]]) -> None:
+        """Update this rank's rows of a slab, each piece by its norm, and gather those of all ranks."""
         sum_RB, mine = self._sums[slab], slab.mine
         step = self._update(slab.members[0].parameter.dtype, sum_RB.dtype)
         with self._rows_of_all(slab, _bits) as weight_RB:
-            for piece, (coefficients, first) in pieces:
+            for piece, (coefficients, first), norm in pieces:
                 rows = range(max(piece.rows.start, mine.start), min(piece.rows.stop, mine.stop))
                 if not rows:
                     continue

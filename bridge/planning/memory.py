@@ -51,6 +51,9 @@ ENGINE_MARGIN_BYTES = 2 * GIB
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
 """A step inside a backward pass: bytes per element, and elements stepped at once (`bridge/optimizers/split_adamw.py`);
 master, gradient and moments in float32, and two temporaries."""
+EXCHANGED = 3
+"""What several GPUs hold of the largest gradient when it is released, in its own size: itself, what the others send,
+and at most as much for the float32 sum."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 """Values of `--trainer-device` that mean the server's GPU."""
 SLACK = 1.15
@@ -101,6 +104,7 @@ class Need:
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
         sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
         head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
+        copies = EXCHANGED if config.replicas > 1 else 1
         step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if _steps_in_backward(config) else 0
         return cls(
             gpu=gpu_bytes,
@@ -111,7 +115,7 @@ class Need:
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
             state=trained * each.device / config.replicas,
-            gradients=trained * each.gradient or BF16_BYTES * min(widths.largest, trained),
+            gradients=trained * each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
             sums=trained * each.gradient if has_many else 0,
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False),

@@ -96,7 +96,8 @@ def test_several_gpus_hold_an_offloaded_state_once_in_the_memory_of_their_host(
     offloaded = row_of(document, "shared_vllm", "adamw, offloaded")
     assert offloaded["host_gib"] == pytest.approx(12 * PARAMETERS["14B"] / 2**30)
     assert offloaded["state_gib"] == 0
-    assert not [row for row in document["rows"] if "released" in row["name"]]
+    released = [row["name"] for row in document["rows"] if "released" in row["name"]]
+    assert released == [f"{name}, released" for name in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit")]
 
 
 def test_what_fits_only_while_the_kv_cache_sleeps_gets_the_flag(

@@ -69,6 +69,12 @@ def test_gpus_share_the_offloaded_state_and_each_host_holds_its_part(num_ranks: 
     assert need_of("7B", offload_optimizer=True, gpus=4, num_ranks=num_ranks, **two).host == 6 * PARAMETERS["7B"]
 
 
+def test_gpus_hold_a_released_gradient_what_others_send_of_it_and_the_sum() -> None:
+    alone, shared = (need_of("7B", gradient_release=True, gpus=gpus) for gpus in (1, 2))
+    assert shared.gradients == 3 * alone.gradients
+    assert shared.state == alone.state / 2
+
+
 def test_a_second_copy_is_whole_however_the_server_is_split() -> None:
     shared, copy = need_of("7B", num_ranks=2), need_of("7B", mode="none", num_ranks=2)
     assert (shared.served, shared.own, shared.state) == (PARAMETERS["7B"], 0, 5 * PARAMETERS["7B"])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bridge.errors import RankError, UsageError
 from bridge.learn.balance import busiest, dealt
-from bridge.learn.learner import Learner
+from bridge.learn.learner import Learner, Learnt
 from bridge.optimizers import offload, slabs
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.shared import SharedOptimizer
@@ -45,6 +45,7 @@ from tests.unit.trainer_runs import Letters, runner
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
 STEPS = 3
 OFFLOADED = "offloaded"
+RELEASED: dict[str, Any] = {"gradient_release": True}
 IGNORED = 1
 """A parameter that no rank has a gradient for in the second step; the fifth has one on rank 0 alone."""
 
@@ -114,6 +115,71 @@ def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, d
         assert mine["norms"] == pytest.approx(whole["norms"], rel=1e-6)
         assert mine["shares"] == whole["shares"]
         assert mine["bytes"] < whole["bytes"] / size * 1.2
+
+
+class Uneven(nn.Module):
+    """Parameters of which some have no gradient in a step, on some ranks or on all; the first is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        chance = torch.Generator().manual_seed(0)
+        self.each = nn.ParameterList(torch.randn(shape, generator=chance).bfloat16() for shape in SHAPES)
+
+    def loss(self, rank: int, step: int) -> Tensor | None:
+        """Return what makes gradients that add up exactly in bf16; None: this rank has no share."""
+        if rank == 1 and step == 2:
+            return None
+        chance = torch.Generator().manual_seed(10 * step + rank)
+        used = [each for index, each in enumerate(self.each) if not (index == IGNORED and step == 1)]
+        used = [*used[:-2], *([used[-2]] if rank == 0 else []), used[-1], used[0]]
+        return torch.stack([(each * torch.randint(-8, 9, each.shape, generator=chance)).sum() for each in used]).sum()
+
+
+def released(ranks: Ranks, name: str, size: int, max_norm: float) -> dict[str, Any]:
+    """Step in the backward pass on one rank of several, or alone with the losses of `size` ranks."""
+    model = Uneven()
+    weights = [*model.each]
+    optimizer = optimizer_of(weights, name, ranks)
+    norms, shares = [], []
+    for step in range(STEPS):
+        losses = [model.loss(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
+        with optimizer.releasing(max_norm=max_norm):
+            if found := [loss for loss in losses if loss is not None]:
+                torch.stack(found).sum().backward()
+        norms.append(optimizer.global_norm())
+        optimizer.step(grad_norm=norms[-1])
+        shares.append(optimizer.changed_weight_share)
+    assert all(weight.grad is None for weight in weights)
+    return {
+        "weights": [weight.detach().clone() for weight in weights],
+        "state": [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights],
+        "steps": [optimizer.num_updates(weight) for weight in weights],
+        "norms": norms,
+        "shares": shares,
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_ranks_release_are_stepped_as_those_of_one_process(name: str, size: int) -> None:
+    whole = released(ALONE, name, size, math.inf)
+    for mine in on_ranks(size, released, name, size, math.inf):
+        assert not isinstance(mine, BaseException), mine
+        assert all(map(torch.equal, mine["weights"], whole["weights"]))
+        for one, other in zip(mine["state"], whole["state"], strict=True):
+            assert all(torch.equal(one[part], other[part]) for part in other)
+        assert mine["steps"] == whole["steps"] == [STEPS, STEPS - 1, *[STEPS] * 4]
+        assert mine["norms"] == pytest.approx(whole["norms"], rel=1e-6)
+        assert mine["shares"] == whole["shares"]
+
+
+def test_each_gradient_that_ranks_release_is_scaled_down_on_its_own() -> None:
+    whole = released(ALONE, "adamw", 2, 0.5)
+    assert not torch.equal(whole["state"][0]["exp_avg"], released(ALONE, "adamw", 2, math.inf)["state"][0]["exp_avg"])
+    one, other = on_ranks(2, released, "adamw", 2, 0.5)
+    assert all(map(torch.equal, one["weights"], other["weights"]))
+    for mine, theirs in zip(one["state"], whole["state"], strict=True):
+        torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=1e-5, atol=1e-9)
 
 
 def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -263,12 +329,18 @@ def groups() -> list[Group]:
     return made_by(base(seed=8))
 
 
-@pytest.mark.parametrize(("size", "choices"), [(2, {}), (3, {}), (2, {"offload_optimizer": True})])
+@pytest.mark.parametrize(
+    ("size", "choices"),
+    [
+        (2, {}), (3, {}), (2, {"offload_optimizer": True}), (2, RELEASED), (3, RELEASED),
+        (2, {"optimizer": "adamw-4bit", **RELEASED}),
+    ],
+)  # fmt: skip
 def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(
     groups: list[Group], size: int, choices: dict[str, Any]
 ) -> None:
     results = on_ranks(size, trained, groups, choices)
-    expected = summed_alone(groups, size, **choices)
+    expected = summed_alone(groups, size, **{**choices, "gradient_release": False})
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
     assert all(same(each["weights"], expected) for each in results)
     alone = trained(ALONE, groups, choices)
@@ -345,6 +417,53 @@ def test_a_rank_without_a_share_takes_part(groups: list[Group]) -> None:
     )
     assert same(one["weights"], other["weights"])
     assert same(one["weights"], third["weights"])
+
+
+def test_a_rank_without_a_share_releases_zeros(groups: list[Group]) -> None:
+    few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
+    released, straight = (on_ranks(3, trained, few, choices) for choices in (RELEASED, {}))
+    for mine in released:
+        assert same(mine["weights"], straight[0]["weights"])
+
+
+def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[BaseException | Learnt, bool]:
+    """Let one rank's loss be no number, or its backward pass run out of memory; return whether its weights moved."""
+    model = base(dtype=torch.bfloat16)
+    learner = learner_of(model, ranks=ranks, **RELEASED)
+    loss_of = learner._loss
+
+    def stop(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def spoilt(part: Any) -> Tensor:
+        loss = loss_of(part)
+        if how == "in the pass":
+            loss.register_hook(stop)
+        return loss * math.nan if how == "no number" else loss
+
+    if ranks.rank == who:
+        learner._loss = spoilt  # type: ignore[method-assign]
+    learner.take(groups)
+    learner.prepare()
+    try:
+        ranks.together(learner.write)
+        found: BaseException | Learnt = learner.learnt()
+    except UsageError as error:
+        found = error
+    return found, not same(weights(model), weights(base(dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_rank_is_updated_by_a_loss_that_is_no_number_on_one(groups: list[Group], who: int) -> None:
+    for learnt, has_moved in on_ranks(2, loses, groups, who, "no number"):
+        assert (learnt.num_updates, learnt.num_skipped, has_moved) == (0, 1, False)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_memory_in_the_pass_of_a_released_update_ends_all_ranks(groups: list[Group], who: int) -> None:
+    for error, _ in on_ranks(2, loses, groups, who, "in the pass"):
+        assert isinstance(error, UsageError), error
+        assert "out of memory in the middle of an update" in error.message
 
 
 def runs_out(ranks: Ranks, groups: Sequence[Group], who: int) -> list[str]:
