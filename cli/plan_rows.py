@@ -30,8 +30,6 @@ OPTIMIZERS = tuple(
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
-ALONE = "offload_optimizer", "gradient_release"
-"""Choices that train on one GPU."""
 ELSEWHERE = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, OPTIMIZERS),
@@ -97,7 +95,7 @@ def plan_rows(
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     if config.replicas > 1 or num_parts > 1:
-        found = [each for each in found if each["mode"] != "none" and not any(map(each.get, ALONE))]
+        found = [each for each in found if each["mode"] != "none" and not _is_alone(each, num_parts)]
     if num_parts > 1:
         found = [each for each in found if each["mode"] == "shared_vllm" or each.get("lora_handover") == "memory"]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
@@ -106,6 +104,12 @@ def plan_rows(
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
     return rows
+
+
+def _is_alone(choices: Choices, num_parts: int) -> bool:
+    """Return whether an optimizer trains on one GPU, or on servers of one GPU each."""
+    released, offloaded = choices.get("gradient_release", False), choices.get("offload_optimizer", False)
+    return bool(released and (offloaded or num_parts > 1))
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:

@@ -114,6 +114,11 @@ def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
     if train.mode == "shared_vllm" or (train.mode == "lora_only" and train.lora.handover == "memory"):
         if alone := [name for name, chosen in train.on_one_gpu().items() if chosen]:
             raise UsageError(f"{alone[0]} trains on one GPU, found {flag}", remedy=f"leave out {alone[0]} or {flag}")
+        if train.optimizer.gradient_release:
+            raise UsageError(
+                f"--gradient-release trains on servers of one GPU each, found {flag}",
+                remedy=f"leave out --gradient-release or {flag}",
+            )
         return parts
     if train.replicas > 1:
         raise UsageError(

@@ -27,8 +27,9 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from bridge.optimizers import split_adamw
-from bridge.optimizers.split_adamw import Piece, SplitMasterAdamW
+from bridge.optimizers import slabs
+from bridge.optimizers.slabs import Piece
+from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import Sampler
 from bridge.run import trainer_state
@@ -217,7 +218,7 @@ def _lose(http: httpx.Client) -> None:
 
 def while_it_writes(trainer: Trainer) -> None:
     """Strike when some of the step's parameters are written."""
-    split_adamw.SMALL_ELEMENTS["cpu"] = 0  # otherwise all parameters of a small model are written at once
+    slabs.SMALL_ELEMENTS["cpu"] = 0  # otherwise all parameters of a small model are written at once
     write = SplitMasterAdamW._step_piece
 
     def disturbed(self: SplitMasterAdamW, piece: Piece, *given: Any) -> None:

@@ -324,9 +324,7 @@ class TrainConfig(Config):
         return {
             f"--mode {self.mode}": self.mode == "none",
             f"--rollouts {self.rollouts.source}": self.rollouts.source != "environment",
-            "--offload-optimizer": self.optimizer.offload,
-            "--gradient-release": self.optimizer.gradient_release,
-            "--top-entropy": self.loss.top_entropy < 1,
+            "--offload-optimizer with --gradient-release": self.optimizer.offload and self.optimizer.gradient_release,
         }
 
     def _unfit_gpus(self) -> Iterator[str]:

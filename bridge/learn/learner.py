@@ -16,10 +16,10 @@ Shape suffixes: N rows (positions that predict a sampled token).
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import UsageError
 from bridge.learn import balance
 from bridge.learn.mismatch import Mismatch, Tally, measure, share
-from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, most_uncertain, policy_loss
+from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference, open_reference
 from bridge.learn.samples import samples, with_advantages
 from bridge.optimizers import factory
@@ -152,6 +152,8 @@ class _Part:
     """The trainer's."""
     reference_logprobs_N: Tensor | None = None
     """The frozen reference's."""
+    entropies_N: Tensor | None = None
+    """The trainer's, if its most uncertain tokens are chosen."""
 
 
 class Learner:
@@ -177,6 +179,8 @@ class Learner:
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit. The weights are whole."""
         self._prepared = False
+        self._least = list[Tensor]()
+        """For each update the least entropy of the tokens that are trained on; empty: all are."""
         self._num_tokens = 0
         """Sampled tokens of the batch, of all ranks."""
         self._busiest = math.nan
@@ -216,7 +220,8 @@ class Learner:
             return
         try:
             with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
-                self._ranks.together(self._prepare_own)
+                self._least = self._least_entropies() if self._spec.top_entropy < 1 else []
+                self._ranks.together(lambda: self._within_memory(self._prepare))
                 if self._parts and not self._updates_in_backward:
                     self._exchange()
         except BaseException:
@@ -274,8 +279,20 @@ class Learner:
         self._tally = Tally.zero(device)
         self._loss_sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
 
-    def _prepare_own(self) -> None:
-        """Compute this rank's share, in smaller passes if memory runs out.
+    def _least_entropies(self) -> list[Tensor]:
+        """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
+
+        def own() -> list[Tensor]:
+            self._within_memory(self._look_ahead)
+            none = torch.zeros(0)
+            return [torch.cat([none, *(_entropies(part).cpu() for part in parts)]) for parts in self._parts]
+
+        of_replicas = self._ranks.of_replicas(self._ranks.agreed(own))  # the parts of a replica compute the same tokens
+        whole = (torch.cat(each) for each in zip(*of_replicas, strict=True))
+        return [least_entropy(each_N, self._spec.top_entropy).to(self._model.device) for each_N in whole]
+
+    def _within_memory(self, act: Callable[[], None]) -> None:
+        """Compute this rank's share of the batch, in smaller passes if memory runs out.
 
         The parts of a replica meet in every layer: where one stops, by an error or an interrupt, the others wait.
 
@@ -284,12 +301,12 @@ class Learner:
         """
         if self._ranks.num_parts > 1:
             with self._ranks.bound():
-                self._prepare()
+                act()
             return
         while True:
             try:
                 with acting_interrupt():
-                    self._prepare()
+                    act()
             except torch.OutOfMemoryError as error:
                 self.forget()
                 self._budget.shrink(error)
@@ -297,28 +314,28 @@ class Learner:
                 return
 
     def _prepare(self) -> None:
-        self._parts = [self._pack(each) for each in self._mini_batches]
+        if not self._parts:
+            self._look_ahead()
         if self._budget.sums_in_float32:
             self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
-        for parts in self._parts[1 if self._spec.top_entropy == 1 else 0 :]:  # the first update's ratios are 1
-            self._look_ahead(parts)
+        for least, parts in zip(self._least, self._parts, strict=False):  # none, if all tokens are trained on
+            for part in parts:
+                advantages_N = part.batch.advantages_N * (_entropies(part) >= least)
+                part.batch = replace(part.batch, advantages_N=advantages_N)
         if self._parts and not self._updates_in_backward:
             self._differentiate(self._parts[0])
 
-    def _look_ahead(self, parts: Sequence[_Part]) -> None:
-        """Compute what an update needs from before the first one."""
-        entropies = list[Tensor]()
-        for part in parts:
+    def _look_ahead(self) -> None:
+        """Cut the batch into passes, and compute what updates need from before the first one."""
+        self._parts = [self._pack(each) for each in self._mini_batches]
+        chooses = self._spec.top_entropy < 1
+        for part in chain.from_iterable(self._parts[0 if chooses else 1 :]):  # the first update's ratios are 1
             # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
             with torch.enable_grad():
                 logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
             self._remember(part, logprobs_N.detach(), entropies_N)
-            entropies.append(entropies_N)
-        if self._spec.top_entropy < 1:
-            kept_N = most_uncertain(torch.cat(entropies), self._spec.top_entropy)
-            for part, mine_N in zip(parts, kept_N.split([len(each) for each in entropies]), strict=True):
-                part.batch = replace(part.batch, advantages_N=part.batch.advantages_N * mine_N)
+            part.entropies_N = entropies_N if chooses else None
 
     def _pack(self, mini_batch: Sequence[Sample]) -> list[_Part]:
         if not mini_batch:  # all of it is other ranks'
@@ -334,50 +351,79 @@ class Learner:
                 f"--gradient-release updates each parameter within one backward pass, but the {len(mini_batch)}"
                 f" completions of an update need {len(packed)}, of at most {max_tokens:,} tokens",
                 remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
-                + "a smaller --batch-size, or --offload-optimizer, which sums gradients in host memory",
+                + "a smaller --batch-size, or --offload-optimizer"
+                + (", which sums gradients in host memory" if self._ranks.size == 1 else " without --gradient-release"),
             )
         return [_Part(batch=batch) for batch in packed]
 
     def _update(self, parts: Sequence[_Part], *, first: bool) -> bool:
         """Take one update; return whether it was taken."""
-        if self._updates_in_backward or not first:
-            try:
-                with self._ranks.bound():
-                    self._differentiate(parts)
-            except torch.OutOfMemoryError as error:
-                if self._updates_in_backward:
-                    raise UsageError(
-                        f"out of memory in the middle of an update: {str(error).strip().splitlines()[0]}",
-                        remedy="resume from the last checkpoint with --gradient-checkpointing, a higher"
-                        " --updates-per-batch or --kv-sleep always",
-                    ) from error
-                try:
-                    self._budget.shrink(error)
-                except UsageError as refusal:  # not raised here: no weight is half written
-                    self._refusal = refusal
-                fits = False
-            else:
-                fits = True
-            if not all(self._ranks.told(fits)):
-                return False
-            self._exchange()
+        if self._updates_in_backward:
+            self._update_in_backward(parts)
+        elif not first and not self._fits(parts):
+            return False
         if not math.isfinite(self._norms[-1]):
             return False
         self.optimizer.step(grad_norm=self._norms[-1], max_norm=self._config.optimizer.max_grad_norm)
         self._num_updates += 1
         return True
 
+    def _fits(self, parts: Sequence[_Part]) -> bool:
+        """Compute the gradients of an update after the first; return whether they fit in every rank's memory."""
+        try:
+            with self._ranks.bound():
+                self._differentiate(parts)
+        except torch.OutOfMemoryError as error:
+            try:
+                self._budget.shrink(error)
+            except UsageError as refusal:  # not raised here: no weight is half written
+                self._refusal = refusal
+            fits = False
+        else:
+            fits = True
+        if not all(self._ranks.told(fits)):
+            return False
+        self._exchange()
+        return True
+
     def _differentiate(self, parts: Sequence[_Part]) -> None:
         """Compute the gradients of one update, and their norm."""
         self._model.zero_grad(set_to_none=True)
+        self._losses.append(self._no_loss())
         with ExitStack() as gradients:
             if self._config.optimizer.gradient_release:
-                gradients.enter_context(self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm))
+                gradients.enter_context(self.optimizer.releasing())
             elif len(parts) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
-            is_whole = self._backward(parts)
+            for part in parts:
+                self._loss(part).backward()
         if self._ranks.size == 1:
-            self._norms.append(self.optimizer.global_norm() if is_whole else math.nan)
+            self._norms.append(self.optimizer.global_norm())
+
+    def _update_in_backward(self, parts: Sequence[_Part]) -> None:
+        """Update each parameter in the one backward pass of an update, and compute the norm of the gradients.
+
+        No rank begins that pass unless every loss is finite.
+
+        Raises:
+            UsageError: memory ran out, or a gradient is not finite.
+        """
+        self._model.zero_grad(set_to_none=True)
+        self._losses.append(self._no_loss())
+        try:
+            losses = [self._loss(part) for part in parts]  # none, if all of the update is other ranks'
+            is_finite = all(self._ranks.told(all(math.isfinite(loss.item()) for loss in losses)))
+            if is_finite:
+                with self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm):
+                    for loss in losses:
+                        loss.backward()
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"out of memory in the middle of an update: {str(error).strip().splitlines()[0]}",
+                remedy="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
+                " --kv-sleep always",
+            ) from error
+        self._norms.append(self.optimizer.global_norm() if is_finite else math.nan)
 
     def _exchange(self) -> None:
         """Add up the gradients of several ranks, and compute their norm."""
@@ -392,35 +438,32 @@ class Learner:
         self._model.zero_grad(set_to_none=True)
         self.optimizer.zero_grad()
 
-    def _backward(self, parts: Iterable[_Part]) -> bool:
-        """Add up the gradients of one update.
+    def _no_loss(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._model.device)
 
-        Return False before a backward pass that would update weights by a loss that is not finite.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._model.device)
-        self._losses.append(total)
-        for part in parts:
-            logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
-            if part.old_logprobs_N is None:
-                self._remember(part, logprobs_N.detach(), entropies_N)
-            if self._reference is not None and part.reference_logprobs_N is None:
-                part.reference_logprobs_N = self._reference.logprobs(part.batch, self._temperature)
-            assert part.old_logprobs_N is not None
-            loss, sums_K = policy_loss(
-                logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N
-            )
-            total += loss.detach()
-            self._loss_sums += sums_K
-            if self._updates_in_backward and not math.isfinite(loss.item()):
-                return False
-            loss.backward()
-        return True
+    def _loss(self, part: _Part) -> Tensor:
+        """Return the loss of one pass, and add it to that of its update."""
+        logprobs_N, entropies_N = model_logprobs(self._model, part.batch, self._temperature)
+        if part.old_logprobs_N is None:
+            self._remember(part, logprobs_N.detach(), entropies_N)
+        if self._reference is not None and part.reference_logprobs_N is None:
+            part.reference_logprobs_N = self._reference.logprobs(part.batch, self._temperature)
+        assert part.old_logprobs_N is not None
+        loss, sums_K = policy_loss(logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N)
+        self._losses[-1] += loss.detach()
+        self._loss_sums += sums_K
+        return loss
 
     def _remember(self, part: _Part, logprobs_N: Tensor, entropies_N: Tensor) -> None:
         part.old_logprobs_N = logprobs_N
         self._entropy += entropies_N.sum(dtype=torch.float64)
         batch, spec = part.batch, self._spec
         self._tally += measure(logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch))
+
+
+def _entropies(part: _Part) -> Tensor:
+    assert part.entropies_N is not None, "it looked ahead"
+    return part.entropies_N
 
 
 def _cut(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:

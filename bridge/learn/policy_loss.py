@@ -184,15 +184,15 @@ def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
     return (ends_S[batch.sequences_N] - exact_N.cumsum(0) + exact_N).to(values_N.dtype)
 
 
-def most_uncertain(entropies_N: Tensor, least_share: float) -> Tensor:
-    """Return which tokens have the highest entropies, so that they are at least this share of all.
+def least_entropy(entropies_N: Tensor, least_share: float) -> Tensor:
+    """Return the entropy from which on tokens are at least this share of all: the most uncertain ones.
 
-    Shapes: [N] -> [N] bool.
+    Shapes: [N] -> [].
     Source: "Beyond the 80/20 Rule" (arXiv 2506.01939), section 5, whose share is 0.2. The other tokens count in every
         mean, as there.
     """
     num_kept = math.ceil(least_share * len(entropies_N))
-    return entropies_N >= entropies_N.topk(num_kept).values[-1]
+    return entropies_N.topk(num_kept).values[-1]
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

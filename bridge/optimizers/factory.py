@@ -32,9 +32,8 @@ def make(
     betas = choices.beta1, kind.beta2 if choices.beta2 is None else choices.beta2
     if not choices.offload:
         return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed, ranks=ranks, alike=alike)
-    assert ranks.size == 1, "the command line refuses several"
     assert kind.name == "adamw", "the configuration refuses the others"
-    return OffloadedAdamW(groups, betas=betas, streams=choices.gradient_release)
+    return OffloadedAdamW(groups, betas=betas, streams=choices.gradient_release, ranks=ranks, alike=alike)
 
 
 def schedule(config: TrainConfig) -> Callable[[int], float]:

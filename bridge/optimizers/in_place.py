@@ -1,4 +1,4 @@
-"""What the two optimizers share, with state beside the weights (`split_adamw.py`) or in host memory (`offload.py`)."""
+"""An optimizer that writes its updates into the parameters where they lie."""
 
 import math
 from abc import abstractmethod
@@ -123,10 +123,13 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     @property
     def changed_weight_share(self) -> float:
         """Share of weights whose stored word the last update changed (waits for the device)."""
+        return int(self._changed()) / sum(parameter.numel() for parameter in self._steps)
+
+    def _changed(self) -> Tensor:
+        """Return the number of words that the last update changed, where it was counted."""
         if not self._num_changed:
-            return 0.0
-        counts = torch.stack([count.to(self._num_changed[0].device) for count in self._num_changed])
-        return int(counts.sum()) / sum(parameter.numel() for parameter in self._steps)
+            return torch.zeros((), dtype=torch.int64)
+        return torch.stack([count.to(self._num_changed[0].device) for count in self._num_changed]).sum()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in its stored form, without a copy: the parts of each parameter, and its number of updates.

@@ -5,12 +5,16 @@
 
 It works chunk by chunk, so that neither side needs a second copy. torch rounds pinned memory up to a power of two, so
 the buffers have such a size, and nothing larger is pinned.
+
+Several ranks share the work (`shared.py`): gradients are summed on the device, and each rank has the master and the
+moments of its own rows.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,10 +22,17 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
+from bridge.optimizers.alike import NOTHING, Alike
+from bridge.optimizers.in_place import norm_of
+from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, Part
 from bridge.optimizers.release import each_gradient
+from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.slabs import Member, Slab
+from bridge.optimizers.split_master import Kind
+from bridge.ranks.world import ALONE, Ranks
 
-PARTS = "master", "exp_avg", "exp_avg_sq"
+MASTER = "master"
+HOST = torch.device("cpu")
 CHUNK_ELEMENTS = 2**22
 """Elements of a copy: a buffer takes 16 MiB, and the host's temporaries reuse memory that the allocator keeps."""
 BUFFER_BYTES = 4 * CHUNK_ELEMENTS
@@ -29,10 +40,22 @@ IN_FLIGHT = 3
 """Copies to the host that may be in flight while it works on earlier ones."""
 
 
-class OffloadedAdamW(InPlaceOptimizer):
+@dataclass(frozen=True, kw_only=True)
+class _WholeMaster(Kind):
+    """A state with the whole float32 master."""
+
+    def parts(self, dtype: torch.dtype) -> dict[str, Part]:
+        del dtype
+        return {MASTER: Part(torch.float32), **self.moments.parts}
+
+
+KIND = _WholeMaster(name="adamw", moments=FLOAT32)
+
+
+class OffloadedAdamW(SharedOptimizer):
     """AdamW with a float32 master in host memory: bit for bit torch's fused AdamW on float32 weights.
 
-    With `streams`, gradients are summed in host memory as soon as they are complete.
+    With `streams`, which one rank alone can do, gradients are summed in host memory as soon as they are complete.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
@@ -45,21 +68,21 @@ class OffloadedAdamW(InPlaceOptimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         *,
         streams: bool = False,
+        ranks: Ranks = ALONE,
+        alike: Alike = NOTHING,
         **hyperparameters: Any,
     ) -> None:
-        super().__init__(params, **hyperparameters)
+        assert not streams or ranks.size == 1, "the configuration refuses several"
+        super().__init__(params, kind=KIND, ranks=ranks, alike=alike, state_device=HOST, **hyperparameters)
         self._streams = streams
-        self._held: dict[Tensor, dict[str, Tensor]] = {}
-        self._sums: dict[Tensor, Tensor] = {}
+        self._streamed: dict[Tensor, Tensor] = {}
         self._is_summed: set[Tensor] = set()
-        device = next(iter(self._steps)).device
-        self._to_host, self._to_device = _ToHost(device), _ToDevice(device)
+        self._to_host, self._to_device = _ToHost(self._device), _ToDevice(self._device)
 
     def allocate(self) -> None:
-        for parameter in self._steps if not self._held else ():
-            self._held[parameter] = {name: _zeros(parameter) for name in PARTS}
-            if self._streams:
-                self._sums[parameter] = _zeros(parameter)
+        super().allocate()
+        for parameter in self._steps if self._streams and not self._streamed else ():
+            self._streamed[parameter] = torch.empty(parameter.numel(), dtype=torch.float32).zero_()
 
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
@@ -80,38 +103,59 @@ class OffloadedAdamW(InPlaceOptimizer):
     def global_norm(self) -> float:
         if self._is_summed:
             summed = (parameter for parameter in self._steps if parameter in self._is_summed)
-            return norm_of((self._sums[parameter], self._factors[parameter]) for parameter in summed)
+            return norm_of((self._streamed[parameter], self._factors[parameter]) for parameter in summed)
         return super().global_norm()
 
-    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        self.allocate()
-        return {name: tensor.view(parameter.shape) for name, tensor in self._held[parameter].items()}
-
     def _state(self) -> Iterable[Tensor]:
-        return [*(tensor for held in self._held.values() for tensor in held.values()), *self._sums.values()]
+        return [*super()._state(), *self._streamed.values()]
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        return parameter in self._is_summed or super()._has_gradient(parameter)
 
     def _step(self, norm: float, max_norm: float) -> None:
         self.allocate()
-        self._num_changed = []
+        self._num_changed, self._gathered = [], None
         factor = max_norm / norm if norm > max_norm else 1.0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._is_summed or parameter.grad is not None:
-                    self._step_parameter(parameter, group, factor)
+        ready = self._ready()
+        for slab, indices in ready:
+            members = [slab.members[index] for index in indices]
+            if self._ranks.size == 1:
+                for member in members:
+                    weight = member.parameter.detach()
+                    self._step_member(slab, member, weight, self._gradient(member.parameter), factor)
+                continue
+            with self._rows_of_all(slab, Tensor.detach) as weight_RB:
+                for member in members:
+                    rows = slab.own(member)
+                    weight_rb, sum_rb = weight_RB[rows.start : rows.stop], self._sums[slab][slab.held(rows)]
+                    self._step_member(slab, member, weight_rb, sum_rb, factor)
+                self._to_host.finish()
         self._to_host.finish()
+        self._count(ready)
         self._is_summed.clear()
 
-    def _step_parameter(self, parameter: Tensor, group: Mapping[str, Any], factor: float) -> None:
-        held, weight = self._held[parameter], parameter.detach().view(-1)
-        if not self._steps[parameter]:  # not in `allocate`: a checkpoint may be loaded into the weights after it
-            held["master"].copy_(weight)
-        self._steps[parameter] += 1
-        is_summed = parameter in self._is_summed
-        source = self._sums[parameter] if is_summed else parameter.grad
-        assert source is not None
-        for chunk in _chunks(weight, held["master"], held["exp_avg"], held["exp_avg_sq"], source.reshape(-1)):
-            step = partial(self._step_chunk, chunk[:-1], group, self._steps[parameter], factor)
-            if is_summed:
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        """Return the gradient on the device, or its sum in host memory."""
+        gradient = self._streamed[parameter] if parameter in self._is_summed else parameter.grad
+        assert gradient is not None, tuple(parameter.shape)
+        return gradient
+
+    def _step_member(self, slab: Slab, member: Member, weight: Tensor, gradient: Tensor, factor: float) -> None:
+        """Step this rank's rows of a member, of which `weight` and `gradient` are."""
+        rows, block = slab.own(member), slab.kind.moments.block
+        num_elements = min(len(rows) * block, member.parameter.numel() - (rows.start - member.rows.start) * block)
+        if num_elements <= 0:  # it has none, or only the padding at the end
+            return
+        number = self._steps[member.parameter] + 1
+        held = [slab.state[name][slab.held(rows)] for name in (MASTER, FIRST, SECOND)]
+        weight, master, first, second, gradient = (
+            each.reshape(-1)[:num_elements] for each in (weight, *held, gradient)
+        )
+        if number == 1:  # not in `allocate`: a checkpoint may be loaded into the weights after it
+            master.copy_(weight)
+        for chunk in _chunks(weight, master, first, second, gradient):
+            step = partial(self._step_chunk, chunk[:-1], member.group, number, factor)
+            if gradient.device == HOST:
                 step(chunk[-1])
             else:
                 self._to_host.take(chunk[-1], step)
@@ -137,7 +181,7 @@ class OffloadedAdamW(InPlaceOptimizer):
         assert parameter.grad is not None
         is_first = parameter not in self._is_summed
         self._is_summed.add(parameter)
-        for total, gradient in _chunks(self._sums[parameter], parameter.grad.reshape(-1)):
+        for total, gradient in _chunks(self._streamed[parameter], parameter.grad.reshape(-1)):
             self._to_host.take(gradient, total.copy_ if is_first else total.add_)
 
 
@@ -202,11 +246,6 @@ def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    """Return float32 zeros in host memory that is committed now, not on the first write."""
-    return torch.empty(parameter.numel(), dtype=torch.float32).zero_()
 
 
 def _chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:

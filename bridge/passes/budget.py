@@ -30,7 +30,7 @@ from bridge.passes import attention, layers
 from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.preparation import Note, first_trained, recompute_activations
-from bridge.planning.memory import FEW, GIB, MOST_TOKENS
+from bridge.planning.memory import EXCHANGED, FEW, GIB, MOST_TOKENS
 from bridge.ranks.world import ALONE, Ranks
 
 MASKED_TOKENS = 8_192
@@ -182,7 +182,9 @@ class Budget:
     def _free(self) -> float:
         """Return the bytes that a pass may take, with all gradients allocated, or the largest if they are released."""
         sizes = [p.nbytes for p in self._model.parameters() if p.requires_grad and p.grad is None]
-        pending = max(sizes, default=0) if self._config.optimizer.gradient_release else sum(sizes)
+        pending: int = sum(sizes)
+        if self._config.optimizer.gradient_release:
+            pending = max(sizes, default=0) * (EXCHANGED if self._config.replicas > 1 else 1)
         return min(self._parts.told(self._share * (free_memory(self._model) - pending)))
 
     def _fitting(self, free: float) -> int:

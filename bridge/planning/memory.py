@@ -15,7 +15,8 @@ With G the GPU's memory, and bytes on it:
 vLLM's share of the GPU holds its W, its E and K. A trainer on a device of its own has its W, S, D and A there: two
 inequalities again, one for each device.
 
-Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients.
+Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients. An
+offloaded state is shared too, so that all of them together hold it once in host memory.
 
 Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and liger-kernel's,
 whose activations take about a quarter less.
@@ -50,6 +51,9 @@ ENGINE_MARGIN_BYTES = 2 * GIB
 STEP_BYTES, STEP_ELEMENTS = 24, 2**26
 """A step inside a backward pass: bytes per element, and elements stepped at once (`bridge/optimizers/split_adamw.py`);
 master, gradient and moments in float32, and two temporaries."""
+EXCHANGED = 3
+"""What several GPUs hold of the largest gradient when it is released, in its own size: itself, what the others send,
+and at most as much for the float32 sum."""
 SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 """Values of `--trainer-device` that mean the server's GPU."""
 SLACK = 1.15
@@ -80,7 +84,7 @@ class Need:
     temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
     least_activations: float  # of the smallest micro-batch worth training with, recomputed if allowed
     most_activations: float  # of the largest one, kept if allowed
-    offloaded: float  # the optimizer's state and master in host memory
+    offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there
     kv_per_token: float  # keys and values of one token
 
     @classmethod
@@ -92,6 +96,7 @@ class Need:
         copy = size.num_params if config.mode == "none" else 0
         reference = size.num_params if config.loss.reference_model else 0
         beside = reference + (adapter if config.lora.handover == "disk" else 0)
+        whole = adapter or copy or size.num_params
         trained = adapter or copy or shard
         each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
         least, most = micro_batch_tokens(config)
@@ -99,6 +104,7 @@ class Need:
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
         sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
         head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
+        copies = EXCHANGED if config.replicas > 1 else 1
         step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if _steps_in_backward(config) else 0
         return cls(
             gpu=gpu_bytes,
@@ -109,12 +115,12 @@ class Need:
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
             state=trained * each.device / config.replicas,
-            gradients=trained * each.gradient or BF16_BYTES * min(widths.largest, trained),
+            gradients=trained * each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
             sums=trained * each.gradient if has_many else 0,
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
-            offloaded=trained * each.host,
+            offloaded=whole * each.host / config.hosts,
             kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
         )
 

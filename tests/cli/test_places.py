@@ -106,9 +106,16 @@ def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_serve
         (16, {}, "--tensor-parallel-size 16: this host shows 8"),
         (2, {"gpus": 16, "batch_size": 128}, "--gpus 16: this host shows 8"),
         (2, {"mode": "lora_only", "lora_handover": "disk", "gpus": 2}, "each of several servers has one GPU"),
-        (2, {"offload_optimizer": True}, "--offload-optimizer trains on one GPU, found --tensor-parallel-size 2"),
-        (2, {"gradient_release": True}, "--gradient-release trains on one GPU"),
-        (2, {"top_entropy": 0.5}, "--top-entropy trains on one GPU"),
+        (
+            2,
+            {"gradient_release": True},
+            "--gradient-release trains on servers of one GPU each, found --tensor-parallel",
+        ),
+        (
+            2,
+            {"offload_optimizer": True, "gradient_release": True},
+            "--offload-optimizer with --gradient-release trains on one GPU, found --tensor-parallel-size 2",
+        ),
         (2, {"rollouts": "atropos"}, "--rollouts atropos trains on one GPU"),
     ],
 )

@@ -89,6 +89,17 @@ def test_every_mode_and_optimizer_has_a_row_with_its_verdict(
     assert document["exact"] is False
 
 
+def test_several_gpus_hold_an_offloaded_state_once_in_the_memory_of_their_host(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = planned(capsys, "--model", model("14B", tmp_path), "--gpu-memory", "139.8", "--gpus", "4")
+    offloaded = row_of(document, "shared_vllm", "adamw, offloaded")
+    assert offloaded["host_gib"] == pytest.approx(12 * PARAMETERS["14B"] / 2**30)
+    assert offloaded["state_gib"] == 0
+    released = [row["name"] for row in document["rows"] if "released" in row["name"]]
+    assert released == [f"{name}, released" for name in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit")]
+
+
 def test_what_fits_only_while_the_kv_cache_sleeps_gets_the_flag(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -114,6 +114,8 @@ def test_replicas_train_in_lockstep_and_any_number_of_ranks_resumes(model: Path,
 WAYS = {
     "an adapter by memory": ("--mode", "lora_only", "--lora-r", "8"),
     "an adapter by disk": ("--mode", "lora_only", "--lora-r", "8", "--lora-handover", "disk"),
+    "a state in host memory, of the most uncertain tokens": ("--offload-optimizer", "--top-entropy", "0.5"),
+    "updates in the backward pass": ("--gradient-release",),
     "a stream": (
         "--max-staleness", "3", "--skip-without-signal", "--updates-per-batch", "2", "--optimizer", "adamw-8bit",
         "--eval-samples", "2", "--eval-interval", "2", "--save-interval", "1", "--keep-last", "1",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.optimizers import split_adamw
+from bridge.optimizers import slabs
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS, join
 
@@ -23,7 +23,7 @@ def master(optimizer: SplitMasterAdamW, parameter: Tensor) -> Tensor:
 def test_the_compiled_update_is_the_eager_one_within_an_ulp_a_step_and_compiled_once(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for most in (split_adamw.SLAB_ELEMENTS, split_adamw.PIECE_ELEMENTS):
+    for most in (slabs.SLAB_ELEMENTS, slabs.PIECE_ELEMENTS):
         monkeypatch.setitem(most, device, 2**12)  # gives tails, gathered slabs and pieces of many sizes
     torch.manual_seed(0)
     shapes = [(130, 70), (5,), (300, 512), (64, 37), (20, 50)]

@@ -59,6 +59,22 @@ def test_the_host_holds_the_master_its_moments_and_the_sum_of_released_gradients
     assert need_of("7B").host == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gpus_share_the_offloaded_state_and_each_host_holds_its_part(num_ranks: int) -> None:
+    alone, shared = (need_of("7B", offload_optimizer=True, gpus=gpus, num_ranks=num_ranks) for gpus in (1, 4))
+    assert shared.state == alone.state == 0
+    assert shared.gradients == alone.gradients == 2 * PARAMETERS["7B"] / num_ranks
+    assert shared.host == alone.host == 12 * PARAMETERS["7B"]
+    two: dict[str, Any] = {"hosts": 2, "rendezvous": "10.0.0.1:29400"}
+    assert need_of("7B", offload_optimizer=True, gpus=4, num_ranks=num_ranks, **two).host == 6 * PARAMETERS["7B"]
+
+
+def test_gpus_hold_a_released_gradient_what_others_send_of_it_and_the_sum() -> None:
+    alone, shared = (need_of("7B", gradient_release=True, gpus=gpus) for gpus in (1, 2))
+    assert shared.gradients == 3 * alone.gradients
+    assert shared.state == alone.state / 2
+
+
 def test_a_second_copy_is_whole_however_the_server_is_split() -> None:
     shared, copy = need_of("7B", num_ranks=2), need_of("7B", mode="none", num_ranks=2)
     assert (shared.served, shared.own, shared.state) == (PARAMETERS["7B"], 0, 5 * PARAMETERS["7B"])

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.errors import RankError, UsageError
 from bridge.learn.learner import learner_of
-from bridge.optimizers import split_adamw
+from bridge.optimizers import slabs
 from bridge.optimizers.alike import counted
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
@@ -33,6 +35,7 @@ from tests.unit.several_ranks import on_ranks
 from tests.unit.test_learner import base, config_of, made_by, same
 
 NUM_PARTS, STEPS = 2, 3
+OFFLOADED = "offloaded"
 LIMIT_S = 240.0
 
 
@@ -136,7 +139,7 @@ def gradients_of(model: PreTrainedModel, replica: int, step: int) -> dict[str, T
 
 def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
     """Step one part of a replica, or the whole with the gradients of all replicas added up."""
-    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 9000, 4000
+    slabs.SMALL_ELEMENTS["cpu"], slabs.PIECE_ELEMENTS["cpu"] = 9000, 4000
     config = tiny.llama()
     whole, (model, parts) = (
         whole_model(config),
@@ -147,7 +150,11 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
     if parts is not None:
         same = [name for name in trained if all(cuts[name].axis is None for cuts in parts.cuts)]
         alike = {trained[n]: [] if ranks.part == 0 else [range(trained[n].numel())] for n in same}
-    optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], seed=3, ranks=ranks, alike=alike)
+    optimizer: SharedOptimizer
+    if kind == OFFLOADED:
+        optimizer = OffloadedAdamW(trained.values(), lr=1e-2, ranks=ranks, alike=alike)
+    else:
+        optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], seed=3, ranks=ranks, alike=alike)
     norms, shares = [], []
     for step in range(STEPS):
         each = [gradients_of(whole, r, step) for r in ([ranks.replica] if parts is not None else range(num_replicas))]
@@ -170,7 +177,7 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("kind", ["adamw", "adamw-bf16"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw-bf16", OFFLOADED])
 def test_parts_are_stepped_as_the_whole_is_to_the_bit(kind: str, num_replicas: int) -> None:
     whole = stepped(ALONE, kind, num_replicas)
     for mine in on_ranks(NUM_PARTS * num_replicas, stepped, kind, num_replicas, num_parts=NUM_PARTS):
@@ -192,7 +199,7 @@ def test_what_parts_hold_alike_stays_alike_although_rounding_is_random(kind: str
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
 
 
-def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
+def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) -> dict[str, Any]:
     """Train two steps in float32, whole or in parts."""
     model = base()
     parts = None if ranks.size == 1 else Parts(cuts=cuts_of(model), within=ranks.within)
@@ -202,7 +209,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
         model=model, device=torch.device("cpu"), lr_factors={name: 1.0 for name, _ in model.named_parameters()},
         cuts=() if parts is None else parts.cuts, open_s=0, weight_bytes=0,
     )  # fmt: skip
-    learner = learner_of(config_of(), opened, lambda _: None, ranks=ranks)
+    learner = learner_of(config_of(**choices), opened, lambda _: None, ranks=ranks)
     figures = []
     for step in (1, 2):
         learner.take(groups, step=step)
@@ -214,10 +221,11 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
     return {"weights": whole, "figures": figures}
 
 
-def test_two_replicas_of_two_parts_learn_what_one_process_learns() -> None:
+@pytest.mark.parametrize("choices", [{}, {"top_entropy": 0.3}], ids=["all tokens", "top entropy"])
+def test_two_replicas_of_two_parts_learn_what_one_process_learns(choices: dict[str, Any]) -> None:
     groups = made_by(base(seed=8))
-    alone, before = learnt(ALONE, groups), dict(base().named_parameters())
-    found = on_ranks(4, learnt, groups, num_parts=NUM_PARTS, limit_s=LIMIT_S)
+    alone, before = learnt(ALONE, groups, choices), dict(base().named_parameters())
+    found = on_ranks(4, learnt, groups, choices, num_parts=NUM_PARTS, limit_s=LIMIT_S)
     for mine in found:
         assert not isinstance(mine, BaseException), mine
         assert same(mine["weights"], found[0]["weights"]), "replicas differ"

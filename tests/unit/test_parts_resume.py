@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
     mode.open = opened  # type: ignore[method-assign]
 
 
-def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str, adapts: bool) -> Summary:
+def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices: dict[str, Any]) -> Summary:
     """Train up to step `steps`, from the newest checkpoint in `saved` if there is one; its folder names the run."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
         patched.setattr(tiny, "write", lambda *_: None)  # there is one already
@@ -89,7 +90,7 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, optimizer: str, adapt
             into_parts(fake.mode, ranks)
         place = folder / f"{name}-{steps}"
         saved = folder / name
-        config = fake.config(save_path=saved, training_steps=steps, save_interval=1, optimizer=optimizer)
+        config = fake.config(save_path=saved, training_steps=steps, save_interval=1, **choices)
         found, _ = checkpoint.newest(saved, "step_")
         made = RunDirectory.create(place, environment="letters") if ranks.leads else None
         ranks.told(None)
@@ -110,22 +111,33 @@ def equal(one: Path, other: Path) -> Sequence[str]:
     return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
-@pytest.mark.parametrize(("optimizer", "adapts"), [("adamw", False), ("adamw-8bit", False), ("adamw", True)])
-def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(tmp_path: Path, optimizer: str, adapts: bool) -> None:
-    for rank in range(NUM_PARTS):
+@pytest.mark.parametrize(
+    ("size", "adapts", "choices"),
+    [
+        (2, False, {}),
+        (2, False, {"optimizer": "adamw-8bit"}),
+        (4, False, {"offload_optimizer": True}),
+        (2, True, {}),
+    ],
+    ids=["adamw", "adamw-8bit", "offloaded, two replicas", "an adapter"],
+)
+def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(
+    tmp_path: Path, size: int, adapts: bool, choices: dict[str, Any]
+) -> None:
+    for rank in range(size):
         tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
 
     def in_parts(name: str, steps: int) -> None:
-        given = tmp_path, name, steps, optimizer, adapts
-        for found in on_ranks(NUM_PARTS, ran, *given, num_parts=NUM_PARTS, limit_s=LIMIT_S):
+        given = tmp_path, name, steps, adapts, choices
+        for found in on_ranks(size, ran, *given, num_parts=NUM_PARTS, limit_s=LIMIT_S):
             assert isinstance(found, Summary), found
 
     in_parts("whole", 3)
     shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "again" / "step_2")
     in_parts("again", 3)
-    if optimizer == "adamw":  # codes are coded anew
+    if "optimizer" not in choices:  # codes are coded anew
         assert equal(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3") == []
-    ran(ALONE, tmp_path, "again", 4, optimizer, adapts)
+    ran(ALONE, tmp_path, "again", 4, adapts, choices)
     in_parts("again", 5)
     steps = checkpoint.numbered(tmp_path / "again", "step_")
     assert sorted(steps) == [2, 3, 4, 5]

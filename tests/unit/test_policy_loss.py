@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.learn.mismatch import Correction
-from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, most_uncertain, policy_loss
+from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, least_entropy, policy_loss
 from bridge.learn.samples import samples
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Completion, Group
@@ -463,12 +463,13 @@ def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
     ],
 )
 def test_the_most_uncertain_tokens_are_those_of_the_highest_entropies(share: float, kept: list[int]) -> None:
-    found_N = most_uncertain(tensor(0.1, 0.9, 0.5, 0.3, 0.7), share)
+    entropies_N = tensor(0.1, 0.9, 0.5, 0.3, 0.7)
+    found_N = entropies_N >= least_entropy(entropies_N, share)
     assert found_N.nonzero().flatten().tolist() == kept
 
 
 def test_tokens_as_uncertain_as_the_last_of_them_are_kept_too() -> None:
-    assert most_uncertain(tensor(0.5, 0.9, 0.5, 0.1), 0.5).tolist() == [True, True, True, False]
+    assert least_entropy(tensor(0.5, 0.9, 0.5, 0.1), 0.5) == 0.5
 
 
 # Statistics

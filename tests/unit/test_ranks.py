@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from bridge.errors import RankError, UsageError
 from bridge.learn.balance import busiest, dealt
-from bridge.optimizers import split_adamw
+from bridge.learn.learner import Learner, Learnt
+from bridge.optimizers import offload, slabs
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
@@ -36,11 +39,13 @@ from bridge.run.run_directory import RunDirectory
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.several_ranks import KEY, on_ranks
-from tests.unit.test_learner import base, gradient, learner_of, made_by, same, weights
+from tests.unit.test_learner import FAR, base, distance, gradient, learner_of, made_by, moved, same, weights
 from tests.unit.trainer_runs import Letters, runner
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
 STEPS = 3
+OFFLOADED = "offloaded"
+RELEASED: dict[str, Any] = {"gradient_release": True}
 IGNORED = 1
 """A parameter that no rank has a gradient for in the second step; the fifth has one on rank 0 alone."""
 
@@ -55,13 +60,20 @@ def gradients_of(rank: int, step: int) -> list[Tensor | None]:
     return made
 
 
+def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> SharedOptimizer:
+    """Make one that works in several slabs, pieces and chunks."""
+    slabs.SMALL_ELEMENTS["cpu"], slabs.PIECE_ELEMENTS["cpu"], offload.CHUNK_ELEMENTS = 3000, 2000, 1024
+    if name == OFFLOADED:
+        return OffloadedAdamW(weights, lr=1e-2, weight_decay=0.1, ranks=ranks)
+    return SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
+
+
 def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
     """Step on one rank of several, or alone with the gradients of `size` ranks added up in their order."""
-    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 3000, 2000
     chance = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, generator=chance).to(dtype)) for shape in SHAPES]
     places = [weight.data_ptr() for weight in weights]
-    optimizer = SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
+    optimizer = optimizer_of(weights, name, ranks)
     norms, shares = [], []
     for step in range(STEPS):
         each = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
@@ -75,7 +87,7 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
                 weight.grad = found[0]
         optimizer.exchange()
         norms.append(optimizer.global_norm())
-        optimizer.step(grad_norm=1.0)
+        optimizer.step(grad_norm=2.0, max_norm=1.5)
         optimizer.zero_grad()
         shares.append(optimizer.changed_weight_share)
     assert [weight.data_ptr() for weight in weights] == places
@@ -89,7 +101,7 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, OFFLOADED])
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
 def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, dtype: torch.dtype) -> None:
     results = on_ranks(size, stepped, name, dtype, size)
@@ -105,19 +117,84 @@ def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, d
         assert mine["bytes"] < whole["bytes"] / size * 1.2
 
 
-def restored(ranks: Ranks, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    split_adamw.SMALL_ELEMENTS["cpu"], split_adamw.PIECE_ELEMENTS["cpu"] = 3000, 2000
+class Uneven(nn.Module):
+    """Parameters of which some have no gradient in a step, on some ranks or on all; the first is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        chance = torch.Generator().manual_seed(0)
+        self.each = nn.ParameterList(torch.randn(shape, generator=chance).bfloat16() for shape in SHAPES)
+
+    def loss(self, rank: int, step: int) -> Tensor | None:
+        """Return what makes gradients that add up exactly in bf16; None: this rank has no share."""
+        if rank == 1 and step == 2:
+            return None
+        chance = torch.Generator().manual_seed(10 * step + rank)
+        used = [each for index, each in enumerate(self.each) if not (index == IGNORED and step == 1)]
+        used = [*used[:-2], *([used[-2]] if rank == 0 else []), used[-1], used[0]]
+        return torch.stack([(each * torch.randint(-8, 9, each.shape, generator=chance)).sum() for each in used]).sum()
+
+
+def released(ranks: Ranks, name: str, size: int, max_norm: float) -> dict[str, Any]:
+    """Step in the backward pass on one rank of several, or alone with the losses of `size` ranks."""
+    model = Uneven()
+    weights = [*model.each]
+    optimizer = optimizer_of(weights, name, ranks)
+    norms, shares = [], []
+    for step in range(STEPS):
+        losses = [model.loss(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
+        with optimizer.releasing(max_norm=max_norm):
+            if found := [loss for loss in losses if loss is not None]:
+                torch.stack(found).sum().backward()
+        norms.append(optimizer.global_norm())
+        optimizer.step(grad_norm=norms[-1])
+        shares.append(optimizer.changed_weight_share)
+    assert all(weight.grad is None for weight in weights)
+    return {
+        "weights": [weight.detach().clone() for weight in weights],
+        "state": [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights],
+        "steps": [optimizer.num_updates(weight) for weight in weights],
+        "norms": norms,
+        "shares": shares,
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_ranks_release_are_stepped_as_those_of_one_process(name: str, size: int) -> None:
+    whole = released(ALONE, name, size, math.inf)
+    for mine in on_ranks(size, released, name, size, math.inf):
+        assert not isinstance(mine, BaseException), mine
+        assert all(map(torch.equal, mine["weights"], whole["weights"]))
+        for one, other in zip(mine["state"], whole["state"], strict=True):
+            assert all(torch.equal(one[part], other[part]) for part in other)
+        assert mine["steps"] == whole["steps"] == [STEPS, STEPS - 1, *[STEPS] * 4]
+        assert mine["norms"] == pytest.approx(whole["norms"], rel=1e-6)
+        assert mine["shares"] == whole["shares"]
+
+
+def test_each_gradient_that_ranks_release_is_scaled_down_on_its_own() -> None:
+    whole = released(ALONE, "adamw", 2, 0.5)
+    assert not torch.equal(whole["state"][0]["exp_avg"], released(ALONE, "adamw", 2, math.inf)["state"][0]["exp_avg"])
+    one, other = on_ranks(2, released, "adamw", 2, 0.5)
+    assert all(map(torch.equal, one["weights"], other["weights"]))
+    for mine, theirs in zip(one["state"], whole["state"], strict=True):
+        torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=1e-5, atol=1e-9)
+
+
+def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES]
-    optimizer = SplitMasterAdamW(weights, lr=1e-2, kind=KINDS["adamw-8bit"], ranks=ranks)
+    optimizer = optimizer_of(weights, name, ranks)
     optimizer.allocate()
     for weight, parts in zip(weights, saved, strict=True):
         optimizer.put(weight, parts)
     return [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights]
 
 
-def test_state_of_any_number_of_ranks_is_loaded_by_any_other() -> None:
-    saved = on_ranks(3, stepped, "adamw-8bit", torch.bfloat16, 3)[0]["state"]
-    for found in [restored(ALONE, saved), *on_ranks(2, restored, saved)]:
+@pytest.mark.parametrize("name", ["adamw-8bit", OFFLOADED])
+def test_state_of_any_number_of_ranks_is_loaded_by_any_other(name: str) -> None:
+    saved = on_ranks(3, stepped, name, torch.bfloat16, 3)[0]["state"]
+    for found in [restored(ALONE, name, saved), *on_ranks(2, restored, name, saved)]:
         for one, other in zip(found, saved, strict=True):
             assert all(torch.equal(one[part], other[part]) for part in other)
 
@@ -201,16 +278,20 @@ def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> d
     return {"weights": weights(model), "learnt": learnt, "share": learner.optimizer.changed_weight_share}
 
 
-def summed_alone(groups: Sequence[Group], size: int) -> dict[str, Tensor]:
+def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str, Tensor]:
     """Train two steps in one process, on the shares of `size` ranks one after another."""
     model = base(dtype=torch.bfloat16)
-    learner = learner_of(model)
+    learner = learner_of(model, **choices)
     for _ in range(2):
         learner.take(groups)
         (whole,) = learner._mini_batches
         sums: dict[str, Tensor] = {}
-        for rank in range(size):
-            learner._take([[whole[index] for index in dealt(whole, Ranks(rank, size))]])
+        shares = [[whole[index] for index in dealt(whole, Ranks(rank, size))] for rank in range(size)]
+        if "top_entropy" in choices:
+            least = least_of([entropies_of(learner, share) for share in shares], choices["top_entropy"])
+            learner._least_entropies = lambda found=least: [found]  # type: ignore[method-assign,misc]
+        for share in shares:
+            learner._take([share])
             learner.prepare()
             for name, found in gradient(model).items():
                 sums[name] = sums[name] + found.float() if name in sums else found.float()
@@ -220,6 +301,19 @@ def summed_alone(groups: Sequence[Group], size: int) -> dict[str, Tensor]:
         learner.optimizer.step(grad_norm=1.0)
         model.zero_grad()
     return weights(model)
+
+
+def entropies_of(learner: Learner, share: list[Sample]) -> list[float]:
+    """Return the entropy of every token of a rank's share."""
+    learner._take([share])
+    learner._look_ahead()
+    return [entropy for part in learner._parts[0] for entropy in part.entropies_N.tolist()]  # type: ignore[union-attr]
+
+
+def least_of(shares: Sequence[list[float]], top: float) -> Tensor:
+    """Return the least of the `top` share of all ranks' entropies."""
+    each = sorted((entropy for share in shares for entropy in share), reverse=True)
+    return torch.tensor(each[math.ceil(top * len(each)) - 1])
 
 
 @pytest.fixture
@@ -235,13 +329,21 @@ def groups() -> list[Group]:
     return made_by(base(seed=8))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(groups: list[Group], size: int) -> None:
-    results = on_ranks(size, trained, groups, {})
-    expected = summed_alone(groups, size)
+@pytest.mark.parametrize(
+    ("size", "choices"),
+    [
+        (2, {}), (3, {}), (2, {"offload_optimizer": True}), (2, RELEASED), (3, RELEASED),
+        (2, {"optimizer": "adamw-4bit", **RELEASED}),
+    ],
+)  # fmt: skip
+def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(
+    groups: list[Group], size: int, choices: dict[str, Any]
+) -> None:
+    results = on_ranks(size, trained, groups, choices)
+    expected = summed_alone(groups, size, **{**choices, "gradient_release": False})
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
     assert all(same(each["weights"], expected) for each in results)
-    alone = trained(ALONE, groups, {})
+    alone = trained(ALONE, groups, choices)
     for each in results:
         for ours, theirs in zip(each["learnt"], alone["learnt"], strict=True):
             assert ours.num_tokens == theirs.num_tokens
@@ -250,6 +352,55 @@ def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(grou
             assert ours.entropy == pytest.approx(theirs.entropy, rel=1e-3)
             assert ours.mismatch.mean == pytest.approx(theirs.mismatch.mean, rel=0.02)
         assert each["learnt"] == results[0]["learnt"]
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_the_most_uncertain_tokens_are_those_of_all_ranks_and_of_equal_ones_all(
+    groups: list[Group], is_twice: bool
+) -> None:
+    given = [*groups[:2], *groups[:2]] if is_twice else groups  # twice: both ranks have the same entropies
+    choices = {"top_entropy": 0.3}
+    expected = summed_alone(given, 2, **choices)
+    assert not same(expected, summed_alone(given, 2))
+    for mine in on_ranks(2, trained, given, choices):
+        assert same(mine["weights"], expected)
+
+
+def test_a_rank_without_tokens_takes_part_in_choosing_the_most_uncertain(groups: list[Group]) -> None:
+    few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
+    one, other, third = on_ranks(3, trained, few, {"top_entropy": 0.5})
+    assert same(one["weights"], other["weights"])
+    assert same(one["weights"], third["weights"])
+    assert one["learnt"] == third["learnt"]
+
+
+def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Let one rank find no memory once, in its look ahead or later, and train it in smaller passes."""
+    told, failing = list[str](), [True] * (ranks.rank == who)
+    model = base()
+    learner = learner_of(model, told=told, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
+    act = getattr(learner, where)
+
+    def once(*given: Any) -> None:
+        act(*given)
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    setattr(learner, where, once)
+    learner.take(groups)
+    learner.prepare()
+    learner.write()
+    return weights(model), [note for note in told if note.startswith("out of memory")]
+
+
+@pytest.mark.parametrize("where", ["_look_ahead", "_differentiate"])
+def test_a_rank_that_repeats_its_share_in_smaller_passes_chooses_the_same_tokens(
+    groups: list[Group], where: str
+) -> None:
+    (straight, _), _ = on_ranks(2, runs_short, groups, 2, where)
+    for (found, notes), who in zip(on_ranks(2, runs_short, groups, 1, where), range(2), strict=True):
+        assert len(notes) == who, "another rank repeats its share"
+        assert distance(moved(found, weights(base())), moved(straight, weights(base()))) < FAR
 
 
 def test_several_updates_of_a_batch_are_taken_together(groups: list[Group]) -> None:
@@ -266,6 +417,53 @@ def test_a_rank_without_a_share_takes_part(groups: list[Group]) -> None:
     )
     assert same(one["weights"], other["weights"])
     assert same(one["weights"], third["weights"])
+
+
+def test_a_rank_without_a_share_releases_zeros(groups: list[Group]) -> None:
+    few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
+    released, straight = (on_ranks(3, trained, few, choices) for choices in (RELEASED, {}))
+    for mine in released:
+        assert same(mine["weights"], straight[0]["weights"])
+
+
+def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[BaseException | Learnt, bool]:
+    """Let one rank's loss be no number, or its backward pass run out of memory; return whether its weights moved."""
+    model = base(dtype=torch.bfloat16)
+    learner = learner_of(model, ranks=ranks, **RELEASED)
+    loss_of = learner._loss
+
+    def stop(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def spoilt(part: Any) -> Tensor:
+        loss = loss_of(part)
+        if how == "in the pass":
+            loss.register_hook(stop)
+        return loss * math.nan if how == "no number" else loss
+
+    if ranks.rank == who:
+        learner._loss = spoilt  # type: ignore[method-assign]
+    learner.take(groups)
+    learner.prepare()
+    try:
+        ranks.together(learner.write)
+        found: BaseException | Learnt = learner.learnt()
+    except UsageError as error:
+        found = error
+    return found, not same(weights(model), weights(base(dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_rank_is_updated_by_a_loss_that_is_no_number_on_one(groups: list[Group], who: int) -> None:
+    for learnt, has_moved in on_ranks(2, loses, groups, who, "no number"):
+        assert (learnt.num_updates, learnt.num_skipped, has_moved) == (0, 1, False)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_memory_in_the_pass_of_a_released_update_ends_all_ranks(groups: list[Group], who: int) -> None:
+    for error, _ in on_ranks(2, loses, groups, who, "in the pass"):
+        assert isinstance(error, UsageError), error
+        assert "out of memory in the middle of an update" in error.message
 
 
 def runs_out(ranks: Ranks, groups: Sequence[Group], who: int) -> list[str]:
@@ -326,8 +524,8 @@ def interrupted(ranks: Ranks, groups: Sequence[Group]) -> float:
     learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks)
     exchange = learner._exchange
     if ranks.rank == 0:
-        own = learner._prepare_own
-        learner._prepare_own = lambda: (own(), interrupt_soon())[0]  # type: ignore[method-assign,func-returns-value]
+        own = learner._prepare
+        learner._prepare = lambda: (own(), interrupt_soon())[0]  # type: ignore[method-assign,func-returns-value]
     else:
         learner._exchange = lambda: (time.sleep(3.0), exchange())[0]  # type: ignore[method-assign,func-returns-value]
     learner.take(groups)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bridge.errors import UsageError
 from bridge.optimizers.factory import scaled_group
-from bridge.optimizers.release import added_in_float32
+from bridge.optimizers.release import added_in_float32, each_group
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 
@@ -75,6 +75,28 @@ def test_no_two_gradients_exist_at_once_and_each_parameter_is_stepped_once() -> 
     optimizer.step()
     model.loss().backward()
     assert all(parameter.grad is not None for parameter in model.parameters()), "outside nothing is released"
+
+
+@pytest.mark.parametrize(
+    ("order", "without", "expected"),
+    [
+        ("cba", "", ["c", "take c", "b", "take b", "a", "take a"]),
+        ("abc", "", ["c", "b", "a", "take a", "take b", "take c"]),
+        ("cba", "b", ["c", "take c", "a", "take b", "take a"]),
+        ("cba", "abc", ["take c", "take b", "take a"]),
+    ],
+)
+def test_groups_follow_in_their_order_once_they_are_complete(order: str, without: str, expected: list[str]) -> None:
+    weights = {name: nn.Parameter(torch.ones(3)) for name in "abc"}
+    happened, hidden = list[str](), torch.ones(3, requires_grad=True)
+    for name, weight in weights.items():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: happened.append(name))
+    with each_group([[weights[name]] for name in order], lambda number: happened.append(f"take {order[number]}")):
+        used = hidden
+        for name in (name for name in "abc" if name not in without):
+            used = used * weights[name]
+        used.sum().backward()
+    assert happened == expected
 
 
 def test_each_gradient_is_scaled_down_on_its_own() -> None:

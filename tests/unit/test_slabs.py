@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.optimizers import split_adamw
+from bridge.optimizers import slabs
 from bridge.optimizers.factory import scaled_group
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
@@ -27,8 +27,8 @@ def test_several_pieces_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> 
     start, gradients = torch.randn(70, 110).bfloat16(), torch.randn(3, 70, 110)
     results = []
     for most in (2**24, 1000):
-        monkeypatch.setitem(split_adamw.PIECE_ELEMENTS, "cpu", most)
-        monkeypatch.setitem(split_adamw.SLAB_ELEMENTS, "cpu", most)
+        monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", most)
+        monkeypatch.setitem(slabs.SLAB_ELEMENTS, "cpu", most)
         weight = parameter(start.clone(), gradients[0])
         optimizer = SplitMasterAdamW([weight], lr=1e-3, kind=KINDS["adamw-8bit"])
         for gradient in gradients:
@@ -44,7 +44,7 @@ def test_several_pieces_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> 
 def test_parameters_come_out_the_same_gathered_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for small in (2**22, 0):
-        monkeypatch.setitem(split_adamw.SMALL_ELEMENTS, "cpu", small)
+        monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", small)
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
         optimizer = SplitMasterAdamW(weights, lr=1e-3, kind=KINDS[name])

@@ -1,0 +1,201 @@
+"""How an optimizer's state is laid out in rows, so that parameters are stepped together and ranks share them.
+
+A *slab* is the state of one large parameter, or of many small ones in a row. Each row is one block, and each parameter
+starts a new row, so that it gets the same result together with others as alone. A *piece* is a range of a slab's rows
+that is stepped in one call. A large parameter is stepped in its own memory. Small ones are gathered into a copy and
+scattered back, because hundreds of small kernels take longer to launch than to run.
+
+Of several ranks each has the state of its part of every slab's rows.
+
+Shape suffixes: R blocks, B elements of a block.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bridge.optimizers.alike import Alike
+from bridge.optimizers.split_master import Kind
+from bridge.ranks.world import ALONE, Ranks
+
+SMALL_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
+"""Parameters up to this size are gathered: a GPU finishes one, copies included, before another kernel is launched."""
+SLAB_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
+"""Most elements of parameters that are gathered; their weights and gradients are copied for a moment."""
+PIECE_ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
+"""Most elements of a large parameter per call: a GPU's one kernel has no temporaries; a CPU's should fit its caches."""
+LEAST_ROWS = 2
+"""Fewest rows of a parameter, and of a piece of one: torch specializes on tensors of one row."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter's place in a slab."""
+
+    parameter: Tensor
+    """Its memory may move between steps."""
+    group: Mapping[str, Any]
+    """Its hyperparameters."""
+    rows: range
+    """Its blocks; the last ones may be partly filled."""
+
+
+@dataclass(eq=False)
+class Slab:
+    """The state of parameters with the same dtype and hyperparameters."""
+
+    kind: Kind
+    number: int
+    """Its index among the optimizer's slabs."""
+    members: Sequence[Member]
+    """In the order of their rows."""
+    device: torch.device
+    """Where its state lies."""
+    ranks: Ranks = ALONE
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors [R, elements of a block] by name, of this rank's rows; empty before `allocate`."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.members[-1].rows.stop
+
+    @property
+    def mine(self) -> range:
+        """This rank's rows: all ranks have as many, the last ones beyond the slab's end."""
+        each = -(-self.num_rows // self.ranks.size)
+        each += each % LEAST_ROWS if self.ranks.size > 1 else 0
+        return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
+
+    def allocate(self) -> None:
+        """Allocate the state, zeroed, unless that is done."""
+        parts = self.kind.parts(self.members[0].parameter.dtype)
+        for name, part in parts.items() if not self.state else ():
+            shape = len(self.mine), self.kind.moments.block // part.elements
+            made = torch.empty(shape, dtype=part.dtype, device=self.device)
+            self.state[name] = made.zero_()  # commits host memory now, not on the first write
+
+    def own(self, member: Member) -> range:
+        """Return which of a member's rows this rank has."""
+        first = max(self.mine.start, member.rows.start)
+        return range(first, max(first, min(self.mine.stop, member.rows.stop)))
+
+    def held(self, rows: range) -> slice:
+        """Return where this rank's tensors of the slab have these rows of its own."""
+        return slice(rows.start - self.mine.start, rows.stop - self.mine.start)
+
+    def parts(self, member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return views of one member's part of the whole slab's `state`, without the padding of its last block."""
+        rows, made = slice(member.rows.start, member.rows.stop), {}
+        for name, part in self.kind.parts(member.parameter.dtype).items():
+            entries = state[name][rows].view(-1)[: -(-member.parameter.numel() // part.elements)]
+            made[name] = entries.view(member.parameter.shape) if part.elements == 1 else entries
+        return made
+
+    def put(self, member: Member, name: str, part: Tensor) -> None:
+        """Copy one part of a member's whole state into this rank's rows."""
+        width, rows = self.state[name].shape[1], self.own(member)
+        flat = part.reshape(-1)[(rows.start - member.rows.start) * width :]
+        own = self.state[name][self.held(rows)].view(-1)
+        own[: len(flat)].copy_(flat[: len(own)])
+
+    def whole(self, tensor_of: Callable[[Tensor], Tensor]) -> tuple["Piece", Tensor]:
+        """Return all rows as a piece, and `tensor_of` the members as [ranks * rows of each, B].
+
+        The latter is where they lie if it can be, else a copy that is filled up with zeros.
+        """
+        piece = Piece(self, self.members, slice(0, self.num_rows), 0)
+        blocks_RB = piece.blocks(tensor_of)
+        missing = len(self.mine) * self.ranks.size - self.num_rows
+        if missing:
+            blocks_RB = torch.cat([blocks_RB, blocks_RB.new_zeros(missing, blocks_RB.shape[1])])
+        return piece, blocks_RB
+
+    def pieces(self, indices: Iterable[int], steps: Mapping[Tensor, int]) -> Iterator["Piece"]:
+        """Yield the pieces of these members, in order; neighbors with as many `steps` so far share one."""
+        runs = groupby(enumerate(indices), key=lambda each: (each[1] - each[0], steps[self.members[each[1]].parameter]))
+        for (_, step), run in runs:
+            members = [self.members[index] for _, index in run]
+            first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start
+            most_rows = PIECE_ELEMENTS[members[0].parameter.device.type] // self.kind.moments.block
+            num_pieces = -(-num_rows // most_rows) if len(members) == 1 else 1
+            bounds = [first + number * num_rows // num_pieces for number in range(num_pieces + 1)]
+            for start, end in pairwise(bounds):
+                yield Piece(self, members, slice(start, end), step + 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a slab: some of one member's, or all of several members'."""
+
+    slab: Slab
+    members: Sequence[Member]
+    rows: slice
+    step: int
+    """Number of the update for its members, from 1."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor[self.rows] for name, tensor in self.slab.state.items()}
+
+    def blocks(self, tensor_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `tensor_of` the members as [R, B]: a view if possible, else a copy padded with zeros."""
+        flat, lengths = self._spans(tensor_of)
+        block = self.slab.kind.moments.block
+        if len(flat) == 1 and flat[0].numel() == lengths[0]:
+            return flat[0].view(-1, block)
+        zeros = flat[0].new_zeros(LEAST_ROWS * block)
+        filled = ((tensor, zeros[: length - tensor.numel()]) for tensor, length in zip(flat, lengths, strict=True))
+        return torch.cat([part for pair in filled for part in pair]).view(-1, block)
+
+    def put_back(self, blocks_RB: Tensor, tensor_of: Callable[[Tensor], Tensor]) -> None:
+        """Write the result of `blocks` back into the members, unless it is a view of them."""
+        flat, lengths = self._spans(tensor_of)
+        if blocks_RB.data_ptr() != flat[0].data_ptr():
+            spans = blocks_RB.view(-1).split(lengths)
+            torch._foreach_copy_(flat, [span[: tensor.numel()] for span, tensor in zip(spans, flat, strict=True)])
+
+    def _spans(self, tensor_of: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Return each member's elements in these rows, flat, and the sizes of those rows."""
+        block = self.slab.kind.moments.block
+        flat = [tensor_of(member.parameter).reshape(-1) for member in self.members]
+        if len(self.members) > 1:
+            return flat, [len(member.rows) * block for member in self.members]
+        start, end = (row - self.members[0].rows.start for row in (self.rows.start, self.rows.stop))
+        return [flat[0][start * block : end * block]], [(end - start) * block]
+
+
+def slabs(
+    kind: Kind, groups: Iterable[Mapping[str, Any]], *, ranks: Ranks, alike: Alike, device: torch.device | None = None
+) -> list[Slab]:
+    """Assign the parameters of all groups to slabs, with their state on `device`; None: beside the weights.
+
+    What parts hold alike comes first, by itself: random bits depend on the slab and the row.
+    """
+    dealt: list[list[Member]] = []
+    open_slabs: dict[tuple[object, ...], list[Member]] = {}
+    pairs = [(parameter, group) for group in groups for parameter in group["params"]]
+    for parameter, group in sorted(pairs, key=lambda pair: pair[0] not in alike):
+        key = (parameter in alike, parameter.dtype, parameter.device, *hyperparameters(group))
+        is_small = parameter.numel() <= SMALL_ELEMENTS[parameter.device.type]
+        members = open_slabs.get(key, []) if is_small else []
+        num_rows = max(LEAST_ROWS, -(-parameter.numel() // kind.moments.block))
+        start = members[-1].rows.stop if members else 0
+        if (start + num_rows) * kind.moments.block > SLAB_ELEMENTS[parameter.device.type]:
+            members, start = [], 0
+        if not members:
+            dealt.append(members)
+        if is_small:
+            open_slabs[key] = members
+        members.append(Member(parameter, group, range(start, start + num_rows)))
+    return [
+        Slab(kind, number, members, device or members[0].parameter.device, ranks)
+        for number, members in enumerate(dealt)
+    ]
+
+
+def hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
+    return (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
