@@ -97,10 +97,12 @@ def plan_rows(
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     if config.replicas > 1 or num_parts > 1:
-        found = [each for each in found if each["mode"] != "none" and not any(map(each.get, ALONE))]
+        found = [each for each in found if not any(map(each.get, ALONE))]
     if num_parts > 1:
         found = [each for each in found if each["mode"] == "shared_vllm"]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
+    if config.replicas > 1:
+        agreeing = [each for each in agreeing if each.get("trainer_device") != ELSEWHERE]
     rows = [_row(size, config.changed(**choices), choices, limits, num_parts) for choices in agreeing]
     if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))

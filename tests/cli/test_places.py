@@ -109,7 +109,6 @@ def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_serve
         (2, {"offload_optimizer": True}, "--offload-optimizer trains on one GPU, found --tensor-parallel-size 2"),
         (2, {"gradient_release": True}, "--gradient-release trains on one GPU"),
         (2, {"top_entropy": 0.5}, "--top-entropy trains on one GPU"),
-        (2, {"rollouts": "atropos"}, "--rollouts atropos trains on one GPU"),
     ],
 )
 def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dict[str, Any], words: str) -> None:
