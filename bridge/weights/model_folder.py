@@ -120,7 +120,7 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> 
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
-    """Write `tensors` in files of at most `MAX_SHARD_BYTES`, an index if there are several, and `model`'s configuration.
+    """Write `tensors`, in files of at most `MAX_SHARD_BYTES`, an index if there are several, and the configuration.
 
     Not by `save_pretrained`: where several ranks train, that writes on the first one alone, and it would clone every
     slice of a fused tensor (most of the model) on the GPU.
