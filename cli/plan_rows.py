@@ -122,7 +122,8 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
     least_kv = limits.kv_tokens * need.kv_per_token
     found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
-    lacking = max(found.lacking, need.host - limits.host_bytes, 0)
+    host = need.host * config.gpus  # of all replicas
+    lacking = max(found.lacking, host - limits.host_bytes, 0)
     kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
     offloaded = ", offloaded" if config.optimizer.offload else ""
     return Row(
@@ -136,7 +137,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
         gradients_gib=need.gradients / GIB,
         sums_gib=need.sums / GIB,
         state_gib=need.state / GIB,
-        host_gib=need.host / GIB,
+        host_gib=host / GIB,
         activations_gib=need.least_activations / GIB,
         rest_gib=(need.engine + memory.CONTEXT_BYTES + need.temporaries) / GIB,
         kv_awake_gib=awake.kv / GIB,
