@@ -28,7 +28,7 @@ from bridge.weights.opened_model import OpenedModel
 
 
 class OwnCopy(ABC):
-    """One trainer process with its own weights, beside one server."""
+    """A trainer process with its own weights, beside its own server."""
 
     checkpoint_prefix = "step_"
     can_sleep = False

@@ -142,7 +142,7 @@ def test_stock_servers_are_restarted_with_the_copy_of_their_rank(model: Path, tm
     fresh = [float(str(row["logprob_diff_mean"])) for row in rows if row["step"] in (1, 3)]
     assert max(fresh) < scenarios.PARITY_LIMIT
     for log in (tmp_path / "run" / "serve.log", tmp_path / "run" / "ranks" / "1" / "serve.log"):
-        assert re.findall(r"=== (?:restarted with \S+/)?(\w+), ", log.read_text()) == ["started", "version_1"]
+        assert re.findall(r"vLLM is (?:restarted with \S+/)?(\w+), ", log.read_text()) == ["started", "version_1"]
     assert not [*(tmp_path / "run").rglob("version_*")]
 
 
