@@ -142,7 +142,7 @@ def in_place(ranks: Ranks, folder: Path, **choices: Any) -> Iterator[Attached]:
         fixed = {"model_name": toy.manifest.model, "mode": "none", "reload": "in-place", "vllm_config_path": path}
         run = context(ranks, folder)
         mode = InPlace(TrainConfig.model_validate(fixed | choices), run)
-        mode._server._compare_replicas = lambda: None  # type: ignore[method-assign]  the toy has no digests
+        mode._server._compare_replicas = lambda: None  # type: ignore[method-assign]  # the toy has no digests
         yield Attached(mode, mode.open().model, FakeProcess(), run.scratch, toy, routes)
 
 
@@ -161,8 +161,8 @@ def reloaded(ranks: Ranks, folder: Path) -> list[int]:
             running.mode._server.version = 0  # type: ignore[union-attr]
 
         if ranks.rank == 1:
-            client.models = lost  # type: ignore[assignment,method-assign]
-            running.mode._server.restart = restart  # type: ignore[union-attr,method-assign,assignment]
+            client.models = lost  # type: ignore[method-assign]
+            running.mode._server.restart = restart  # type: ignore[union-attr,method-assign]
         running.mode.revive(None)
         assert equal(running.live(), weights(running.model))
         assert running.live()[NORM][0].item() == 4
@@ -235,5 +235,5 @@ def without_room(ranks: Ranks, folder: Path) -> None:
             def save(_: Path) -> None:
                 raise BridgeError("no room", remedy="make some")
 
-            running.mode.save = save  # type: ignore[method-assign]
+            running.mode.save = save  # type: ignore[method-assign,assignment]
         running.publish()
