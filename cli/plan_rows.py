@@ -95,10 +95,12 @@ def plan_rows(
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
     if config.replicas > 1 or num_parts > 1:
-        found = [each for each in found if each["mode"] != "none" and not _is_alone(each, num_parts)]
+        found = [each for each in found if not _is_alone(each, num_parts)]
     if num_parts > 1:
         found = [each for each in found if each["mode"] == "shared_vllm" or each.get("lora_handover") == "memory"]
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
+    if config.replicas > 1:
+        agreeing = [each for each in agreeing if each.get("trainer_device") != ELSEWHERE]
     rows = [_row(size, config.changed(**choices), choices, limits, num_parts) for choices in agreeing]
     if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
@@ -124,7 +126,8 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
     least_kv = limits.kv_tokens * need.kv_per_token
     found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
-    lacking = max(found.lacking, need.host - limits.host_bytes, 0)
+    host = need.host * config.gpus  # of all replicas
+    lacking = max(found.lacking, host - limits.host_bytes, 0)
     kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
     offloaded = ", offloaded" if config.optimizer.offload else ""
     return Row(
@@ -138,7 +141,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
         gradients_gib=need.gradients / GIB,
         sums_gib=need.sums / GIB,
         state_gib=need.state / GIB,
-        host_gib=need.host / GIB,
+        host_gib=host / GIB,
         activations_gib=need.least_activations / GIB,
         rest_gib=(need.engine + memory.CONTEXT_BYTES + need.temporaries) / GIB,
         kv_awake_gib=awake.kv / GIB,

@@ -141,7 +141,7 @@ def num_replicas(train: TrainConfig, parts: int) -> int:
     count = max(1, train.gpus // parts)  # --gpus 1 is the default
     group_size, size = train.sampling.group_size, count * train.hosts
     num_groups = train.rollouts.batch_size // group_size
-    if num_groups % size:
+    if train.rollouts.source == "environment" and num_groups % size:
         raise UsageError(
             f"{size} replicas do not divide the {num_groups} groups of a batch",
             remedy=f"--batch-size {group_size * size * -(-num_groups // size)}",
@@ -248,6 +248,11 @@ def trained(
         )  # fmt: skip
 
 
+def shares_weights(train: TrainConfig) -> bool:
+    """Return whether the trainer needs the patched server; one that is only restarted can be the stock vLLM."""
+    return train.mode != "none" or train.publishing.reload == "in-place"
+
+
 def send_key(flags: Sequence[str]) -> None:
     """Let this process send the API key among vLLM's own `flags`, if there is one."""
     if key := value(flags, "--api-key"):
@@ -296,8 +301,10 @@ def take_part(ranks: "Ranks", run: RunDirectory) -> None:
 
     def own_command() -> ServerCommand:
         folder.mkdir(parents=True, exist_ok=True)
-        own = {"port": free_port(part.serve.host), "vllm_config_path": folder / run.manifest.name}
-        return prepare(part.serve.model_copy(update=own), [*part.vllm_flags], trainer=part.train)
+        is_known = part.train.rollouts.source == "atropos"  # to environments, after the run was resumed, too
+        port = part.serve.port + ranks.replica if is_known else free_port(part.serve.host)
+        serve = part.serve.model_copy(update={"port": port, "vllm_config_path": folder / run.manifest.name})
+        return prepare(serve, [*part.vllm_flags], shares_weights=shares_weights(part.train), trainer=part.train)
 
     environment, log = load_environment(part.train), folder / run.server_log.name
     with trained(ranks, part, own_command, run, environment, log=log):

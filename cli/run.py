@@ -10,7 +10,7 @@ from bridge.errors import UsageError
 from bridge.run.run_directory import write_json
 from cli import again, alike, console, ending, ranks, rendezvous
 from cli.options import Json, from_config
-from cli.ranks import Part, attached_to, send_key, trained
+from cli.ranks import Part, attached_to, send_key, shares_weights, trained
 from cli.resume import open_run
 from cli.serve import VllmFlags, check_model, prepare
 from cli.server_process import START_LIMIT_S
@@ -92,11 +92,6 @@ def run(
                     pass
         finally:
             directory.remove_if_unused()
-
-
-def shares_weights(train: TrainConfig) -> bool:
-    """Return whether the trainer needs the patched server; one that is only restarted can be the stock vLLM."""
-    return train.mode != "none" or train.publishing.reload == "in-place"
 
 
 def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:

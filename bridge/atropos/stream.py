@@ -2,6 +2,8 @@
 
 One batch is taken for each step, and none ahead: environments limit how far they run ahead, by the groups that wait.
 The API returns the newest batch first. Which weights made a token is known if an environment sends it, as ours do.
+
+Of several ranks the first one talks to the API, and gives every batch to all; each looks after its own server.
 """
 
 import time
@@ -14,6 +16,7 @@ from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo, Tra
 from bridge.atropos.groups import Bounds, first_flaw, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
+from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, TrainedProblems
@@ -34,7 +37,9 @@ class AtroposStream:
     num_in_flight = 0
     """What is in flight belongs to the environments."""
 
-    def __init__(self, config: TrainConfig, note: Callable[[str], None], *, run_name: str) -> None:
+    def __init__(
+        self, config: TrainConfig, note: Callable[[str], None], *, run_name: str, ranks: Ranks = ALONE
+    ) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
 
         Raises:
@@ -43,17 +48,15 @@ class AtroposStream:
         """
         self.num_retries = 0
         """Those of the last step, which include requests for a batch that the API lost."""
-        self._config, self._note, self._run_name = config, note, run_name
+        self._config, self._note, self._run_name, self._ranks = config, note, run_name, ranks
         self._noted: set[str] = set()
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
+        self._fetched: list[Group] = []
+        """The next step's: they are kept if another rank's server is gone, until it was started again."""
         self._bounds: Bounds | None = None
         """Known once the trainer is registered, which takes a server."""
-        rollouts, max_retries = config.rollouts, config.sampling.max_retries
-        with AtroposApi(rollouts.atropos_url, max_retries=max_retries) as api:
-            found = api.info()
-            if found.batch_size != NOBODY:
-                _refuse_others(api, found, {"batch_size": rollouts.batch_size})
+        ranks.led(lambda: _check(config))
         tokenizer = skeleton.tokenizer(config.model_name)
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(config.model_name, torch.bfloat16).config
@@ -61,10 +64,11 @@ class AtroposStream:
             note("--eval-samples is ignored: Atropos' environments evaluate by themselves")
         if config.loss.mask_truncated:
             note("--mask-truncated is ignored: Atropos' environments do not report which completions were truncated")
-        self._api = AtroposApi(rollouts.atropos_url, max_retries=max_retries)
+        self._api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
         self._server_url = endpoint.url
+        self._server_urls = self._ranks.of_replicas(self._ranks.told(endpoint.url))
 
     def resume(self, trained: TrainedProblems) -> None:
         """Skip nothing: the problems are the environments'."""
@@ -78,10 +82,11 @@ class AtroposStream:
             RewardError: too much of the batch cannot be used.
             UsageError: the API keeps another trainer's settings.
         """
-        before = self._api.num_retries + self._num_lost
-        batch = next(found for _ in self._pauses() if (found := self._batch(step)))
-        self.num_retries = self._api.num_retries + self._num_lost - before
-        return self._groups(batch)
+        before, looks, groups = self._api.num_retries + self._num_lost, self._looks(step), None
+        while groups is None:
+            groups = self._ranks.agreed(lambda: next(looks))[0]
+        self.num_retries, self._fetched = self._api.num_retries + self._num_lost - before, []
+        return groups
 
     def evaluate(self, *, step: int) -> None:
         """Evaluate nothing: environments do it themselves."""
@@ -95,23 +100,30 @@ class AtroposStream:
         if self._num_lost:
             self._note(f"{self._num_lost} batches were lost in the Atropos API")
 
-    def _pauses(self) -> Iterator[None]:
-        """Yield before each request for a batch, after a pause that grows; watch the server, and report what is wrong.
+    def _looks(self, step: int) -> Iterator[list[Group] | None]:
+        """Yield the groups of a batch, on the first rank; before, and on the others, None and then watch the server.
+
+        The pause between two requests for a batch grows; what is wrong is reported.
 
         Raises:
-            ServerUnreachableError: the server that samples is gone.
+            ServerUnreachableError: this rank's server is gone.
             AtroposError: it took too long, or the API is gone.
         """
+        while not self._ranks.leads:
+            yield None
+            self._check_server()
         batch_size, limit_s = self._config.rollouts.batch_size, self._config.rollouts.atropos_timeout_s
         begun = checked = time.monotonic()
         pause_s, report_s = SHORTEST_PAUSE_S, FIRST_REPORT_S
-        while True:
-            yield
+        while not self._fetched:
+            if batch := self._batch(step):
+                self._fetched = self._groups(batch)
+                break
             now = time.monotonic()
             if now - checked >= HEALTH_INTERVAL_S:
                 checked = now
-                with VllmClient(self._server_url) as server:
-                    server.check_health()
+                yield None
+                self._check_server()
             if now - begun >= min(limit_s, report_s):
                 found, hint = diagnose(self._api, batch_size)
                 if now - begun >= limit_s:
@@ -122,6 +134,12 @@ class AtroposStream:
                 self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {found}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+        yield self._fetched
+
+    def _check_server(self) -> None:
+        if self._ranks.speaks:
+            with VllmClient(self._server_url) as server:
+                server.check_health()
 
     def _batch(self, step: int) -> tuple[ScoredGroup, ...] | None:
         if self._bounds is None:
@@ -169,6 +187,10 @@ class AtroposStream:
             f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
             f" {longest:,} tokens ({whose} limit); staleness is known only of `bridge env`'s sequences"
         )
+        if len(self._server_urls) > 1:
+            self._note(
+                f"environments can sample from all servers: bridge env --server-url {','.join(self._server_urls)}"
+            )
         return Bounds(longest=longest, num_words=self._model.vocab_size)
 
     def _groups(self, batch: tuple[ScoredGroup, ...]) -> list[Group]:
@@ -200,6 +222,14 @@ class AtroposStream:
         if line not in self._noted:
             self._noted.add(line)
             self._note(line)
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse an API that does not answer, or that keeps another trainer's settings."""
+    with AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries) as api:
+        found = api.info()
+        if found.batch_size != NOBODY:
+            _refuse_others(api, found, {"batch_size": config.rollouts.batch_size})
 
 
 def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int, str]:

@@ -322,8 +322,7 @@ class TrainConfig(Config):
     def on_one_gpu(self) -> dict[str, bool]:
         """Return what trains on one GPU alone, and whether it was chosen."""
         return {
-            f"--mode {self.mode}": self.mode == "none",
-            f"--rollouts {self.rollouts.source}": self.rollouts.source != "environment",
+            f"--trainer-device {self.trainer_device}": self.trainer_device.partition(":")[2] not in ("", "0"),
             "--offload-optimizer with --gradient-release": self.optimizer.offload and self.optimizer.gradient_release,
         }
 

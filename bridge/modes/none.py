@@ -3,8 +3,11 @@
 `--reload restart` restarts a server of any kind that this run started; `--reload in-place` loads the version into the
 weights that a patched server shares. Between two reloads the server has older weights, so rollouts are off-policy by
 that many steps. The loss corrects for this: the log-probabilities that it compares with are the server's own.
+
+Several ranks have a copy and a server each. Copies are trained in lockstep, and servers reloaded at the same steps.
 """
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,12 @@ from pathlib import Path
 import torch
 
 from bridge.config import TrainConfig
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.patched_server import PatchedServer, manifest_of
 from bridge.server import fence
-from bridge.server.client import max_model_len
+from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
 from bridge.weights import loaded, model_folder
@@ -24,7 +28,7 @@ from bridge.weights.opened_model import OpenedModel
 
 
 class OwnCopy(ABC):
-    """One trainer process with its own weights, beside one server."""
+    """A trainer process with its own weights, beside its own server."""
 
     checkpoint_prefix = "step_"
     can_sleep = False
@@ -57,18 +61,15 @@ class OwnCopy(ABC):
         Units: `publish_s` includes saving the model and reloading the server; it is 0 without a reload.
         """
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
-        pause_s, reloads = 0.0, False
-
-        def publish() -> int:
-            nonlocal pause_s, reloads
+        with deferred_interrupt():
+            times = fence.run(update, lambda: self.version, ranks=self._run.ranks)
             self._behind += 1
-            reloads = self._behind >= self._config.publishing.restart_interval and not update.is_last
-            if reloads:
-                pause_s = self._reload()
-            return self.version
-
-        times = fence.run(update, publish)
-        return replace(times, pause_s=pause_s, publish_s=times.publish_s - pause_s if reloads else 0.0)
+            if self._behind < self._config.publishing.restart_interval or update.is_last:
+                return replace(times, publish_s=0.0)
+            start = time.perf_counter()
+            pause_s = self._reload()  # not in the fence, whose time limit is too short for a restart
+            publish_s = time.perf_counter() - start - pause_s
+        return replace(times, version=self.version, pause_s=pause_s, publish_s=publish_s)
 
     def catch_up(self) -> None:
         if self._behind:
@@ -81,7 +82,8 @@ class OwnCopy(ABC):
         model_folder.save(self._model, self._config.model_name, folder)
 
     def _saved(self) -> Path:
-        return self._run.saved(f"version_{self.version + 1}", self.save)
+        """Save the newest weights; each rank does, since hosts need not share a disk."""
+        return self._run.ranks.together(lambda: self._run.saved(f"version_{self.version + 1}", self.save))
 
     def _discard_versions(self, *, but: str | Path | None = None) -> None:
         for folder in self._run.scratch.glob("version_*"):
@@ -118,7 +120,11 @@ class Restart(OwnCopy):
         self._start(checkpoint, max(version, self.version + 1))
 
     def revive(self, checkpoint: Path | None) -> None:
-        self._start(checkpoint or self._config.model_name, self.version + 1)
+        """Restart the dead server with the newest weights, and the other ranks' servers if theirs are older."""
+        with VllmClient(self._url) as client:
+            is_lost = self._run.has_lost(client)
+        model = checkpoint or self._config.model_name
+        self._start(model, self.version + 1, is_needed=is_lost or self._behind > 0)
 
     def close(self) -> None:
         """Remove the saved version: the server that was started with it ends with this run."""
@@ -128,11 +134,13 @@ class Restart(OwnCopy):
         self._start(self._saved(), self.version + 1)
         return 0.0
 
-    def _start(self, model: str | Path, version: int) -> None:
-        self._process.restart(model)
-        self._starts += 1
+    def _start(self, model: str | Path, version: int, *, is_needed: bool = True) -> None:
+        """Serve `model` as `version`; a server that serves it already goes on if a restart is not needed."""
+        self._run.ranks.together(lambda: self._process.restart(model) if is_needed else None)
         self.version, self._behind = version, 0
-        self._discard_versions(but=model)
+        if is_needed:
+            self._starts += 1
+            self._discard_versions(but=model)
 
 
 class InPlace(OwnCopy):
@@ -166,6 +174,8 @@ class InPlace(OwnCopy):
 
     def revive(self, checkpoint: Path | None) -> None:
         self._server.revive(checkpoint)
+        if self._behind and self._run.ranks.size > 1:
+            self._reload()  # the other ranks' servers have older weights
         self._behind = 0
 
     def close(self) -> None:

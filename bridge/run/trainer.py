@@ -121,7 +121,7 @@ def _stream(
         assert config.checkpoints.save_path is not None, "derived from the run directory"
         folder = config.checkpoints.save_path.absolute()
         name = (folder.parent if folder.name == run.checkpoints.name else folder).name or "bridge"
-        return AtroposStream(config, run.note, run_name=name)
+        return AtroposStream(config, run.note, run_name=name, ranks=ranks)
     assert environment is not None, "nothing to sample for"
     return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress, ranks=ranks)
 

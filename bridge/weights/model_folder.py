@@ -7,8 +7,9 @@ Not covered: writing a folder whole or not at all (`bridge/core/whole_folder.py`
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from shutil import copyfile
 
@@ -16,6 +17,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
@@ -111,32 +113,54 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> 
         OSError, SafetensorError: the disk is full or refuses.
     """
     copied = tokenizer_files(tokenizer_source)
-    with no_progress_bar():
-        model.save_pretrained(
-            folder,
-            state_dict=_state_of_own_storages(model),
-            max_shard_size=MAX_SHARD_BYTES,
-            save_original_format=False,  # it already has the files' form, and transformers would copy all experts
-        )
+    saved = saved_form(model, dict(model.named_parameters()))
+    write(chain(saved.items(), buffers(model)), model, folder)
     for path in copied:
         copyfile(path, folder / path.name)
 
 
-def save_configuration(model: PreTrainedModel, folder: Path) -> None:
-    """Write what `save` writes beside the weights and the tokenizer."""
+def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
+    """Write `tensors`, in files of at most `MAX_SHARD_BYTES`, an index if there are several, and the configuration.
+
+    Not by `save_pretrained`: where several ranks train, that writes on the first one alone, and it would clone every
+    slice of a fused tensor (most of the model) on the GPU.
+    """
+    files, shard, num_bytes, total = list[dict[str, None]](), dict[str, Tensor](), 0, 0
+
+    def flush() -> None:
+        path = folder / f"{len(files)}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        files.append(dict.fromkeys(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            flush()
+            num_bytes = 0
+        shard[name] = from_dlpack(tensor.contiguous())  # the same memory, as a storage of its own
+        num_bytes, total = num_bytes + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "0.safetensors").rename(folder / SINGLE_NAME)
+    else:
+        weight_map = dict[str, str]()
+        for number, names in enumerate(files, start=1):
+            path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+            (folder / f"{number - 1}.safetensors").rename(path)
+            weight_map |= dict.fromkeys(names, path.name)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
     model.config.architectures = [type(model).__name__]  # as `save_pretrained` does
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
 
 
-def _state_of_own_storages(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict over the same memory in the files' form, each tensor as a storage of its own.
-
-    `save_pretrained` decides by the storage which tensors are shared: it would clone every slice of a fused tensor on
-    the GPU (most of the model) and count the whole storage towards a file's size. Tied tensors still coincide.
-    """
-    return {name: from_dlpack(tensor) for name, tensor in saved_form(model, model.state_dict()).items()}
+def buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the files hold beside the parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    yield from ((name, buffer) for name, buffer in model.state_dict().items() if name not in parameters)
 
 
 def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

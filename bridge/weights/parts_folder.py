@@ -3,7 +3,6 @@
 The folder is the one that a single process writes (`model_folder.py`), and any number of parts can load it.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,13 +10,11 @@ from shutil import copyfile
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.weights import model_folder
 from bridge.weights.copy_recorder import storage_of
-from bridge.weights.model_folder import INDEX_NAME, MAX_SHARD_BYTES, SINGLE_NAME
 from bridge.weights.parts import Parts
 
 
@@ -33,8 +30,7 @@ def save(model: PreTrainedModel, parts: Parts, tokenizer_source: str | Path, fol
     tensors = _gathered(model, parts)
     try:
         copied = model_folder.tokenizer_files(tokenizer_source)
-        _write(tensors, folder)
-        model_folder.save_configuration(model, folder)
+        model_folder.write(tensors, model, folder)
         for path in copied:
             copyfile(path, folder / path.name)
     finally:
@@ -91,38 +87,7 @@ def _gathered(model: PreTrainedModel, parts: Parts) -> Iterator[tuple[str, Tenso
             if storage_of(view) == storage_of(whole[name]):
                 yield key, _like(made, view).contiguous()
     if parts.within.leads:
-        yield from (
-            (name, buffer.cpu()) for name, buffer in model.state_dict().items() if not _is_parameter(model, name)
-        )
-
-
-def _write(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """Write files of at most `MAX_SHARD_BYTES`, and an index if there are several."""
-    files, shard, num_bytes, total = list[dict[str, None]](), dict[str, Tensor](), 0, 0
-
-    def flush() -> None:
-        path = folder / f"{len(files)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
-        files.append(dict.fromkeys(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
-            flush()
-            num_bytes = 0
-        shard[name] = tensor.clone()  # no two in one memory
-        num_bytes, total = num_bytes + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(files) == 1:
-        (folder / "0.safetensors").rename(folder / SINGLE_NAME)
-        return
-    weight_map = dict[str, str]()
-    for number, names in enumerate(files, start=1):
-        path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
-        (folder / f"{number - 1}.safetensors").rename(path)
-        weight_map |= dict.fromkeys(names, path.name)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        yield from model_folder.buffers(model)
 
 
 def _whole_on_meta(model: PreTrainedModel, parts: Parts) -> dict[str, Tensor]:
@@ -137,11 +102,6 @@ def _with_aliases(model: PreTrainedModel, whole: dict[str, Tensor]) -> dict[str,
     """Add the other names of tied parameters."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: whole[first[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _is_parameter(model: PreTrainedModel, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    return leaf in model.get_submodule(owner)._parameters
 
 
 def _like(whole: Tensor, view: Tensor) -> Tensor:

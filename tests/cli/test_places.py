@@ -1,7 +1,8 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.ranks.world import Ranks
+from bridge.run.run_directory import RunDirectory
 from cli import accelerator, ranks
-from cli.ranks import VISIBLE, Place
+from cli.ranks import VISIBLE, Part, Place
+from cli.server_command import ServerCommand
 
 
 @pytest.fixture
@@ -69,6 +73,60 @@ def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
+def test_batches_of_an_atropos_api_are_dealt_out_as_they_come() -> None:
+    assert len(places(gpus=4, batch_size=48, group_size=8, rollouts="atropos")) == 4
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:1"])
+def test_each_rank_trains_on_its_servers_gpu(device: str) -> None:
+    choices = {"model_name": "m", "mode": "none", "gpus": 2, "trainer_device": device}
+    if device != "cuda:1":
+        assert TrainConfig.of(**choices).replicas == 2
+        return
+    with pytest.raises(ValueError, match="--trainer-device cuda:1 trains on one GPU, found --gpus 2"):
+        TrainConfig.of(**choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "is_patched", "is_known"),
+    [
+        ({"mode": "none"}, False, False),
+        ({"mode": "none", "reload": "in-place"}, True, False),
+        ({"rollouts": "atropos"}, True, True),
+    ],
+    ids=["stock", "in place", "atropos"],
+)
+def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], is_patched: bool, is_known: bool
+) -> None:
+    started = list[tuple[int, bool]]()
+
+    def prepare(serve: ServeConfig, _: list[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
+        started.append((serve.port, shares_weights))
+        return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
+
+    @contextmanager
+    def trained(_: Ranks, __: Part, own_command: Callable[[], ServerCommand], *___: Any, **____: Any) -> Iterator[None]:
+        own_command()
+        yield
+
+    monkeypatch.setattr(ranks, "prepare", prepare)
+    monkeypatch.setattr(ranks, "trained", trained)
+    train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
+    part = Part(
+        serve=ServeConfig(model="m", port=9001), train=train, chosen=train, vllm_flags=[], start_limit_s=1,
+        run_dir=tmp_path, resume=None,
+    )  # fmt: skip
+    third = Ranks(2, 4)
+    monkeypatch.setattr(third, "told", lambda _: [part])
+    monkeypatch.setattr(ranks, "load_environment", lambda _: None)
+    ranks.take_part(third, RunDirectory(tmp_path))
+    ((port, shares),) = started
+    assert shares is is_patched
+    assert (port == 9003) is is_known
+
+
+@pytest.mark.usefixtures("eight_gpus")
 def test_more_gpus_than_there_are_are_refused_with_a_number_that_fits() -> None:
     for parts, gpus, remedy in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
         with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:
@@ -106,6 +164,7 @@ def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_serve
         (16, {}, "--tensor-parallel-size 16: this host shows 8"),
         (2, {"gpus": 16, "batch_size": 128}, "--gpus 16: this host shows 8"),
         (2, {"mode": "lora_only", "lora_handover": "disk", "gpus": 2}, "each of several servers has one GPU"),
+        (2, {"mode": "none", "gpus": 2}, "--mode none: each of several servers has one GPU"),
         (
             2,
             {"gradient_release": True},
@@ -116,7 +175,6 @@ def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_serve
             {"offload_optimizer": True, "gradient_release": True},
             "--offload-optimizer with --gradient-release trains on one GPU, found --tensor-parallel-size 2",
         ),
-        (2, {"rollouts": "atropos"}, "--rollouts atropos trains on one GPU"),
     ],
 )
 def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dict[str, Any], words: str) -> None:

@@ -144,6 +144,21 @@ def test_a_trainer_on_the_cpu_is_planned_with_the_memory_of_the_host(
     assert document["rows"][0]["host_gib"] > 14 * 7.6 / 1.074
 
 
+def test_copies_on_several_gpus_share_the_optimizers_state_and_lie_beside_their_servers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ("--model", model("1.5B", tmp_path), "--gpu-memory", "80", "--mode", "none")
+    alone, four = planned(capsys, *given), planned(capsys, *given, "--gpus", "4")
+    one, each = (row_of(document, "none", "adamw") for document in (alone, four))
+    assert each["state_gib"] == pytest.approx(one["state_gib"] / 4)
+    assert {row["trainer_device"] for row in four["rows"]} == {"auto"}
+    assert "--gpus 4" in four["recommended"]
+    on_host = (*given, "--trainer-device", "cpu")
+    alone, four = planned(capsys, *on_host), planned(capsys, *on_host, "--gpus", "4")
+    one, each = (row_of(document, "none", "adamw") for document in (alone, four))
+    assert each["host_gib"] > one["host_gib"]
+
+
 def test_choices_that_exclude_one_another_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = ["--optimizer", "adamw-8bit", "--offload-optimizer"]
     assert answer(["plan", "--model", model("7B", tmp_path), "--gpu-memory", "80", *given]) == 2

@@ -52,7 +52,7 @@ def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> 
     ],
 )
 def test_a_server_that_is_only_restarted_is_the_stock_one(choices: dict[str, str], patched: bool) -> None:
-    assert run.shares_weights(TrainConfig.model_validate({"model_name": "m", **choices})) is patched
+    assert ranks.shares_weights(TrainConfig.model_validate({"model_name": "m", **choices})) is patched
 
 
 def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,19 +4,26 @@ Not covered: failures (`tests/unit/test_atropos_stream.py`), and environments of
 """
 
 import os
+import re
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import httpx
+import pytest
 
+from bridge.server import manifest
 from cli import children
 from cli.serve import free_port
-from tests import scenarios
+from tests import forked, scenarios
+from tests.models import tiny
 from tests.scenarios import LiveServer
 
 START_LIMIT_S = 120
+RUN_LIMIT_S = 400.0
 STEPS = 5
 BATCH_SIZE, GROUP_SIZE = 32, 4
 MOST_SAMPLED = BATCH_SIZE * 2 * 8
@@ -38,6 +45,51 @@ def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer,
     assert all(0 < row["tokens_trained"] <= MOST_SAMPLED for row in rows), rows
     assert (llama.status().state, llama.status().version) == ("serving", rows[-1]["weight_version"])
     llama.sample()  # raises if it does not answer
+
+
+@pytest.mark.slow
+def test_an_environment_samples_from_every_server_of_a_run(tmp_path: Path) -> None:
+    model, run, steps = tiny.write(tiny.llama(), tmp_path / "model", std=0.06), tmp_path / "run", 3
+    port = next(port for _ in count() if is_free(1 + (port := free_port("127.0.0.1"))))
+    with api(tmp_path) as url:
+        choices = {
+            "--gpus": 2, "--model": model, "--rollouts": "atropos", "--atropos-url": url, "--lr": scenarios.LR,
+            "--training-steps": steps, "--batch-size": BATCH_SIZE, "--group-size": GROUP_SIZE, "--run-dir": run,
+            "--max-model-len": scenarios.MAX_MODEL_LEN, "--port": port,
+            "--vllm-config-path": tmp_path / manifest.MANIFEST_NAME,
+        }  # fmt: skip
+        flags = [str(each) for choice in choices.items() for each in choice]
+        argv = [sys.executable, "-c", forked.BRIDGE, "run", *flags, "--", *scenarios.EAGER]
+        trainer = children.start(argv, {**os.environ, **scenarios.IN_THE_ENGINE}, tmp_path / "train.log")
+        try:
+            servers = f"http://127.0.0.1:{port},http://127.0.0.1:{port + 1}"
+            told = f"environments can sample from all servers: bridge env --server-url {servers}"
+            found = children.wait_until(
+                trainer, lambda: told in trainer.log.read_text(), limit_s=RUN_LIMIT_S, progress=lambda _: None
+            )
+            assert found, trainer.log.read_text()[-4000:]
+            scenarios.bridge(
+                *("env", f"{scenarios.ENVIRONMENT}:Vowels", "--model", model, "--atropos-url", url),
+                *("--server-url", servers, "--group-size", str(GROUP_SIZE), "--max-new-tokens", "12"),
+                folder=tmp_path,
+            )
+            children.wait_until(trainer, lambda: False, limit_s=RUN_LIMIT_S, progress=lambda _: None)
+            assert trainer.exit_code() == 0, trainer.log.read_text()[-4000:]
+        finally:
+            children.stop(trainer)
+    rows = scenarios.metrics(run)
+    assert [row["weight_version"] for row in rows] == [*range(1, steps + 1)]
+    assert rows[0]["staleness"] == 0
+    assert rows[0]["logprob_diff_mean"] < scenarios.PARITY_LIMIT
+    assert all(row["staleness"] is not None and 1 <= row["rank_token_balance"] < 2 for row in rows)
+    for log in (run / "serve.log", run / "ranks" / "1" / "serve.log"):
+        assert re.search(r"POST /\S*completions", log.read_text())
+
+
+def is_free(port: int) -> bool:
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def train(server: LiveServer, folder: Path, url: str) -> str:

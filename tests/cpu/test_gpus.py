@@ -116,6 +116,7 @@ WAYS = {
     "an adapter by disk": ("--mode", "lora_only", "--lora-r", "8", "--lora-handover", "disk"),
     "a state in host memory, of the most uncertain tokens": ("--offload-optimizer", "--top-entropy", "0.5"),
     "updates in the backward pass": ("--gradient-release",),
+    "a copy in place": ("--mode", "none", "--reload", "in-place"),
     "a stream": (
         "--max-staleness", "3", "--skip-without-signal", "--updates-per-batch", "2", "--optimizer", "adamw-8bit",
         "--eval-samples", "2", "--eval-interval", "2", "--save-interval", "1", "--keep-last", "1",
@@ -134,6 +135,17 @@ def test_every_way_of_training_works_on_two(model: Path, tmp_path: Path, way: st
     numbers = [json.loads(line)["number"] for line in (tmp_path / "run" / "rollouts.jsonl").open()]
     assert len(numbers) == len({*numbers}) >= 5 * BATCH_SIZE // 4
     assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) == 1
+
+
+def test_stock_servers_are_restarted_with_the_copy_of_their_rank(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path, "--training-steps", "4", "--mode", "none", "--vllm-restart-interval", "2")
+    rows = metrics(tmp_path)
+    assert [row["weight_version"] for row in rows] == [0, 1, 1, 1]
+    fresh = [float(str(row["logprob_diff_mean"])) for row in rows if row["step"] in (1, 3)]
+    assert max(fresh) < scenarios.PARITY_LIMIT
+    for log in (tmp_path / "run" / "serve.log", tmp_path / "run" / "ranks" / "1" / "serve.log"):
+        assert re.findall(r"vLLM is (?:restarted with \S+/)?(\w+), ", log.read_text()) == ["started", "version_1"]
+    assert not [*(tmp_path / "run").rglob("version_*")]
 
 
 def test_a_server_that_dies_is_started_again_and_no_step_is_lost(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn.samples import with_advantages
+from bridge.ranks.world import ALONE, Ranks
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny
@@ -53,14 +54,16 @@ class Run:
 
 
 @contextmanager
-def running(model: Path, api: FakeApi, time: FakeTime | None = None, **choices: Any) -> Iterator[Run]:
+def running(
+    model: Path, api: FakeApi, time: FakeTime | None = None, ranks: Ranks = ALONE, **choices: Any
+) -> Iterator[Run]:
     time = time or FakeTime()
     with serving(api) as server, time.passing():
         fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
         said: list[str] = []
-        with closing(AtroposStream(config, said.append, run_name="saved")) as stream:
+        with closing(AtroposStream(config, said.append, run_name="saved", ranks=ranks)) as stream:
             stream.served(Endpoint(url=server.url), 3)
             yield Run(stream, server, time, said)
 

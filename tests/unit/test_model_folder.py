@@ -23,6 +23,7 @@ from transformers import (
 from bridge.errors import UsageError
 from bridge.weights import model_folder
 from bridge.weights.model_folder import INDEX_NAME, SINGLE_NAME, check, load_into, save, tokenizer_files
+from tests.models.families import FAMILIES
 
 PADDED_ROWS, VOCABULARY = 320, 301
 
@@ -124,12 +125,28 @@ def test_the_folder_holds_the_tokenizer_and_the_generation_defaults(source: Path
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_no_tensor_is_copied_on_its_device() -> None:
-    model = shared_model(tied=True)
-    state = model_folder._state_of_own_storages(model)
-    for name, tensor in model.state_dict().items():
+def test_no_tensor_is_copied_on_its_device(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, state = shared_model(tied=True), dict[str, Tensor]()
+
+    def write(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+        state.update(tensors)
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(model_folder, "save_file", write)
+    save(model, source, out)
+    for name, tensor in model.named_parameters():
         assert state[name].data_ptr() == tensor.data_ptr() == state[name].untyped_storage().data_ptr()
         assert state[name].untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_is_the_one_that_transformers_writes(family: str, source: Path, out: Path, tmp_path: Path) -> None:
+    model, theirs = AutoModelForCausalLM.from_config(FAMILIES[family]()).to(torch.bfloat16), tmp_path / "theirs"
+    model.save_pretrained(theirs)
+    save(model, source, out)
+    (theirs / "generation_config.json").unlink()  # ours is the source's
+    for path in theirs.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_a_source_without_a_tokenizer_is_refused_before_anything_is_written(source: Path, out: Path) -> None:

@@ -289,7 +289,7 @@ def files_of(folder: Path) -> dict[str, Tensor]:
 def test_parts_write_the_folder_of_one_process_and_read_it(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_folder, "MAX_SHARD_BYTES", max_bytes)
+    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", max_bytes)
     for number, family in enumerate(("Llama 3, 3.1", "Qwen3-MoE")):
         whole, made = tmp_path / f"whole{number}", tmp_path / f"made{number}"
         whole.mkdir()
