@@ -28,7 +28,7 @@ from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError
-from bridge.learn.learner import learner_of
+from bridge.learn.opening import learner_of
 from bridge.types import Group
 from bridge.weights.attach import leave_a_core
 from bridge.weights.opened_model import OpenedModel

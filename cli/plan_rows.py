@@ -72,7 +72,7 @@ class Row:
     """What summing gradients in float32 would add; 0: an update has too few micro-batches for that."""
     state_gib: float
     host_gib: float
-    """The optimizer's state in host memory."""
+    """In host memory, of all replicas: the optimizer's state, and with a trainer there all that it holds."""
     activations_gib: float
     """Activations of the smallest micro-batch worth training with, recomputed layer by layer."""
     rest_gib: float
@@ -126,8 +126,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
     least_kv = limits.kv_tokens * need.kv_per_token
     found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
-    host = need.host * config.gpus  # of all replicas
-    lacking = max(found.lacking, host - limits.host_bytes, 0)
+    lacking = max(found.lacking, need.host - limits.host_bytes, 0)
     kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
     offloaded = ", offloaded" if config.optimizer.offload else ""
     return Row(
@@ -141,7 +140,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
         gradients_gib=need.gradients / GIB,
         sums_gib=need.sums / GIB,
         state_gib=need.state / GIB,
-        host_gib=host / GIB,
+        host_gib=need.host / GIB,
         activations_gib=need.least_activations / GIB,
         rest_gib=(need.engine + memory.CONTEXT_BYTES + need.temporaries) / GIB,
         kv_awake_gib=awake.kv / GIB,

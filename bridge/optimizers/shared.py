@@ -25,7 +25,7 @@ from bridge.ranks.world import ALONE, Ranks
 
 
 class SharedOptimizer(InPlaceOptimizer):
-    """An optimizer of one rank, or of one among several.
+    """An optimizer whose state lies in slabs, of which several ranks each have their rows.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.

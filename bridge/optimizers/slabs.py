@@ -72,8 +72,9 @@ class Slab:
 
     def allocate(self) -> None:
         """Allocate the state, zeroed, unless that is done."""
-        parts = self.kind.parts(self.members[0].parameter.dtype)
-        for name, part in parts.items() if not self.state else ():
+        if self.state:
+            return
+        for name, part in self.kind.parts(self.members[0].parameter.dtype).items():
             shape = len(self.mine), self.kind.moments.block // part.elements
             made = torch.empty(shape, dtype=part.dtype, device=self.device)
             self.state[name] = made.zero_()  # commits host memory now, not on the first write

@@ -86,10 +86,11 @@ class Need:
     most_activations: float  # of the largest one, kept if allowed
     offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there
     kv_per_token: float  # keys and values of one token
+    replicas: int  # on one host
 
     @classmethod
     def of(cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, num_ranks: int = 1) -> Self:
-        """Derive it for a run of `config` whose server splits its weights over `num_ranks` GPUs of `gpu_bytes`."""
+        """Derive it for a run of `config`, with `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each."""
         widths, shard = size.dimensions, size.num_params / num_ranks
         optimizer, recompute = config.optimizer, config.compute.gradient_checkpointing
         adapter = config.lora.r * widths.adaptable if config.mode == "lora_only" else 0
@@ -122,6 +123,7 @@ class Need:
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
             offloaded=whole * each.host / config.hosts,
             kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
+            replicas=config.gpus,
         )
 
     @property
@@ -131,8 +133,8 @@ class Need:
 
     @property
     def host(self) -> float:
-        """Held by the trainer in host memory."""
-        return self.offloaded + (self.allocated if math.isinf(self.trainer) else 0)
+        """Held by the trainers of one host in its memory."""
+        return self.offloaded + (self.replicas * self.allocated if math.isinf(self.trainer) else 0)
 
     @property
     def room_generating(self) -> float:

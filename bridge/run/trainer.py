@@ -23,7 +23,7 @@ from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError, ServerUnreachableError, UsageError
 from bridge.learn import mismatch, reference
-from bridge.learn.learner import MakeOptimizer, learner_of
+from bridge.learn.opening import MakeOptimizer, learner_of
 from bridge.modes import way_of
 from bridge.modes.mode import Mode, RunContext, ServerProcess
 from bridge.optimizers import factory

@@ -182,3 +182,11 @@ def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dic
         places(num_parts, **choices)
     assert words in caught.value.message
     assert caught.value.remedy
+
+
+def test_an_optimizer_that_streams_to_the_host_trains_on_one_gpu() -> None:
+    chosen = {"offload_optimizer": True, "gradient_release": True}
+    with pytest.raises(ValueError, match="with --gradient-release trains on one GPU, found --gpus 2"):
+        TrainConfig.of(model_name="m", gpus=2, **chosen)
+    for name in chosen:
+        TrainConfig.of(model_name="m", gpus=2, top_entropy=0.5, **{name: True})

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 from bridge.checks import processes
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
-from bridge.learn.learner import learner_of
+from bridge.learn.opening import learner_of
 from bridge.modes import way_of
 from bridge.modes.mode import RunContext
 from bridge.ranks.world import Ranks

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.learn import learner as module
-from bridge.learn import policy_loss, reference
+from bridge.learn import opening, policy_loss, reference
 from bridge.learn.learner import Learner, Learnt
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
@@ -90,7 +90,7 @@ def learner_of(
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if told is None else told
-    return module.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer, ranks=ranks)
+    return opening.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer, ranks=ranks)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:
@@ -873,7 +873,7 @@ def notes_of(**choices: Any) -> list[str]:
     config = TrainConfig.model_validate({"model_name": "tiny"} | choices)
     factors = {name: 4.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
-    made = module.learner_of(config, opened, notes.append)
+    made = opening.learner_of(config, opened, notes.append)
     assert {group["lr"] for group in made.optimizer.param_groups} == {config.learning_rate * 4}
     return notes
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.errors import RankError, UsageError
-from bridge.learn.learner import learner_of
+from bridge.learn.opening import learner_of
 from bridge.optimizers import slabs
 from bridge.optimizers.alike import counted
 from bridge.optimizers.offload import OffloadedAdamW

@@ -333,7 +333,7 @@ def groups() -> list[Group]:
     ("size", "choices"),
     [
         (2, {}), (3, {}), (2, {"offload_optimizer": True}), (2, RELEASED), (3, RELEASED),
-        (2, {"optimizer": "adamw-4bit", **RELEASED}),
+        (2, {"optimizer": "adamw-4bit", **RELEASED}), (2, {"top_entropy": 0.3, **RELEASED}),
     ],
 )  # fmt: skip
 def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(
@@ -403,8 +403,9 @@ def test_a_rank_that_repeats_its_share_in_smaller_passes_chooses_the_same_tokens
         assert distance(moved(found, weights(base())), moved(straight, weights(base()))) < FAR
 
 
-def test_several_updates_of_a_batch_are_taken_together(groups: list[Group]) -> None:
-    choices = {"updates_per_batch": 2, "passes_per_batch": 2, "optimizer": "adamw-8bit"}
+@pytest.mark.parametrize("choices", [{}, RELEASED], ids=["exchanged", "released"])
+def test_several_updates_of_a_batch_are_taken_together(groups: list[Group], choices: dict[str, Any]) -> None:
+    choices = {"updates_per_batch": 2, "passes_per_batch": 2, "optimizer": "adamw-8bit", **choices}
     one, other = on_ranks(2, trained, groups, choices)
     assert same(one["weights"], other["weights"])
     assert [each.num_updates for each in one["learnt"]] == [4, 4]
