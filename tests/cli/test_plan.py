@@ -96,7 +96,8 @@ def test_several_gpus_hold_an_offloaded_state_once_in_the_memory_of_their_host(
     offloaded = row_of(document, "shared_vllm", "adamw, offloaded")
     assert offloaded["host_gib"] == pytest.approx(12 * PARAMETERS["14B"] / 2**30)
     assert offloaded["state_gib"] == 0
-    released = [row["name"] for row in document["rows"] if "released" in row["name"]]
+    shared = [row["name"] for row in document["rows"] if row["mode"] == "shared_vllm"]
+    released = [name for name in shared if "released" in name]
     assert released == [f"{name}, released" for name in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit")]
 
 

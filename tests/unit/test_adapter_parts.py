@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.errors import RankError, UsageError
-from bridge.learn.learner import learner_of
+from bridge.learn.opening import learner_of
 from bridge.passes import layers
 from bridge.passes.parallel import divide
 from bridge.passes.parallel_proof import check_layers
