@@ -354,7 +354,6 @@ def test_a_tool_that_does_not_exist_and_an_answer_of_a_megabyte(tmp_path: Path) 
             assert group.completions[0].tool_errors == 1
 
 
-@pytest.mark.xdist_group("sleepers")  # each looks for what a tool has started, by its command line
 @pytest.mark.parametrize("processes", [0, 2])
 def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(tmp_path: Path, processes: int) -> None:
     say = calls("qwen2_5", "add", text="\ude00")  # the model writes it as \\ude00
@@ -365,6 +364,7 @@ def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(tmp_path: P
     assert "add: \ufffd#0" in group.completions[0].text
 
 
+@pytest.mark.xdist_group("sleepers")  # each looks for what a tool has started, by its command line
 @pytest.mark.parametrize("how", FATAL)
 def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(tmp_path: Path, how: str) -> None:
     def say(number: int, turn: int) -> str:
