@@ -41,7 +41,8 @@ def stock(model: str) -> str:
 def rewards(script: str, folder: Path, *arguments: str) -> list[float]:
     """Run a script in `folder`, and return the mean reward of each step."""
     path = folder / "script.py"
-    here = 'report_to="none", use_cpu=True, lr_scheduler_type="constant",'
+    use_cpu = not torch.cuda.is_available()
+    here = f'report_to="none", use_cpu={use_cpu}, lr_scheduler_type="constant",'
     script = script.replace('report_to="none",', here).replace("batch_size=64", "batch_size=128")
     path.write_text(script + SHOWN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
