@@ -1,6 +1,6 @@
 """TRL's `GRPOTrainer` at 1.5B's size on one copy of the weights learns what a stock script with two learns.
 
-Not covered: memory and speed (`benchmarks/grpo.py`); resuming, and the number of changed lines (`tests/cpu/test_trl.py`).
+Not covered: memory and speed (`benchmarks/grpo.py`); resuming, and how many lines change (`tests/cpu/test_trl.py`).
 """
 
 from collections.abc import Callable
