@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import torch
@@ -25,7 +26,13 @@ from transformers import AutoTokenizer, TrainerCallback
 import bridge
 from benchmarks import _sides, _work
 from benchmarks._lengths import Lognormal
+from benchmarks._results import say
+from bridge.config import ServeConfig
 from bridge.rollouts import problems
+from bridge.server.manifest import MANIFEST_NAME
+from cli.serve import free_port
+from cli.server_command import ServerCommand
+from cli.server_process import StartedServer
 
 
 def main() -> None:
@@ -61,10 +68,21 @@ def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]
     """Yield what `bridge.for_trl` passes to the trainer, beside a server with the same settings."""
     engine = [*_sides.engine_flags(options.completions), *_sides.lengths_flags(options.lengths)]
     share = options.share if torch.cuda.is_available() else None
-    with bridge.serve(
-        options.model, *engine, max_model_len=options.max_model_len, gpu_memory_utilization=share
-    ) as policy:
-        yield bridge.for_trl(policy, args)
+    with TemporaryDirectory(prefix="bridge-bench-") as folder:
+        config = ServeConfig(
+            model=str(options.model), port=free_port("127.0.0.1"), max_model_len=options.max_model_len,
+            gpu_memory_utilization=share, vllm_config_path=Path(folder, MANIFEST_NAME),
+        )  # fmt: skip
+        log = Path(folder, "server.log")
+        with (
+            StartedServer(ServerCommand.of(config, engine), log).running(),
+            bridge.attach(config.vllm_config_path) as policy,
+        ):
+            say(log.read_text(errors="replace"))  # the size of its KV cache, for grpo.py
+            chosen = bridge.for_trl(policy, args)
+            if options.trl_optimizer:
+                del chosen["optimizers"]
+            yield chosen
 
 
 def flags() -> argparse.ArgumentParser:
@@ -83,6 +101,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
     parser.add_argument("--on-bridge", action="store_true", help="one copy of the weights, by bridge.for_trl")
+    parser.add_argument("--trl-optimizer", action="store_true", help="with --on-bridge: TRL's AdamW, not Bridge's")
+    parser.add_argument("--float32", action="store_true", help="float32 weights, as TRL loads a model by its name")
     parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
     return parser
 
@@ -108,7 +128,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
         "learning_rate": 1e-6, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused", "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"},
+        "optim": "adamw_torch_fused", "bf16": True,
+        "model_init_kwargs": {"dtype": "float32" if options.float32 else "bfloat16"},
         "gradient_checkpointing": not options.no_checkpointing, "use_liger_kernel": options.liger,
         "use_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
