@@ -238,9 +238,7 @@ class Policy:
                 remedy="policy.optimizer('adamw', lr=1e-6)",
             ) from error
         group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
-        optimizer = factory.make(config, [group])
-        optimizer.allocate()
-        return optimizer
+        return factory.make(config, [group])
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
@@ -258,6 +256,8 @@ class Policy:
             ServerUnreachableError: the server is gone.
         """
         norm = self._clipped(optimizer, max_norm)
+        if isinstance(optimizer, InPlaceOptimizer):
+            optimizer.allocate()  # here, where a lack of memory leaves the weights whole; and one never used needs none
 
         def write() -> None:
             if isinstance(optimizer, InPlaceOptimizer):

@@ -74,10 +74,12 @@ class Slab:
         """Allocate the state, zeroed, unless that is done."""
         if self.state:
             return
+        made = {}
         for name, part in self.kind.parts(self.members[0].parameter.dtype).items():
             shape = len(self.mine), self.kind.moments.block // part.elements
-            made = torch.empty(shape, dtype=part.dtype, device=self.device)
-            self.state[name] = made.zero_()  # commits host memory now, not on the first write
+            empty = torch.empty(shape, dtype=part.dtype, device=self.device)
+            made[name] = empty.zero_()  # commits host memory now, not on the first write
+        self.state.update(made)  # all or, if memory ran out, none
 
     def own(self, member: Member) -> range:
         """Return which of a member's rows this rank has."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,6 +114,21 @@ def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(polic
     with_gradients(policy).update(optimizer)
     moved = [float((old - new).abs().max()) for old, new in zip(before, weights(policy), strict=True)]
     assert min(moved) > 0.4, moved
+
+
+def test_an_optimizers_state_is_allocated_before_its_first_fence(
+    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that TRL never uses costs nothing, and without room for its state the weights stay whole."""
+    optimizer = policy.optimizer(lr=1e-3)
+    assert not [*optimizer._state()]
+    with monkeypatch.context() as full:
+        full.setattr(torch, "empty", Mock(side_effect=[torch.empty(1), torch.OutOfMemoryError("no room")]))
+        with pytest.raises(torch.OutOfMemoryError):
+            with_gradients(policy).update(optimizer)
+    assert "pause" not in calls(policy)
+    policy.update(optimizer)
+    assert [*optimizer._state()]
 
 
 def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) -> None:
