@@ -13,9 +13,9 @@ PARTS = ("generation_s", "training_s", "optimizer_s", "sync_s")
 SPEED_AIM = 1.4
 """Minimum of Bridge's tokens per second over TRL's."""
 COLUMNS = {
-    "num_steps": "steps", "tokens": "tokens", "tokens_per_s": "tokens/s",
+    "gpus": "GPUs", "num_steps": "steps", "tokens": "tokens", "tokens_per_s": "tokens/s",
     "step_s": "step s", "generation_s": "generate", "training_s": "train", "optimizer_s": "optimizer",
-    "sync_s": "sync, fence", "other_s": "other", "speed": "speed", "peak_device_gib": "peak GiB",
+    "sync_s": "sync, fence", "other_s": "other", "speed": "speed", "scaling": "scaling", "peak_device_gib": "peak GiB",
     "kv_cache_gib": "KV cache", "peak_without_kv_gib": "without KV",
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
     if known["tokens"] is not None:
         known["tokens_per_s"] = known["tokens"] / average([step["step_s"] for step in steps])
     return {
-        "side": side.name, "variant": side.variant, "num_steps": len(steps),
+        "side": side.name, "variant": side.variant, "gpus": side.gpus, "num_steps": len(steps),
         **{name: value for name, value in known.items() if value is not None},
         "failures": [run.failure for run in runs if run.failure],
         "run_seconds": [run.seconds for run in runs],
@@ -59,12 +59,21 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
 
 
 def compare(rows: Sequence[Row], *, weights_gib: float) -> list[Row]:
-    """Return the rows with Bridge's gain over the fastest TRL row, if there is one."""
+    """Return the rows with Bridge's gain over the fastest TRL row on as many GPUs, if there is one."""
     rivals = [row for row in rows if row["side"] == "trl" and "tokens_per_s" in row]
-    if not rivals:
-        return list(rows)
-    rival = max(rivals, key=lambda row: row["tokens_per_s"])
-    return [_against(row, rival, weights_gib) for row in rows]
+    best = {row["gpus"]: row for row in sorted(rivals, key=lambda row: row["tokens_per_s"])}
+    return [_against(row, best[row["gpus"]], weights_gib) if row["gpus"] in best else row for row in rows]
+
+
+def scale(rows: Mapping[Side, Row]) -> list[Row]:
+    """Return the rows; those on several GPUs with their tokens per second over those of the same on one."""
+
+    def scaled(side: Side, row: Row) -> Row:
+        one = rows.get(side.on_one, {})
+        known = side.gpus > 1 and "tokens_per_s" in row and "tokens_per_s" in one
+        return {**row, "scaling": row["tokens_per_s"] / one["tokens_per_s"]} if known else row
+
+    return [scaled(side, row) for side, row in rows.items()]
 
 
 def _against(row: Row, rival: Row, weights_gib: float) -> Row:
@@ -116,6 +125,6 @@ def _name(row: Mapping[str, Any]) -> str:
 def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if name == "speed":
+    if name in ("speed", "scaling"):
         return f"{value:.2f}x"
     return f"{value:.{1 if name.endswith('_gib') else 3 if name.endswith('_s') else 0}f}"

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ ENGINE_FLAGS = ("--max-num-seqs", "{completions}", "--max-num-batched-tokens", "
 """TRL's vLLM settings."""
 ROOT = Path(__file__).parent.parent
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
+SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
+"""The flags of a variant for several GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class Work:
     """The work of one step."""
 
     completions: int = 64
-    """Completions per step."""
+    """Completions per step and GPU."""
     group: int = 8
     """Completions per prompt."""
     tokens: int = 256
@@ -59,6 +61,21 @@ class Side:
     engine: tuple[str, ...] = ()
     """Bridge: further flags of vLLM."""
 
+    @property
+    def num_parts(self) -> int:
+        """Return over how many GPUs one copy of the weights is spread."""
+        return int(dict(SEVERAL.findall(self.variant)).get("tensor-parallel-size", 1))
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs."""
+        return max(self.num_parts, int(dict(SEVERAL.findall(self.variant)).get("gpus", 1)))
+
+    @property
+    def on_one(self) -> "Side":
+        """Return the same on one GPU."""
+        return replace(self, variant=SEVERAL.sub("", self.variant))
+
     def argv(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         """Return the command that trains `steps` steps on `model`, with output in `folder`."""
         return (self._trl if self.name == "trl" else self._bridge)(work, model, folder, steps)
@@ -84,8 +101,11 @@ class Side:
 
     def _trl(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         del folder
+        device = "--multi_gpu" if torch.cuda.is_available() else "--cpu"
+        several = ["-m", "accelerate.commands.launch", device, "--num_processes", str(self.gpus)]
         return [
-            sys.executable, "-m", "benchmarks._trl", *shlex.split(self.variant), "--model", str(model),
+            sys.executable, *(several if self.gpus > 1 else []), "-m", "benchmarks._trl",
+            *shlex.split(self.on_one.variant), "--model", str(model),
             "--steps", str(steps), "--completions", str(work.completions), "--group", str(work.group),
             "--tokens", str(work.tokens), "--share", str(work.share), "--max-model-len", str(work.max_model_len),
             *(["--lengths", work.lengths] if work.lengths else []),
@@ -93,13 +113,13 @@ class Side:
 
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
-        engine = [*engine_flags(work.completions), *lengths_flags(work.lengths)]
+        engine = [*engine_flags(work.completions * self.num_parts), *lengths_flags(work.lengths)]
         chosen = shlex.split(self.variant)
         place = chosen.index("--") if "--" in chosen else len(chosen)
         return [
             sys.executable, "-c", BRIDGE, "run", "--json", "--mode", "shared_vllm", "--model-name", str(model),
             "--environment", f"{_work.__file__}:{_work.Hashed.__name__}", "--training-steps", str(steps),
-            "--batch-size", str(work.completions), "--group-size", str(work.group), "--max-new-tokens",
+            "--batch-size", str(work.completions * self.gpus), "--group-size", str(work.group), "--max-new-tokens",
             str(work.tokens), "--max-model-len", str(work.max_model_len), "--port", str(free_port("127.0.0.1")), *share,
             "--run-dir", str(folder / "run"), "--save-path", str(folder / "saved"), "--no-save-optimizer",
             "--vllm-config-path", str(folder / "manifest.json"), "--kv-sleep", "never", "--optimizer",

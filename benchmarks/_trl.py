@@ -37,7 +37,8 @@ from cli.server_process import StartedServer
 
 def main() -> None:
     """Train, and print one line per step."""
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    is_first = os.environ.get("RANK", "0") == "0"
+    lines = os.fdopen(os.dup(1), "w", buffering=1) if is_first else None
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     options = flags().parse_args()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
@@ -52,7 +53,7 @@ def main() -> None:
         watch(trainer, clock)
         if options.lengths and trainer.use_vllm:
             limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
-        trainer.add_callback(Lines(clock, lines))
+        trainer.add_callback(Lines(clock, lines, trainer.accelerator))
         trainer.train()
 
 
@@ -90,7 +91,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("batch", type=int, help="completions of one forward and backward pass")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--completions", type=int, default=64, help="completions of one step")
+    parser.add_argument("--completions", type=int, default=64, help="completions of one step and GPU")
     parser.add_argument("--group", type=int, default=8, help="completions of one prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of one completion")
     parser.add_argument("--lengths", help="as grpo.py")
@@ -196,10 +197,10 @@ def limit(llm: Any, lengths: Lognormal) -> None:
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
-    """Prints the times at the end of every step."""
+    """Prints the times at the end of every step: those of the first process, and the tokens of all."""
 
-    def __init__(self, clock: Clock, out: TextIO) -> None:
-        self._clock, self._out, self._stepped_at = clock, out, 0.0
+    def __init__(self, clock: Clock, out: TextIO | None, accelerator: Any) -> None:
+        self._clock, self._out, self._accelerator, self._stepped_at = clock, out, accelerator, 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._stepped_at = moment()
@@ -209,8 +210,11 @@ class Lines(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         moment()
-        told = {"step": state.global_step, "tokens": self._clock.num_tokens, **parts(self._clock.seconds)}
-        self._out.write(json.dumps(told) + "\n")
+        mine = torch.tensor(self._clock.num_tokens, device=self._accelerator.device)
+        num_tokens = int(self._accelerator.reduce(mine))
+        if self._out is not None:
+            told = {"step": state.global_step, "tokens": num_tokens, **parts(self._clock.seconds)}
+            self._out.write(json.dumps(told) + "\n")
         self._clock.seconds.clear()
         self._clock.num_tokens = 0
 

@@ -1,4 +1,4 @@
-r"""GRPO on one GPU: Bridge against TRL's colocate mode, back to back on the same work and model folder.
+r"""GRPO: Bridge against TRL's colocate mode, back to back on the same work and model folder.
 
     python -m benchmarks.grpo --sizes 1.5b 7b --steps 8
     python -m benchmarks.grpo --sizes 7b --trl 16 "8 --no-checkpointing" "16 --liger" --ours adamw adamw-8bit
@@ -6,6 +6,8 @@ r"""GRPO on one GPU: Bridge against TRL's colocate mode, back to back on the sam
         "adamw-4bit --max-staleness 8 --groups-in-flight 32 -- --max-num-seqs 256"
     python -m benchmarks.grpo --sizes 32b --dummy-weights --trl --share 0.6 --completions 32 --steps 3 --warm-up 1 \
         --ours "adamw-4bit --gradient-release --updates-per-batch 2 --kv-sleep always --no-compile-layers"
+    python -m benchmarks.grpo --sizes 7b --trl "16" "16 --gpus 2" --ours adamw-8bit "adamw-8bit --gpus 2" \
+        "adamw-8bit --tensor-parallel-size 2"
 
 A step is 64 completions of exactly 256 tokens in groups of 8 with prompts of 120 tokens, and one AdamW update of bf16
 weights with a token-mean loss, clipped gradients and truncated importance weights. The model has random weights and an
@@ -24,7 +26,11 @@ Memory is the peak of the whole device above its level before the run, without t
 by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is
 left, becomes a row that says so.
 
-Not covered: several GPUs; learning (rewards are a hash); training alone (`train_step.py`).
+With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by accelerate, N servers of
+Bridge, or fewer with `--tensor-parallel-size T`. `scaling` is the gain in tokens/s over the same variant without these
+flags, if that is measured, too; `speed` compares with TRL on as many GPUs; memory is that of the first GPU.
+
+Not covered: several hosts; learning (rewards are a hash); training alone (`train_step.py`).
 """
 
 import argparse
@@ -92,7 +98,7 @@ def _flags() -> argparse.ArgumentParser:
     )
     flags.add_argument("--models", type=Path, help="folder for the models, which stay there for the next time")
     flags.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of no file; goes without --trl's runs")
-    flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
+    flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step, on each GPU")
     flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
     flags.add_argument("--tokens", type=int, default=work.tokens, help="tokens of a completion")
     flags.add_argument(
@@ -168,8 +174,8 @@ class Bench:
 
     def _tell(self, size: str, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
         warm_up, differ = self.options.warm_up, bool(self.options.lengths)
-        rows = [_figures.row(side, of_side, warm_up=warm_up, differ=differ) for side, of_side in runs.items()]
-        rows = _figures.compare(rows, weights_gib=weights_gib)
+        found = {side: _figures.row(side, each, warm_up=warm_up, differ=differ) for side, each in runs.items()}
+        rows = _figures.compare(_figures.scale(found), weights_gib=weights_gib)
         self.results[size] = {"work": asdict(self._work()), "weights_gib": weights_gib, "rows": rows}
         path = _results.write("grpo", self.results, self.options.out)
         lines = [f"{size}, weights {weights_gib:.1f} GiB, in {path}", _figures.table(rows)]

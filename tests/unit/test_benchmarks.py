@@ -142,6 +142,35 @@ def test_both_sides_are_told_the_same_work(tmp_path: Path) -> None:
     assert ours[ours.index("--optimizer") + 1 : ours.index("--")] == ["adamw-8bit", "--liger-kernel"]
 
 
+def test_both_sides_have_as_much_work_on_each_of_several_gpus(tmp_path: Path) -> None:
+    work = Work(completions=32)
+    trl = Side("trl", "8 --gpus 4 --liger").argv(work, tmp_path, tmp_path, 5)
+    at = trl.index("benchmarks._trl")
+    settings = _trl.settings(_trl.flags().parse_args(trl[at + 1 :]))
+    assert trl[at - 3 : at] == ["--num_processes", "4", "-m"]
+    assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 32, "of each process"
+    replicas = Side("bridge", "adamw --gpus=4 --tensor-parallel-size 2 -- --max-num-seqs 9")
+    argv = replicas.argv(work, tmp_path, tmp_path, 5)
+    assert argv[argv.index("--batch-size") + 1] == "128"
+    assert argv[argv.index("--max-num-seqs") + 1] == "64", "each server has two GPUs"
+    assert (replicas.gpus, replicas.on_one.variant) == (4, "adamw -- --max-num-seqs 9")
+    assert Side("bridge", "adamw --tensor-parallel-size 2").gpus == 2
+
+
+def test_several_gpus_are_compared_with_as_many_and_with_one() -> None:
+    sides = {TRL: 4.0, Side("trl", "16 --gpus 2"): 8.0, OURS: 2.0, Side("bridge", f"{OURS.variant} --gpus 2"): 2.5}
+    made = {
+        side: _figures.row(side, [run_of([(our_line if side.name == "bridge" else trl_line)(n) for n in range(3)],
+                                         step_s=step_s, peak_gib=99)], warm_up=1)
+        for side, step_s in sides.items()
+    }  # fmt: skip
+    trl, trls, ours, both = _figures.compare(_figures.scale(made), weights_gib=14.2)
+    assert (trls["scaling"], both["scaling"]) == (0.5, 0.8)
+    assert (ours["speed"], both["speed"]) == (2.0, 3.2)
+    assert "scaling" not in trl
+    assert "scaling" not in _figures.scale({side: row for side, row in made.items() if side.gpus == 2})[0]
+
+
 def test_both_sides_get_the_same_lengths_and_room_for_the_longest(tmp_path: Path) -> None:
     work = Work(tokens=4096, lengths="lognormal:600:0.6:4096")
     trl = TRL.argv(work, tmp_path / "model", tmp_path, 5)
