@@ -101,8 +101,7 @@ class Side:
 
     def _trl(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         del folder
-        device = "--multi_gpu" if torch.cuda.is_available() else "--cpu"
-        several = ["-m", "accelerate.commands.launch", device, "--num_processes", str(self.gpus)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         return [
             sys.executable, *(several if self.gpus > 1 else []), "-m", "benchmarks._trl",
             *shlex.split(self.on_one.variant), "--model", str(model),

@@ -26,7 +26,7 @@ Memory is the peak of the whole device above its level before the run, without t
 by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is
 left, becomes a row that says so.
 
-With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by accelerate, N servers of
+With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by torchrun, N servers of
 Bridge, or fewer with `--tensor-parallel-size T`. `scaling` is the gain in tokens/s over the same variant without these
 flags, if that is measured, too; `speed` compares with TRL on as many GPUs; memory is that of the first GPU.
 

@@ -147,7 +147,7 @@ def test_both_sides_have_as_much_work_on_each_of_several_gpus(tmp_path: Path) ->
     trl = Side("trl", "8 --gpus 4 --liger").argv(work, tmp_path, tmp_path, 5)
     at = trl.index("benchmarks._trl")
     settings = _trl.settings(_trl.flags().parse_args(trl[at + 1 :]))
-    assert trl[at - 3 : at] == ["--num_processes", "4", "-m"]
+    assert trl[at - 3 : at] == ["--nproc-per-node", "4", "-m"]
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 32, "of each process"
     replicas = Side("bridge", "adamw --gpus=4 --tensor-parallel-size 2 -- --max-num-seqs 9")
     argv = replicas.argv(work, tmp_path, tmp_path, 5)
