@@ -111,7 +111,7 @@ def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
             f"{flag} does not divide the {heads} attention heads of {serve.model}",
             remedy=f"--tensor-parallel-size {fitting}",
         )
-    if train.mode == "shared_vllm" or (train.mode == "lora_only" and train.lora.handover == "memory"):
+    if train.trains_in_server:
         if alone := [name for name, chosen in train.on_one_gpu().items() if chosen]:
             raise UsageError(f"{alone[0]} trains on one GPU, found {flag}", remedy=f"leave out {alone[0]} or {flag}")
         if train.optimizer.gradient_release:
@@ -215,6 +215,8 @@ def started(each: Sequence[Place], run: RunDirectory, met: Met | None = None) ->
         finally:
             ranks.leave()
             for child in others:
+                if ranks is ALONE:  # they have not met: no rank has a server, and torch may wait without an end
+                    children.kill(child)
                 children.wait_until(child, lambda: False, limit_s=END_LIMIT_S, progress=lambda _: None)
     finally:
         for child in others:

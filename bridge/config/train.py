@@ -272,6 +272,11 @@ class TrainConfig(Config):
         return self.gpus * self.hosts
 
     @property
+    def trains_in_server(self) -> bool:
+        """Return whether what is trained lies in the server's memory, cut into as many parts as the server's weights."""
+        return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
+
+    @property
     def learning_rate(self) -> float:
         """Return the chosen learning rate, or the default of what is trained."""
         if self.optimizer.lr is not None:

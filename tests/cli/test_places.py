@@ -1,7 +1,7 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.errors import UsageError
+from bridge.errors import RankError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.run.run_directory import RunDirectory
 from cli import accelerator, ranks
+from cli.children import Child
 from cli.ranks import VISIBLE, Part, Place
+from cli.rendezvous import Met
 from cli.server_command import ServerCommand
 
 
@@ -124,6 +126,26 @@ def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankError("another rank ended", remedy="")])
+def test_ranks_that_have_not_met_are_ended_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    begun: list[Child] = []
+
+    def join(_place: Place, _met: Met, others: Sequence[Child]) -> Ranks:
+        begun.extend(others)
+        raise error
+
+    monkeypatch.setattr(ranks, "MAIN", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
+    monkeypatch.setattr(ranks, "END_LIMIT_S", 600.0)
+    monkeypatch.setattr(ranks, "DEATH_LIMIT_S", 0.0)
+    monkeypatch.setattr(Place, "join", join)
+    each = [Place(rank, 3, 1, "cpu", None) for rank in range(3)]
+    with pytest.raises(type(error)), ranks.started(each, RunDirectory(tmp_path)):
+        pytest.fail("they have met")
+    assert [child.is_alive() for child in begun] == [False, False]
 
 
 @pytest.mark.usefixtures("eight_gpus")
