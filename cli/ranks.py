@@ -103,13 +103,11 @@ def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
     if (parts := serve.tensor_parallel_size) == 1:
         return 1
     flag = f"--tensor-parallel-size {parts}"
-    described = model.read(serve.model) or {}
-    heads = (described.get("text_config") or described).get("num_attention_heads")
-    if isinstance(heads, int) and heads % parts:
-        fitting = max(number for number in range(1, parts) if heads % number == 0)
+    described = model.read(serve.model)
+    if undivided := model.undivided(described, parts):
+        fitting = max(number for number in range(1, parts) if not model.undivided(described, number))
         raise UsageError(
-            f"{flag} does not divide the {heads} attention heads of {serve.model}",
-            remedy=f"--tensor-parallel-size {fitting}",
+            f"{flag} does not divide the {undivided} of {serve.model}", remedy=f"--tensor-parallel-size {fitting}"
         )
     if train.trains_in_server:
         if alone := [name for name, chosen in train.on_one_gpu().items() if chosen]:

@@ -273,7 +273,7 @@ class TrainConfig(Config):
 
     @property
     def trains_in_server(self) -> bool:
-        """Return whether what is trained lies in the server's memory, cut into as many parts as the server's weights."""
+        """Return whether what is trained lies in the server's memory, in as many parts as its weights."""
         return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
 
     @property

@@ -65,6 +65,29 @@ def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
     assert caught.value.remedy == "--tensor-parallel-size 6"
 
 
+@pytest.mark.parametrize(
+    ("widths", "parts", "undivided", "fitting"),
+    [((28, 4, 18944), 8, "28 attention heads", 4), ((24, 8, 24576), 3, "8 key-value heads", 2),
+     ((12, 2, 8960), 6, "8960 intermediate columns", 4), ((16, 2, 64), 8, "", 8)],
+    ids=["7B", "key-value heads", "1.5B", "shared"],
+)  # fmt: skip
+def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
+    tmp_path: Path, widths: tuple[int, ...], parts: int, undivided: str, fitting: int
+) -> None:
+    names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, widths, strict=True))))
+    train = TrainConfig.of(model_name=str(tmp_path))
+
+    def found(parts: int) -> int:
+        return ranks.num_parts(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
+
+    assert found(fitting) == fitting
+    if undivided:
+        with pytest.raises(UsageError, match=f"does not divide the {undivided}") as caught:
+            found(parts)
+        assert caught.value.remedy == f"--tensor-parallel-size {fitting}"
+
+
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
     assert len(places(2, gpus=4, batch_size=16, group_size=8)) == 4

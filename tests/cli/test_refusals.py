@@ -106,7 +106,8 @@ def test_hosts_that_cannot_meet_are_refused_before_a_server_starts(
     assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
     assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
     for given in (("--hosts", "2"), ("--rendezvous", "10.0.0.1:29400")):
-        assert f"{' '.join(given)}: bridge train takes one running server" in bridge.refused(2, *train(exported, *given))
+        told = bridge.refused(2, *train(exported, *given))
+        assert f"{' '.join(given)}: bridge train takes one running server" in told
 
 
 def test_an_evaluation_without_held_out_problems_is_refused_before_a_server_starts(
