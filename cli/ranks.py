@@ -46,6 +46,7 @@ END_LIMIT_S = 30.0
 """Longest wait for the other ranks to stop their servers, before they are stopped."""
 MAIN = "from cli.ranks import main; main()"
 INTERRUPTED = 130
+MOST_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,12 @@ def places(train: TrainConfig, serve: ServeConfig) -> list[Place]:
     count = parts * num_replicas(train, parts)
     if count * train.hosts == 1:
         return []
+    most = MOST_PORT + 1 - count // parts * train.hosts
+    if train.rollouts.source == "atropos" and serve.port > most:  # each server has the port after the one before
+        raise UsageError(
+            f"--port {serve.port}: the servers of all replicas have ports in a row, up to {MOST_PORT}",
+            remedy=f"--port {most} or lower",
+        )
     device, _ = accelerator.choose(serve.device)
     gpus: list[str | None] = [None] * count
     if device == "cuda" and count > 1:

@@ -26,9 +26,9 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "7,6,5,4,3,2,1,0")
 
 
-def places(num_parts: int = 1, **choices: Any) -> list[Place]:
+def places(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> list[Place]:
     train = TrainConfig.of(model_name="m", **choices)
-    return ranks.places(train, ServeConfig(model="m", tensor_parallel_size=num_parts))
+    return ranks.places(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -99,7 +99,10 @@ def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_batches_of_an_atropos_api_are_dealt_out_as_they_come() -> None:
-    assert len(places(gpus=4, batch_size=48, group_size=8, rollouts="atropos")) == 4
+    assert len(places(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
+    with pytest.raises(UsageError, match="--port 65533: the servers of all replicas have ports in a row") as caught:
+        places(gpus=4, rollouts="atropos", port=65533)
+    assert caught.value.remedy == "--port 65532 or lower"
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:1"])
