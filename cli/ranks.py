@@ -9,6 +9,7 @@ Not covered: what ranks tell each other (`bridge/ranks/world.py`), and how hosts
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -141,9 +142,10 @@ def num_replicas(train: TrainConfig, parts: int) -> int:
     group_size, size = train.sampling.group_size, count * train.hosts
     num_groups = train.rollouts.batch_size // group_size
     if train.rollouts.source == "environment" and num_groups % size:
+        least = math.lcm(size, train.optimizer.updates_per_batch)
         raise UsageError(
             f"{size} replicas do not divide the {num_groups} groups of a batch",
-            remedy=f"--batch-size {group_size * size * -(-num_groups // size)}",
+            remedy=f"--batch-size {group_size * least * -(-num_groups // least)}",
         )
     return count
 

@@ -113,7 +113,7 @@ class Need:
             gpu=gpu_bytes,
             trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
             apart=bool(copy) and config.trainer_device not in SERVERS_GPU,
-            can_sleep=not copy,
+            can_sleep=config.trains_in_server,
             served=BF16_BYTES * (shard + adapter),
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),

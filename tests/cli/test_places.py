@@ -95,6 +95,9 @@ def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
     with pytest.raises(UsageError, match="4 replicas do not divide the 6 groups of a batch") as caught:
         places(2, gpus=4, hosts=2, batch_size=48, group_size=8)
     assert caught.value.remedy == "--batch-size 64"
+    with pytest.raises(UsageError, match="2 replicas do not divide the 3 groups of a batch") as caught:
+        places(gpus=2, batch_size=24, group_size=8, updates_per_batch=3)
+    assert caught.value.remedy == "--batch-size 48"
 
 
 @pytest.mark.usefixtures("eight_gpus")

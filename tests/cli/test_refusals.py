@@ -267,6 +267,10 @@ def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, e
         (("--loss", "cispo", "--clip-dual", "3"), "--clip-dual has no effect with --loss cispo, only with dapo"),
         (("--mismatch", "none", "--mismatch-level", "token"), "--mismatch-level has no effect with --mismatch none"),
         (("--rollouts", "atropos", "--top-p", "0.9"), "--top-p has no effect with --rollouts atropos"),
+        (
+            ("--mode", "lora_only", "--lora-handover", "disk", "--kv-sleep", "always"),
+            "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained",
+        ),
         (("--top-p", "0"), "--top-p: must be greater than 0"),
         (("--top-k", "-1"), "--top-k: must be greater than or equal to 0"),
         (("--min-p", "1"), "--min-p: must be less than 1"),
