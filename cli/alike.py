@@ -73,7 +73,9 @@ def _files(train: TrainConfig) -> Iterator[tuple[str, str]]:
     described = [model.read(train.model_name), described]
     yield f"the files of {train.model_name}", _digest(json.dumps(described, default=str, sort_keys=True).encode())
     task = train.task
-    for file in (Path(task.environment.rpartition(":")[0]), *([Path(task.data)] if task.data else [])):
+    rewards = [item.strip().partition("=")[0] for item in (task.reward or "").split(",")]
+    code = [name.rpartition(":")[0] for name in (task.environment, *rewards)]
+    for file in map(Path, filter(None, dict.fromkeys([*code, task.data, task.eval_data]))):
         if file.is_file():
             yield f"the file {file}", _digest(file.read_bytes())
 

@@ -40,7 +40,7 @@ def derive(
         size = ModelSize.of(model)
     except UsageError as error:
         return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded: {error.message}")
-    if trainer.mode == "shared_vllm":
+    if trainer.trains_in_server:
         trainer = trainer.changed(gpus=max(1, trainer.gpus // tensor_parallel_size))  # replicas
     need = Need.of(size, trainer, gpu_bytes=gpu_bytes, num_ranks=tensor_parallel_size)
     if need.apart:

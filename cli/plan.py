@@ -99,7 +99,7 @@ def plan(
     num_parts = ranks.num_parts(train, serve)
     replicated = train.changed(gpus=ranks.num_replicas(train, num_parts))
     limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
-    rows = plan_rows(size, replicated, limits, modes, num_parts)
+    rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, num_parts)
     fitting = [row for row in rows if not row.lacking_gib]
     best = next(iter(fitting), None)
     lean = next((row for row in fitting if not row.host_gib), None) if best and best.host_gib else None
@@ -122,7 +122,7 @@ def plan(
         console.data(json.dumps(document, allow_nan=False))
         return
     counted = "counted in its files" if size.exact else "estimated from its dimensions"
-    num_gpus = replicated.gpus * num_parts
+    num_gpus = replicated.gpus * serve.tensor_parallel_size
     each = f" on each of {num_gpus} GPUs" if num_gpus > 1 else " of GPU memory"
     console.note(f"{size.num_params / 1e9:.2f}B parameters, {counted}; {limits.gpu_bytes / GIB:.1f} GiB{each}")
     console.note(f"KV cache: at least {limits.kv_tokens:,} tokens; all sizes in GiB")

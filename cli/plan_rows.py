@@ -86,11 +86,16 @@ class Row:
 
 
 def plan_rows(
-    size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str], num_parts: int = 1
+    size: ModelSize,
+    config: TrainConfig,
+    limits: Limits,
+    modes: Collection[str],
+    num_gpus: int = 1,
+    num_parts: int = 1,
 ) -> list[Row]:
     """Return every setup in one of `modes` that agrees with the choices given in `config`.
 
-    `config.gpus` replicas have `num_parts` GPUs each; with several, the server's memory is trained.
+    `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
@@ -101,7 +106,7 @@ def plan_rows(
     agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
     if config.replicas > 1:
         agreeing = [each for each in agreeing if each.get("trainer_device") != ELSEWHERE]
-    rows = [_row(size, config.changed(**choices), choices, limits, num_parts) for choices in agreeing]
+    rows = [_row(size, config.changed(**choices), choices, limits, num_gpus) for choices in agreeing]
     if not rows:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
@@ -121,8 +126,8 @@ def _agree(choices: Choices, field: str, value: Any) -> bool:
     return bool(choices.get(field, value) == value)
 
 
-def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits, num_parts: int) -> Row:
-    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes, num_ranks=num_parts)
+def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits, num_gpus: int) -> Row:
+    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes, num_ranks=num_gpus)
     least_kv = limits.kv_tokens * need.kv_per_token
     found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))

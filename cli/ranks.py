@@ -9,6 +9,7 @@ Not covered: what ranks tell each other (`bridge/ranks/world.py`), and how hosts
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ END_LIMIT_S = 30.0
 """Longest wait for the other ranks to stop their servers, before they are stopped."""
 MAIN = "from cli.ranks import main; main()"
 INTERRUPTED = 130
+MOST_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +105,13 @@ def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
     if (parts := serve.tensor_parallel_size) == 1:
         return 1
     flag = f"--tensor-parallel-size {parts}"
-    described = model.read(serve.model) or {}
-    heads = (described.get("text_config") or described).get("num_attention_heads")
-    if isinstance(heads, int) and heads % parts:
-        fitting = max(number for number in range(1, parts) if heads % number == 0)
+    described = model.read(serve.model)
+    if undivided := model.undivided(described, parts):
+        fitting = max(number for number in range(1, parts) if not model.undivided(described, number))
         raise UsageError(
-            f"{flag} does not divide the {heads} attention heads of {serve.model}",
-            remedy=f"--tensor-parallel-size {fitting}",
+            f"{flag} does not divide the {undivided} of {serve.model}", remedy=f"--tensor-parallel-size {fitting}"
         )
-    if train.mode == "shared_vllm" or (train.mode == "lora_only" and train.lora.handover == "memory"):
+    if train.trains_in_server:
         if alone := [name for name, chosen in train.on_one_gpu().items() if chosen]:
             raise UsageError(f"{alone[0]} trains on one GPU, found {flag}", remedy=f"leave out {alone[0]} or {flag}")
         if train.optimizer.gradient_release:
@@ -142,9 +142,10 @@ def num_replicas(train: TrainConfig, parts: int) -> int:
     group_size, size = train.sampling.group_size, count * train.hosts
     num_groups = train.rollouts.batch_size // group_size
     if train.rollouts.source == "environment" and num_groups % size:
+        least = math.lcm(size, train.optimizer.updates_per_batch)
         raise UsageError(
             f"{size} replicas do not divide the {num_groups} groups of a batch",
-            remedy=f"--batch-size {group_size * size * -(-num_groups // size)}",
+            remedy=f"--batch-size {group_size * least * -(-num_groups // least)}",
         )
     return count
 
@@ -164,6 +165,12 @@ def places(train: TrainConfig, serve: ServeConfig) -> list[Place]:
     count = parts * num_replicas(train, parts)
     if count * train.hosts == 1:
         return []
+    most = MOST_PORT + 1 - count // parts * train.hosts
+    if train.rollouts.source == "atropos" and serve.port > most:  # each server has the port after the one before
+        raise UsageError(
+            f"--port {serve.port}: the servers of all replicas have ports in a row, up to {MOST_PORT}",
+            remedy=f"--port {most} or lower",
+        )
     device, _ = accelerator.choose(serve.device)
     gpus: list[str | None] = [None] * count
     if device == "cuda" and count > 1:
@@ -215,6 +222,8 @@ def started(each: Sequence[Place], run: RunDirectory, met: Met | None = None) ->
         finally:
             ranks.leave()
             for child in others:
+                if ranks is ALONE:  # they have not met: no rank has a server, and torch may wait without an end
+                    children.kill(child)
                 children.wait_until(child, lambda: False, limit_s=END_LIMIT_S, progress=lambda _: None)
     finally:
         for child in others:

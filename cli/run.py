@@ -1,5 +1,6 @@
 """`bridge run`: start a server, wait for it, train on it in this process, and stop it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,10 @@ from cli.resume import open_run
 from cli.serve import VllmFlags, check_model, prepare
 from cli.server_process import START_LIMIT_S
 from cli.train import load_environment, rehearse
+from cli.vllm_flags import names
 
+SHARDED = "--fully-sharded-loras"
+"""A flag of vLLM's."""
 StartLimit = Annotated[
     float,
     typer.Option(
@@ -58,8 +62,8 @@ def run(
 
         raise typer.Exit(cluster.run(train, serve))
     environment = load_environment(train)
-    serves = for_adapters(serve, train)
-    places, flags = ranks.places(train, serve), vllm_flags or []
+    flags = vllm_flags or []
+    serves, places = for_adapters(serve, train, flags), ranks.places(train, serve)
     with rendezvous.opened(train) as place, again.after_a_loss(train, place) as resumed:
         if place is not None and not place.is_first:
             check_model(serves.model, shares_weights=shares_weights(train))
@@ -94,15 +98,20 @@ def run(
             directory.remove_if_unused()
 
 
-def for_adapters(serve: ServeConfig, train: TrainConfig) -> ServeConfig:
-    """Return `serve` with room for the adapter that is trained, if one is.
+def for_adapters(serve: ServeConfig, train: TrainConfig, flags: Sequence[str] = ()) -> ServeConfig:
+    """Return `serve` with room for the adapter that is trained, if one is; `flags` are vLLM's own.
 
     Raises:
-        UsageError: the user asked for too little room.
+        UsageError: the user asked for too little room, or for slots that are cut in another way.
     """
     rank = train.lora.r
     if train.mode != "lora_only":
         return serve
+    if train.trains_in_server and serve.tensor_parallel_size > 1 and SHARDED in names(flags):
+        raise UsageError(
+            f"{SHARDED} cuts an adapter in another way than its weights, so it cannot be trained in vLLM's memory",
+            remedy="leave it out, or --lora-handover disk",
+        )
     if serve.max_lora_rank is None:
         console.note(f"--max-lora-rank {rank}: the rank of --lora-r", style="dim")
         return serve.model_copy(update={"max_lora_rank": rank})

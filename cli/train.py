@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous", "restarts"))
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
     """Train a model on a server that is already running."""
-    for name in ("gpus", "hosts", "restarts"):
+    for name in ("gpus", "hosts", "rendezvous", "restarts"):
         if config.get(name) != config.default(name):
             raise UsageError(
                 f"{flag(name)} {config.get(name)}: bridge train takes one running server",

@@ -96,6 +96,23 @@ def dynamic_limit(config: Config | None) -> int | None:
     return limit if is_dynamic and isinstance(limit, int) else None
 
 
+def undivided(config: Config | None, num_ranks: int) -> str:
+    """Return what vLLM cannot cut into `num_ranks` parts of a model; empty: nothing, or it is unknown.
+
+    Key-value heads may lie on several ranks each.
+
+    Source: `QKVParallelLinear` and `divide` of vLLM 0.26 to 0.33.
+    """
+    described = (config or {}).get("text_config") or config or {}
+    names = {"num_attention_heads": "attention heads", "intermediate_size": "intermediate columns"}
+    for key, name in names.items():
+        if isinstance(count := described.get(key), int) and count % num_ranks:
+            return f"{count} {name}"
+    heads = described.get("num_key_value_heads")
+    is_uneven = isinstance(heads, int) and heads % num_ranks and num_ranks % heads
+    return f"{heads} key-value heads" if is_uneven else ""
+
+
 def obstacles(config: Config) -> list[Obstacle]:
     """Return every obstacle that the configuration shows, the most serious first.
 

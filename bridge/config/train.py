@@ -272,6 +272,11 @@ class TrainConfig(Config):
         return self.gpus * self.hosts
 
     @property
+    def trains_in_server(self) -> bool:
+        """Return whether what is trained lies in the server's memory, in as many parts as its weights."""
+        return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
+
+    @property
     def learning_rate(self) -> float:
         """Return the chosen learning rate, or the default of what is trained."""
         if self.optimizer.lr is not None:
@@ -297,6 +302,7 @@ class TrainConfig(Config):
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()
         yield from self._unfit_gpus()
+        yield from self._unfit_publishing()
         yield from self._unfit_reference()
         yield from self._unfit_optimizer()
         yield from self._unfit_evaluation()
@@ -318,6 +324,10 @@ class TrainConfig(Config):
                 f"--lora-dropout {self.lora.dropout:g} cannot be combined with --top-entropy {self.loss.top_entropy:g},"
                 " which takes another pass with other dropout masks; leave one of them out"
             )
+
+    def _unfit_publishing(self) -> Iterator[str]:
+        if self.publishing.kv_sleep == "always" and self.mode == "lora_only" and not self.trains_in_server:
+            yield "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained"
 
     def on_one_gpu(self) -> dict[str, bool]:
         """Return what trains on one GPU alone, and whether it was chosen."""

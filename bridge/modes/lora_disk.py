@@ -86,9 +86,11 @@ class LoraDisk:
 
         The servers of other ranks load it as the next version, too.
         """
+        newest = max(self._run.ranks.told(self.version))  # others may have served what this one did not
         if not self._run.has_lost(self._client):
-            self._serve_next(self.version + 1)
+            self._serve_next(newest + 1)
             return
+        self.version = newest
         self._client.close()
         self._run.restart_server(self._config.model_name)
         self._starts += 1

@@ -72,11 +72,14 @@ class LoraMemory(PatchedServer):
 
         The servers of other ranks get the next version, too.
         """
-        if self._run.ranks.within.led(lambda: self._run.has_lost(self.client)):
+        is_lost = self._run.ranks.within.led(lambda: self._run.has_lost(self.client))
+        if is_lost:
             self.restart(self._config.model_name)
-            self._move_in(takeover=True, version=self.version + 1)
+        version = self._newest() + 1
+        if is_lost:
+            self._move_in(takeover=True, version=version)
         else:
-            self.publish(Update(lambda: None, version=self.version + 1, takeover=True))
+            self.publish(Update(lambda: None, version=version, takeover=True))
 
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""

@@ -68,12 +68,16 @@ class PatchedServer:
 
         A single replica's server is dead.
         """
-        ranks, version = self._run.ranks, self.version
-        if ranks.within.led(lambda: self._run.has_lost(self.client)):
+        if self._run.ranks.within.led(lambda: self._run.has_lost(self.client)):
             self.restart(checkpoint or self._config.model_name)
-        if ranks.size > 1:  # the others may have published what this one did not
-            version = max(version, *ranks.told(self.client.status().version if ranks.speaks else 0))
-        self.publish(Update(lambda: None, version=version + 1, takeover=True))
+        self.publish(Update(lambda: None, version=self._newest() + 1, takeover=True))
+
+    def _newest(self) -> int:
+        """Return the newest version of all ranks' servers: others may have published what this one did not."""
+        ranks = self._run.ranks
+        if ranks.size == 1:
+            return self.version
+        return max(self.version, *ranks.agreed(lambda: self.client.status().version if ranks.speaks else 0))
 
     def close(self) -> None:
         """Return the lease, and disconnect."""

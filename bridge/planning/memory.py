@@ -96,7 +96,9 @@ class Need:
         adapter = config.lora.r * widths.adaptable if config.mode == "lora_only" else 0
         copy = size.num_params if config.mode == "none" else 0
         reference = size.num_params if config.loss.reference_model else 0
-        beside = reference + (adapter if config.lora.handover == "disk" else 0)
+        is_apart = config.mode == "lora_only" and config.lora.handover == "disk"
+        base = size.num_params if is_apart and num_ranks > 1 else 0  # one process cannot train on parts
+        beside = reference + (adapter + base if is_apart else 0)
         whole = adapter or copy or size.num_params
         trained = adapter or copy or shard
         each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
@@ -111,7 +113,7 @@ class Need:
             gpu=gpu_bytes,
             trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
             apart=bool(copy) and config.trainer_device not in SERVERS_GPU,
-            can_sleep=not copy,
+            can_sleep=config.trains_in_server,
             served=BF16_BYTES * (shard + adapter),
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),

@@ -197,7 +197,7 @@ class Trainer:
     def run(self) -> Summary:
         """Take every step, and evaluate before, in between and afterwards if configured."""
         self._tell_stream()
-        before = self._run.first_evaluation() if self._begun_at else None
+        before = self._ranks.led(self._run.first_evaluation) if self._begun_at else None  # no other host has the file
         if before is None:
             before = self._evaluate()
         last = self._config.training_steps

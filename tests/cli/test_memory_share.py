@@ -104,6 +104,12 @@ def test_weights_that_are_split_are_trained_split_but_for_a_second_copy(tmp_path
     assert "training needs 101, " in share_of(tmp_path, ranks=2, mode="none").reason
 
 
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> None:
+    given: dict[str, Any] = {"ranks": 2, "mode": mode, "gib": 24, "batch_size": 256}
+    assert share_of(tmp_path, gpus=2, **given) == share_of(tmp_path, **given)
+
+
 def test_a_model_whose_size_cannot_be_told_gets_a_share_that_says_so() -> None:
     found = memory_share.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
     assert found.share == memory_share.UNKNOWN_SHARE

@@ -1,7 +1,7 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.errors import UsageError
+from bridge.errors import RankError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.run.run_directory import RunDirectory
 from cli import accelerator, ranks
+from cli.children import Child
 from cli.ranks import VISIBLE, Part, Place
+from cli.rendezvous import Met
 from cli.server_command import ServerCommand
 
 
@@ -24,9 +26,9 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "7,6,5,4,3,2,1,0")
 
 
-def places(num_parts: int = 1, **choices: Any) -> list[Place]:
+def places(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> list[Place]:
     train = TrainConfig.of(model_name="m", **choices)
-    return ranks.places(train, ServeConfig(model="m", tensor_parallel_size=num_parts))
+    return ranks.places(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -63,6 +65,29 @@ def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
     assert caught.value.remedy == "--tensor-parallel-size 6"
 
 
+@pytest.mark.parametrize(
+    ("widths", "parts", "undivided", "fitting"),
+    [((28, 4, 18944), 8, "28 attention heads", 4), ((24, 8, 24576), 3, "8 key-value heads", 2),
+     ((12, 2, 8960), 6, "8960 intermediate columns", 4), ((16, 2, 64), 8, "", 8)],
+    ids=["7B", "key-value heads", "1.5B", "shared"],
+)  # fmt: skip
+def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
+    tmp_path: Path, widths: tuple[int, ...], parts: int, undivided: str, fitting: int
+) -> None:
+    names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, widths, strict=True))))
+    train = TrainConfig.of(model_name=str(tmp_path))
+
+    def found(parts: int) -> int:
+        return ranks.num_parts(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
+
+    assert found(fitting) == fitting
+    if undivided:
+        with pytest.raises(UsageError, match=f"does not divide the {undivided}") as caught:
+            found(parts)
+        assert caught.value.remedy == f"--tensor-parallel-size {fitting}"
+
+
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
     assert len(places(2, gpus=4, batch_size=16, group_size=8)) == 4
@@ -70,11 +95,17 @@ def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
     with pytest.raises(UsageError, match="4 replicas do not divide the 6 groups of a batch") as caught:
         places(2, gpus=4, hosts=2, batch_size=48, group_size=8)
     assert caught.value.remedy == "--batch-size 64"
+    with pytest.raises(UsageError, match="2 replicas do not divide the 3 groups of a batch") as caught:
+        places(gpus=2, batch_size=24, group_size=8, updates_per_batch=3)
+    assert caught.value.remedy == "--batch-size 48"
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_batches_of_an_atropos_api_are_dealt_out_as_they_come() -> None:
-    assert len(places(gpus=4, batch_size=48, group_size=8, rollouts="atropos")) == 4
+    assert len(places(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
+    with pytest.raises(UsageError, match="--port 65533: the servers of all replicas have ports in a row") as caught:
+        places(gpus=4, rollouts="atropos", port=65533)
+    assert caught.value.remedy == "--port 65532 or lower"
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:1"])
@@ -124,6 +155,26 @@ def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankError("another rank ended", remedy="")])
+def test_ranks_that_have_not_met_are_ended_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    begun: list[Child] = []
+
+    def join(_place: Place, _met: Met, others: Sequence[Child]) -> Ranks:
+        begun.extend(others)
+        raise error
+
+    monkeypatch.setattr(ranks, "MAIN", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
+    monkeypatch.setattr(ranks, "END_LIMIT_S", 600.0)
+    monkeypatch.setattr(ranks, "DEATH_LIMIT_S", 0.0)
+    monkeypatch.setattr(Place, "join", join)
+    each = [Place(rank, 3, 1, "cpu", None) for rank in range(3)]
+    with pytest.raises(type(error)), ranks.started(each, RunDirectory(tmp_path)):
+        pytest.fail("they have met")
+    assert [child.is_alive() for child in begun] == [False, False]
 
 
 @pytest.mark.usefixtures("eight_gpus")

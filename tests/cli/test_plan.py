@@ -135,6 +135,17 @@ def test_on_several_gpus_what_is_trained_in_the_servers_memory_is_planned(
     assert document["recommended"].endswith("--offload-optimizer --tensor-parallel-size 2")  # the more precise one
 
 
+def test_one_process_beside_a_split_server_is_planned_with_a_part_of_its_weights_and_a_copy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = "--model", model("7B", tmp_path), "--gpu-memory", "80", "--tensor-parallel-size", "2"
+    for more in (("--mode", "none"), ("--mode", "lora_only", "--lora-handover", "disk")):
+        document = planned(capsys, *given, *more)
+        weights = 1.5 * 2 * PARAMETERS["7B"] / 2**30
+        assert document["rows"][0]["weights_gib"] == pytest.approx(weights, rel=0.02)
+        assert "GiB on each of 2 GPUs" in told(capsys, *given, *more)
+
+
 def test_a_trainer_on_the_cpu_is_planned_with_the_memory_of_the_host(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

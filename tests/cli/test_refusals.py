@@ -105,7 +105,9 @@ def test_hosts_that_cannot_meet_are_refused_before_a_server_starts(
     monkeypatch.setenv("BRIDGE_SECRET", "known to all hosts")
     assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
     assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
-    assert "--hosts 2: bridge train takes one running server" in bridge.refused(2, *train(exported, "--hosts", "2"))
+    for given in (("--hosts", "2"), ("--rendezvous", "10.0.0.1:29400")):
+        told = bridge.refused(2, *train(exported, *given))
+        assert f"{' '.join(given)}: bridge train takes one running server" in told
 
 
 def test_an_evaluation_without_held_out_problems_is_refused_before_a_server_starts(
@@ -265,6 +267,10 @@ def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, e
         (("--loss", "cispo", "--clip-dual", "3"), "--clip-dual has no effect with --loss cispo, only with dapo"),
         (("--mismatch", "none", "--mismatch-level", "token"), "--mismatch-level has no effect with --mismatch none"),
         (("--rollouts", "atropos", "--top-p", "0.9"), "--top-p has no effect with --rollouts atropos"),
+        (
+            ("--mode", "lora_only", "--lora-handover", "disk", "--kv-sleep", "always"),
+            "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained",
+        ),
         (("--top-p", "0"), "--top-p: must be greater than 0"),
         (("--top-k", "-1"), "--top-k: must be greater than or equal to 0"),
         (("--min-p", "1"), "--min-p: must be less than 1"),

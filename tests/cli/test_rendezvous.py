@@ -246,6 +246,12 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "model.safetensors").write_text("weights")
     (tmp_path / "task.py").write_text("class A: ...")
     task = {"environment": f"{tmp_path / 'task.py'}:A"}
+    files = {"reward": f"math, {tmp_path / 'mine.py'}:brief=0.5", "eval_data": str(tmp_path / "held_out.jsonl")}
+    for name in ("mine.py", "held_out.jsonl"):
+        (tmp_path / name).write_text("one")
+        before = told(tmp_path, **task, **files)
+        (tmp_path / name).write_text("other")
+        assert f"the file {tmp_path / name}" in str(alike.difference(before, told(tmp_path, **task, **files)))
     ours = told(tmp_path, **task)
     assert alike.difference(ours, told(tmp_path, run_dir=Path("x"), resume=True, restarts=2, port=9002, **task)) is None
     assert "differ in --lr: None on" in str(alike.difference(ours, told(tmp_path, lr=1e-5, **task)))

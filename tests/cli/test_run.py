@@ -67,6 +67,16 @@ def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
+def test_an_adapter_that_vllm_cuts_in_another_way_is_refused_before_it_starts() -> None:
+    split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
+    memory, disk = (TrainConfig.of(model_name="m", mode="lora_only", lora_handover=way) for way in ("memory", "disk"))
+    flags = ["--enforce-eager", "--fully_sharded_loras"]
+    with pytest.raises(UsageError, match="--fully-sharded-loras cuts an adapter in another way"):
+        run.for_adapters(split, memory, flags)
+    for serve, chosen in ((split, disk), (whole, memory)):
+        assert run.for_adapters(serve, chosen, flags).max_lora_rank == 16
+
+
 @pytest.mark.parametrize(
     ("flags", "key"),
     [([], "exported"), (["--api-key", "given", "second"], "given"), (["--api_key=given"], "given")],

@@ -15,6 +15,7 @@ from bridge.modes import way_of
 from bridge.modes.lora_disk import LoraDisk
 from bridge.modes.lora_memory import LoraMemory
 from bridge.modes.mode import RunContext
+from bridge.ranks.world import ALONE, Ranks
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
@@ -42,6 +43,7 @@ class FakeProcess:
         server = self.world.server
         server.toy = toy_server.with_slots(toy_server.serve(tiny.llama(), Path(model)), RANK)
         server.adapters.clear()
+        server.refuses.clear()
         server.version = 0
         self.world.export(token="new")
 
@@ -104,6 +106,7 @@ class World:
     http: HttpServer
     folder: Path
     notes: list[str] = field(default_factory=list)
+    ranks: Ranks = ALONE
 
     @property
     def port(self) -> int:
@@ -122,8 +125,9 @@ class World:
         fixed = {"model_name": self.server.toy.manifest.model, "mode": "lora_only", "lora_r": RANK}
         config = TrainConfig.of(**fixed | {"lora_handover": handover} | choices)
         context = RunContext(
-            name="runs/ours", scratch=self.scratch, note=self.notes.append, resumes=resumes, process=FakeProcess(self)
-        )
+            name="runs/ours", scratch=self.scratch, note=self.notes.append, resumes=resumes, process=FakeProcess(self),
+            ranks=self.ranks,
+        )  # fmt: skip
         mode = way_of(config)(config, context)
         assert isinstance(mode, LoraMemory | LoraDisk)
         return mode

@@ -5,6 +5,7 @@ Not covered: the adapter itself (`test_lora_adapter.py`).
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from bridge.errors import AttachError, BridgeError, ManifestError, UsageError
+from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError, UsageError
+from bridge.ranks.world import Ranks
+from bridge.server.client import BridgeClient
+from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import as_json
 from tests.unit.lora_runs import RANK, World, world_in
 from tests.unit.lora_server import refusal
+from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import FILLER, ToyServer
 
 HANDOVERS = pytest.mark.parametrize("handover", ["memory", "disk"])
@@ -294,3 +299,30 @@ def test_after_a_restart_the_parameters_are_the_same_objects_with_the_values_of_
         assert running.adapter_is_in_the_slot()
     else:
         assert list(world.server.adapters) == world.scratch_folders() == [f"bridge-adapter-{version + 2}"]
+
+
+def revived(ranks: Ranks, folder: Path, handover: str) -> tuple[int, int]:
+    """Lose the second rank's server before it publishes; return the versions then and after the next step."""
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        patched.setattr(tiny, "write", lambda _, own: own)  # transformers would write on the first rank alone
+        patched.setattr(BridgeClient, "digests", lambda *_: {})
+        world = stack.enter_context(world_in(folder / str(ranks.rank), patched))
+        world.ranks = ranks
+        world.export()
+        running = world.opened(handover)
+        if ranks.rank == 1:
+            world.server.refuses |= dict.fromkeys(("POST publish", "POST load_lora_adapter", "GET models"))
+        with pytest.raises(ServerUnreachableError):
+            running.publish()
+        running.mode.revive(None)
+        assert running.adapter_is_in_the_slot() or handover == "disk"
+        return running.mode.version, running.publish().version
+
+
+@pytest.mark.parametrize(("handover", "version"), [("memory", 7), ("disk", 2)])
+def test_servers_serve_one_version_after_one_of_them_died_before_it_published(
+    tmp_path: Path, handover: str, version: int
+) -> None:
+    for rank in range(2):
+        tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
+    assert on_ranks(2, revived, tmp_path, handover) == [(version, version + 1)] * 2

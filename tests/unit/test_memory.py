@@ -88,6 +88,9 @@ def test_an_adapter_is_all_that_is_trained_beside_a_frozen_base() -> None:
     assert memory_.served == 2 * (PARAMETERS["7B"] + 40_370_176)
     assert (memory_.own, disk.own) == (0, 2 * 40_370_176)
     assert memory_.temporaries == memory.LOGITS_BYTES, "a frozen head has no gradient"
+    assert (memory_.can_sleep, disk.can_sleep) == (True, False)
+    split = need_of("7B", mode="lora_only", lora_handover="disk", num_ranks=2)
+    assert split.own == disk.own + 2 * PARAMETERS["7B"], "a base that is split is copied whole"
 
 
 def test_a_frozen_reference_is_held_beside_the_model() -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bridge.core import mark
 from bridge.errors import RankError, UsageError
 from bridge.learn.balance import busiest, dealt
 from bridge.learn.learner import Learner, Learnt
@@ -33,9 +34,11 @@ from bridge.ranks import world
 from bridge.ranks.messages import Messages
 from bridge.ranks.world import ALONE, TOLD_LIMIT, Ranks
 from bridge.run import checkpoint, trainer
+from bridge.run.checkpoint import Found, Progress
 from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Trainer
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.several_ranks import KEY, on_ranks
@@ -624,7 +627,9 @@ class Interrupting(Reporter):
             raise KeyboardInterrupt
 
 
-def ran(ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any]) -> Summary:
+def ran(
+    ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any], resume: Found | None = None
+) -> Summary:
     """Train beside a fake server of this rank's own, which takes as many seconds to pause as the rank's number."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
         patched.setattr(tiny, "write", lambda *_: None)  # transformers would write on the first rank alone
@@ -635,7 +640,7 @@ def ran(ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any])
         made = RunDirectory.create(place, environment="letters") if ranks.leads else None
         ranks.told(None)
         heard = reporter if ranks.leads else Reporter()
-        return trainer.train(config, Letters(), made or RunDirectory.join(place), heard, ranks=ranks)
+        return trainer.train(config, Letters(), made or RunDirectory.join(place), heard, resume=resume, ranks=ranks)
 
 
 def test_ranks_end_after_the_same_step_although_their_times_differ(models: Path) -> None:
@@ -648,6 +653,23 @@ def test_an_interrupt_of_the_first_rank_between_two_steps_saves_the_last_one(mod
     for error in on_ranks(2, ran, models, Interrupting(), choices):
         assert isinstance(error, KeyboardInterrupt)
     assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
+
+
+def baseline(ranks: Ranks, folder: Path) -> float | None:
+    """Resume on hosts that share no disk: only the first one has the file of evaluations."""
+    with pytest.MonkeyPatch.context() as patched:
+        own = RunDirectory.first_evaluation
+        patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.leads else None)
+        patched.setattr(Trainer, "resume", lambda trainer, _: setattr(trainer, "_begun_at", 1))
+        found = Found(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
+        return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before
+
+
+def test_all_ranks_have_the_baseline_that_the_first_one_measured(models: Path) -> None:
+    (models / "run").mkdir()
+    mark.put(models / "run", "run")
+    (models / "run" / "evaluations.jsonl").write_text('{"step": 0, "reward_mean": 0.375}\n')
+    assert on_ranks(2, baseline, models) == [0.375, 0.375]
 
 
 class InterruptingSave(Reporter):
