@@ -31,7 +31,7 @@ from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
 from bridge.ranks import world
 from bridge.ranks.messages import Messages
-from bridge.ranks.world import ALONE, TOLD_LIMIT, Ranks
+from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, trainer
 from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
@@ -263,6 +263,26 @@ def test_a_rank_that_hangs_in_the_fence_is_not_waited_for_for_ever(monkeypatch: 
     monkeypatch.setattr(world, "FENCE_LIMIT", timedelta(seconds=2))
     first, _ = on_ranks(2, waits_in_vain)
     assert 1 < first < 15
+
+
+def stays_out(ranks: Ranks, who: int) -> str:
+    """Let one rank fail on its way into a fence, in which the others wait for it."""
+
+    def act() -> None:
+        if ranks.rank == who:
+            raise UsageError("no", remedy="yes")
+        with ranks.in_fence():
+            ranks.together(lambda: None)
+
+    with pytest.raises(UsageError) as met:
+        ranks.together(act)
+    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+    return met.value.message
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_outside_a_fence_is_heard_inside(who: int) -> None:
+    assert on_ranks(2, stays_out, who, limit_s=20) == ["no", "no"]
 
 
 def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
@@ -581,7 +601,7 @@ def planted(ranks: Ranks, place: Path, key: bytes) -> None:
     """Tell the others something that does harm, without their key."""
     if ranks.rank == 1:
         ranks._messages = Messages(1, 2, key)
-        ranks._messages.exchanged(Planted(place), ranks._groups[TOLD_LIMIT])
+        ranks._messages.exchanged(Planted(place), ranks._limited())
     ranks.told(None)
 
 
