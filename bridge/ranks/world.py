@@ -379,7 +379,9 @@ ALONE = Ranks()
 
 def _telling(members: Sequence[int] | None) -> dist.ProcessGroup:
     """Make the group in which these ranks tell each other things; None: all ranks."""
-    return dist.new_group(None if members is None else [*members], backend="gloo", timeout=TOLD_LIMIT)
+    ranks = None if members is None else [*members]
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=TOLD_LIMIT)
+    return group
 
 
 def in_order(each: Tensor) -> Tensor:

@@ -182,6 +182,35 @@ def test_each_gradient_that_ranks_release_is_scaled_down_on_its_own() -> None:
         torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=1e-5, atol=1e-9)
 
 
+def rows_of_calls(ranks: Ranks, blocks: Sequence[int], releases: bool) -> list[int]:
+    """Return how many rows each call of an update gets on this rank, of parameters with these numbers of blocks."""
+    weights = [nn.Parameter(torch.zeros(number * 256)) for number in blocks]
+    optimizer = SplitMasterAdamW(weights, ranks=ranks)
+    found, update_of = list[int](), optimizer._update
+
+    def watched(*dtypes: torch.dtype) -> Any:
+        step = update_of(*dtypes)
+        return lambda weight_RB, *given: (found.append(len(weight_RB)), step(weight_RB, *given))[1]
+
+    optimizer._update = watched  # type: ignore[method-assign]
+    loss = torch.stack([weight.sum() for weight in weights]).sum()
+    if releases:
+        with optimizer.releasing():
+            loss.backward()
+    else:
+        loss.backward()
+        optimizer.exchange()
+        optimizer.step(grad_norm=1.0)
+    return found
+
+
+@pytest.mark.parametrize(("blocks", "releases"), [((5,), False), ((5,), True), ((3, 3), True)])
+def test_no_rank_steps_a_single_row_for_which_torch_would_compile_anew(blocks: Sequence[int], releases: bool) -> None:
+    found = [rows for mine in on_ranks(2, rows_of_calls, blocks, releases) for rows in mine]
+    assert found
+    assert 1 not in found
+
+
 def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES]
     optimizer = optimizer_of(weights, name, ranks)
