@@ -189,10 +189,13 @@ def rows_of_calls(ranks: Ranks, blocks: Sequence[int], releases: bool) -> list[i
     found, update_of = list[int](), optimizer._update
 
     def watched(*dtypes: torch.dtype) -> Any:
-        step = update_of(*dtypes)
-        return lambda weight_RB, *given: (found.append(len(weight_RB)), step(weight_RB, *given))[1]
+        def step(weight_RB: Tensor, *given: Any) -> Tensor:
+            found.append(len(weight_RB))
+            return update_of(*dtypes)(weight_RB, *given)
 
-    optimizer._update = watched  # type: ignore[method-assign]
+        return step
+
+    optimizer._update = watched  # type: ignore[method-assign,assignment]
     loss = torch.stack([weight.sum() for weight in weights]).sum()
     if releases:
         with optimizer.releasing():
