@@ -182,6 +182,26 @@ def test_each_gradient_that_ranks_release_is_scaled_down_on_its_own() -> None:
         torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=1e-5, atol=1e-9)
 
 
+def read_once(ranks: Ranks) -> tuple[bool, bool]:
+    """Read the state of all parameters that had an update; return whether it is dropped then, and zero once reset."""
+    weights = [nn.Parameter(torch.ones(512)) for _ in range(3)]
+    optimizer = SplitMasterAdamW(weights, ranks=ranks)
+    for weight in weights[:2]:
+        weight.grad = torch.ones(512)
+    optimizer.exchange()
+    optimizer.step(grad_norm=1.0)
+    for weight in weights[:2]:
+        optimizer.parts(weight)
+    is_dropped = optimizer._gathered is None
+    optimizer.parts(weights[0])
+    optimizer.reset({})
+    return is_dropped, not optimizer.parts(weights[0])["exp_avg"].any()
+
+
+def test_what_ranks_gathered_of_a_state_is_not_kept() -> None:
+    assert on_ranks(2, read_once) == [(True, True)] * 2
+
+
 def rows_of_calls(ranks: Ranks, blocks: Sequence[int], releases: bool) -> list[int]:
     """Return how many rows each call of an update gets on this rank, of parameters with these numbers of blocks."""
     weights = [nn.Parameter(torch.zeros(number * 256)) for number in blocks]
