@@ -81,8 +81,8 @@ class OffloadedAdamW(SharedOptimizer):
 
     def allocate(self) -> None:
         super().allocate()
-        for parameter in self._steps if self._streams and not self._streamed else ():
-            self._streamed[parameter] = torch.empty(parameter.numel(), dtype=torch.float32).zero_()
+        if self._streams and not self._streamed:
+            self._streamed = {each: torch.empty(each.numel(), dtype=torch.float32).zero_() for each in self._steps}
 
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:

@@ -145,9 +145,14 @@ class SharedOptimizer(InPlaceOptimizer):
             self._gathered = None
             self._gathered = slab, {name: self._ranks.gathered(part) for name, part in slab.state.items()}
         parts = slab.parts(slab.members[index], self._gathered[1])
-        if index == len(slab.members) - 1:
-            self._gathered = None  # as large as the state of several ranks
+        later = [member.parameter for member in slab.members[index + 1 :]]
+        if not later or (self._steps[parameter] and not any(self._steps[each] for each in later)):
+            self._gathered = None  # as large as the state of several ranks; without an update, a parameter has none
         return parts
+
+    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
+        self._gathered = None
+        super().reset(num_updates)
 
     def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
         slab, index = self._places[parameter]

@@ -53,8 +53,8 @@ class Ranks:
         """Whether a rank is gone: nothing can be agreed on any more."""
         self.on_interrupt: Callable[[], None] = lambda: None
         """Called on the rank that a person interrupts, to interrupt the others."""
-        self._groups: dict[timedelta, dist.ProcessGroup] = {}
-        """To tell each other things, by the longest wait for an answer."""
+        self._telling: dist.ProcessGroup | None = None
+        """To tell each other things: one, since a rank outside a fence may tell those inside why it does not come."""
         self._tensors: dist.ProcessGroup | None = None
         """To exchange tensors; None: the default group."""
         self._limit = TOLD_LIMIT
@@ -111,7 +111,7 @@ class Ranks:
             own = dist.TCPStore(host, port, size, False, DEVICE_LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
             ranks._watch = Watch(own, device, rank, lambda: ranks._messages.count)
             ranks._watch.add(dist.group.WORLD, sockets() - before)
-            ranks._groups = _telling(None)
+            ranks._telling = _telling(None)
             if num_parts > 1:
                 each = range(size)
                 ranks._within = ranks._one_of([each[start : start + num_parts] for start in each[::num_parts]], key)
@@ -131,7 +131,7 @@ class Ranks:
             held, telling = sockets() - before, _telling(members)
             if self.rank in members:
                 mine = Ranks(members.index(self.rank), len(members))
-                mine._all, mine._members, mine._tensors, mine._groups = self, members, tensors, telling
+                mine._all, mine._members, mine._tensors, mine._telling = self, members, tensors, telling
                 mine._messages = Messages(mine.rank, mine.size, key + str(members).encode())
                 self._watch.add(tensors, held)
         return mine
@@ -168,11 +168,11 @@ class Ranks:
 
     def leave(self) -> None:
         """Leave the group; the others are not waited for."""
-        if self._groups:
+        if self._telling is not None:
             assert self._watch is not None, "it was made with them"
             self._watch.close()
             for ranks in (self, self.within, self.peers):
-                ranks._groups = {}
+                ranks._telling = None
             dist.destroy_process_group()
 
     @contextmanager
@@ -283,7 +283,7 @@ class Ranks:
     def spread(self, tensor: Tensor) -> None:
         """Fill `tensor`, in host memory, with that of rank 0."""
         with self._whole():
-            dist.broadcast(tensor, 0, group=self._groups[self._limit])
+            dist.broadcast(tensor, 0, group=self._limited())
 
     def gathered(self, mine: Tensor) -> Tensor:
         """Return every rank's tensor of this shape [R, ...] after each other: [ranks * R, ...]."""
@@ -325,10 +325,16 @@ class Ranks:
         seen: list[Any] = []
         try:
             with deferred_interrupt(), self._whole():
-                seen += self._messages.exchanged(mine, self._groups[self._all._limit])
+                seen += self._messages.exchanged(mine, self._limited())
         except KeyboardInterrupt as interrupt:
             return seen, interrupt
         return seen, None
+
+    def _limited(self) -> dist.ProcessGroup:
+        """Return the group to tell things in, which waits as long as this rank does now."""
+        assert self._telling is not None, "one rank tells nothing"
+        self._telling.set_timeout(self._all._limit)
+        return self._telling
 
     def _exchange(self, act: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
         """Exchange tensors with every rank."""
@@ -371,10 +377,11 @@ ALONE = Ranks()
 """A run of one process."""
 
 
-def _telling(members: Sequence[int] | None) -> dict[timedelta, dist.ProcessGroup]:
-    """Make the groups in which these ranks tell each other things; None: all ranks."""
+def _telling(members: Sequence[int] | None) -> dist.ProcessGroup:
+    """Make the group in which these ranks tell each other things; None: all ranks."""
     ranks = None if members is None else [*members]
-    return {limit: dist.new_group(ranks, backend="gloo", timeout=limit) for limit in (TOLD_LIMIT, FENCE_LIMIT)}
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=TOLD_LIMIT)
+    return group
 
 
 def in_order(each: Tensor) -> Tensor:

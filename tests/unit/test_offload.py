@@ -136,3 +136,24 @@ def test_nothing_is_held_on_the_device(device: str) -> None:
         optimizer.allocate()
         assert sum(tensor.nbytes for tensor in optimizer._state()) == pytest.approx(each * num_weights, rel=0.1)
         assert {tensor.device.type for tensor in optimizer._state()} == {"cpu"}
+
+
+def test_sums_that_do_not_fit_are_allocated_whole_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = weights_of("cpu")
+    optimizer = OffloadedAdamW(ours, streams=True)
+    super(OffloadedAdamW, optimizer).allocate()
+    made, empty = list[None](), torch.empty
+
+    def short(*given: object, **named: object) -> Tensor:
+        made.append(None)
+        if len(made) == 2:
+            raise RuntimeError("can't allocate memory")
+        return empty(*given, **named)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", short)
+    with pytest.raises(RuntimeError, match="allocate"):
+        optimizer.allocate()
+    with optimizer.releasing():
+        sum(weight.sum() for weight in ours).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert [optimizer.num_updates(weight) for weight in ours] == [1] * len(ours)

@@ -32,7 +32,7 @@ from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
 from bridge.ranks import world
 from bridge.ranks.messages import Messages
-from bridge.ranks.world import ALONE, TOLD_LIMIT, Ranks
+from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, trainer
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.metrics import Evaluation, Summary
@@ -185,6 +185,58 @@ def test_each_gradient_that_ranks_release_is_scaled_down_on_its_own() -> None:
         torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=1e-5, atol=1e-9)
 
 
+def read_once(ranks: Ranks) -> tuple[bool, bool]:
+    """Read the state of all parameters that had an update; return whether it is dropped then, and zero once reset."""
+    weights = [nn.Parameter(torch.ones(512)) for _ in range(3)]
+    optimizer = SplitMasterAdamW(weights, ranks=ranks)
+    for weight in weights[:2]:
+        weight.grad = torch.ones(512)
+    optimizer.exchange()
+    optimizer.step(grad_norm=1.0)
+    for weight in weights[:2]:
+        optimizer.parts(weight)
+    is_dropped = optimizer._gathered is None
+    optimizer.parts(weights[0])
+    optimizer.reset({})
+    return is_dropped, not optimizer.parts(weights[0])["exp_avg"].any()
+
+
+def test_what_ranks_gathered_of_a_state_is_not_kept() -> None:
+    assert on_ranks(2, read_once) == [(True, True)] * 2
+
+
+def rows_of_calls(ranks: Ranks, blocks: Sequence[int], releases: bool) -> list[int]:
+    """Return how many rows each call of an update gets on this rank, of parameters with these numbers of blocks."""
+    weights = [nn.Parameter(torch.zeros(number * 256)) for number in blocks]
+    optimizer = SplitMasterAdamW(weights, ranks=ranks)
+    found, update_of = list[int](), optimizer._update
+
+    def watched(*dtypes: torch.dtype) -> Any:
+        def step(weight_RB: Tensor, *given: Any) -> Tensor:
+            found.append(len(weight_RB))
+            return update_of(*dtypes)(weight_RB, *given)
+
+        return step
+
+    optimizer._update = watched  # type: ignore[method-assign,assignment]
+    loss = torch.stack([weight.sum() for weight in weights]).sum()
+    if releases:
+        with optimizer.releasing():
+            loss.backward()
+    else:
+        loss.backward()
+        optimizer.exchange()
+        optimizer.step(grad_norm=1.0)
+    return found
+
+
+@pytest.mark.parametrize(("blocks", "releases"), [((5,), False), ((5,), True), ((3, 3), True)])
+def test_no_rank_steps_a_single_row_for_which_torch_would_compile_anew(blocks: Sequence[int], releases: bool) -> None:
+    found = [rows for mine in on_ranks(2, rows_of_calls, blocks, releases) for rows in mine]
+    assert found
+    assert 1 not in found
+
+
 def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES]
     optimizer = optimizer_of(weights, name, ranks)
@@ -266,6 +318,26 @@ def test_a_rank_that_hangs_in_the_fence_is_not_waited_for_for_ever(monkeypatch: 
     monkeypatch.setattr(world, "FENCE_LIMIT", timedelta(seconds=2))
     first, _ = on_ranks(2, waits_in_vain)
     assert 1 < first < 15
+
+
+def stays_out(ranks: Ranks, who: int) -> str:
+    """Let one rank fail on its way into a fence, in which the others wait for it."""
+
+    def act() -> None:
+        if ranks.rank == who:
+            raise UsageError("no", remedy="yes")
+        with ranks.in_fence():
+            ranks.together(lambda: None)
+
+    with pytest.raises(UsageError) as met:
+        ranks.together(act)
+    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+    return met.value.message
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_outside_a_fence_is_heard_inside(who: int) -> None:
+    assert on_ranks(2, stays_out, who, limit_s=20) == ["no", "no"]
 
 
 def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
@@ -584,7 +656,7 @@ def planted(ranks: Ranks, place: Path, key: bytes) -> None:
     """Tell the others something that does harm, without their key."""
     if ranks.rank == 1:
         ranks._messages = Messages(1, 2, key)
-        ranks._messages.exchanged(Planted(place), ranks._groups[TOLD_LIMIT])
+        ranks._messages.exchanged(Planted(place), ranks._limited())
     ranks.told(None)
 
 
