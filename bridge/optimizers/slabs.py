@@ -29,8 +29,7 @@ SLAB_ELEMENTS = {"cuda": 2**26, "cpu": 2**18}
 PIECE_ELEMENTS = {"cuda": 2**28, "cpu": 2**18}
 """Most elements of a large parameter per call: a GPU's one kernel has no temporaries; a CPU's should fit its caches."""
 LEAST_ROWS = 2
-"""Fewest rows of a call: torch compiles anew for tensors of one row. Parameters, pieces and ranks' parts have multiples
-of it, so that no border leaves a single row."""
+"""Fewest rows of a parameter, and of a piece of one: torch specializes on tensors of one row."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class Slab:
     @property
     def mine(self) -> range:
         """This rank's rows: all ranks have as many, the last ones beyond the slab's end."""
-        each = _whole_rows(-(-self.num_rows // self.ranks.size))
+        each = -(-self.num_rows // self.ranks.size)
+        each += each % LEAST_ROWS if self.ranks.size > 1 else 0
         return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
 
     def allocate(self) -> None:
@@ -125,7 +125,7 @@ class Slab:
             first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start
             most_rows = PIECE_ELEMENTS[members[0].parameter.device.type] // self.kind.moments.block
             num_pieces = -(-num_rows // most_rows) if len(members) == 1 else 1
-            bounds = [first + _whole_rows(number * num_rows // num_pieces) for number in range(num_pieces + 1)]
+            bounds = [first + number * num_rows // num_pieces for number in range(num_pieces + 1)]
             for start, end in pairwise(bounds):
                 yield Piece(self, members, slice(start, end), step + 1)
 
@@ -185,7 +185,7 @@ def slabs(
         key = (parameter in alike, parameter.dtype, parameter.device, *hyperparameters(group))
         is_small = parameter.numel() <= SMALL_ELEMENTS[parameter.device.type]
         members = open_slabs.get(key, []) if is_small else []
-        num_rows = max(LEAST_ROWS, _whole_rows(-(-parameter.numel() // kind.moments.block)))
+        num_rows = max(LEAST_ROWS, -(-parameter.numel() // kind.moments.block))
         start = members[-1].rows.stop if members else 0
         if (start + num_rows) * kind.moments.block > SLAB_ELEMENTS[parameter.device.type]:
             members, start = [], 0
@@ -198,11 +198,6 @@ def slabs(
         Slab(kind, number, members, device or members[0].parameter.device, ranks)
         for number, members in enumerate(dealt)
     ]
-
-
-def _whole_rows(number: int) -> int:
-    """Round up to a multiple of `LEAST_ROWS`."""
-    return -(-number // LEAST_ROWS) * LEAST_ROWS
 
 
 def hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:

@@ -203,7 +203,9 @@ class SplitMasterAdamW(SharedOptimizer):
                 self._num_changed.append(step(weight, sum_RB[own], state, coefficients, norm, place).sum())
 
     def _update(self, weight: torch.dtype, gradient: torch.dtype) -> Update:
-        return compiled(self.kind, weight, gradient, self._device) if self._compiles else partial(update, self.kind)
+        if not self._compiles:
+            return partial(update, self.kind)
+        return compiled(self.kind, weight, gradient, self._device, single=self._ranks.size > 1)
 
 
 def _bits(parameter: Tensor) -> Tensor:

@@ -153,8 +153,13 @@ def update(
 
 @cache
 @torch.no_grad()  # as in later calls: a change of grad mode would recompile
-def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: torch.device) -> Update:
-    """Compile `update` into one kernel for any number of blocks of these dtypes, by running it once on zeros."""
+def compiled(
+    kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: torch.device, *, single: bool = False
+) -> Update:
+    """Compile `update` into one kernel for any number of blocks of these dtypes, by running it once on zeros.
+
+    torch compiles anew for a `single` block, which the border between two ranks may leave; with it, that is done, too.
+    """
 
     def update_of_kind(*tensors: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         weight_RB, gradient_RB, *scalars = tensors
@@ -166,20 +171,22 @@ def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: tor
     def call(weight_RB: Tensor, gradient_RB: Tensor, state: Mapping[str, Tensor], *scalars: Tensor) -> Tensor:
         return compiled_update(weight_RB, gradient_RB, *scalars, state=state)
 
-    def zeros(dtype: torch.dtype, elements: int = 1) -> Tensor:
-        made = torch.zeros(TRIAL_BLOCKS, kind.moments.block // elements, dtype=dtype, device=device)
-        torch._dynamo.mark_dynamic(made, 0)
+    def zeros(num_blocks: int, dtype: torch.dtype, elements: int = 1) -> Tensor:
+        made = torch.zeros(num_blocks, kind.moments.block // elements, dtype=dtype, device=device)
+        if num_blocks > 1:
+            torch._dynamo.mark_dynamic(made, 0)
         return made
 
     group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    call(
-        zeros(torch.int16 if weight == torch.bfloat16 else weight),
-        zeros(gradient),
-        {name: zeros(part.dtype, part.elements) for name, part in kind.parts(weight).items()},
-        torch.tensor(Coefficients.of(group, 1), device=device),
-        torch.ones((), device=device),
-        torch.zeros(2, dtype=torch.int32, device=device),
-    )
+    for count in (TRIAL_BLOCKS, 1) if single else (TRIAL_BLOCKS,):
+        call(
+            zeros(count, torch.int16 if weight == torch.bfloat16 else weight),
+            zeros(count, gradient),
+            {name: zeros(count, part.dtype, part.elements) for name, part in kind.parts(weight).items()},
+            torch.tensor(Coefficients.of(group, 1), device=device),
+            torch.ones((), device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
+        )
     return call
 
 
