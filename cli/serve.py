@@ -6,6 +6,7 @@ Not covered: the flags and variables that vLLM gets (`server_command.py`).
 import contextlib
 import errno
 import os
+import random
 import socket
 import sys
 from pathlib import Path
@@ -28,6 +29,9 @@ VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- VLLM_FLAGS", help="vLLM's own flags, passed on unchanged.", show_default=False),
 ]
+
+PORTS = range(20000, 32768)
+"""Ports below those that Linux gives to connections by default (`net.ipv4.ip_local_port_range`)."""
 
 
 @from_config(ServeConfig)
@@ -131,9 +135,20 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
 
 
 def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port on which nothing listens, of those that Linux gives no connection of its own: vLLM binds it later.
+
+    Raises:
+        OSError: there is none, or no such address.
+    """
+    draw = random.SystemRandom()  # processes that start together draw others
+    for port in draw.sample(PORTS, len(PORTS)):
+        try:
+            with socket.create_server((host, port)):
+                return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports from {PORTS.start} to {PORTS.stop - 1} of {host} are in use")
 
 
 def clear_manifest(path: Path) -> None:

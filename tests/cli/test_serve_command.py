@@ -362,6 +362,17 @@ def test_a_free_port_passes() -> None:
     serve.check_port("127.0.0.1", serve.free_port("127.0.0.1"))
 
 
+def test_a_free_port_is_neither_taken_nor_one_that_a_connection_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM binds it half a minute later; of the kernel's own, another process had one by then."""
+    assert serve.free_port("127.0.0.1") < 32768
+    with socket.create_server(("127.0.0.1", serve.free_port("127.0.0.1"))) as taken:
+        only = taken.getsockname()[1]
+        monkeypatch.setattr(serve, "PORTS", range(only, only + 1))
+        with pytest.raises(OSError, match=f"all ports from {only} to {only} of 127.0.0.1 are in use"):
+            serve.free_port("127.0.0.1")
+    assert serve.free_port("127.0.0.1") == only
+
+
 def test_a_host_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="is no address"):
         serve.check_port("no such host.invalid", 9001)
