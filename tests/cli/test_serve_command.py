@@ -363,7 +363,7 @@ def test_a_free_port_passes() -> None:
 
 
 def test_a_free_port_is_neither_taken_nor_one_that_a_connection_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM binds it half a minute later; of the kernel's own, another process had one by then."""
+    """The server binds it half a minute later; of the kernel's own, another process had one by then."""
     assert serve.free_port("127.0.0.1") < 32768
     with socket.create_server(("127.0.0.1", serve.free_port("127.0.0.1"))) as taken:
         only = taken.getsockname()[1]
