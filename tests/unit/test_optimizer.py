@@ -353,7 +353,9 @@ def test_a_schedule_counts_the_planned_updates(kind: str, expected: dict[int, fl
 
 def test_an_update_is_compiled_for_the_gradients_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[torch.dtype, torch.dtype]]()
-    monkeypatch.setattr(split_adamw, "compiled", lambda _, weight, gradient, device: asked.append((weight, gradient)))
+    monkeypatch.setattr(
+        split_adamw, "compiled", lambda _, weight, gradient, __, single: asked.append((weight, gradient))
+    )
     weights = [torch.nn.Parameter(torch.ones(3).bfloat16())]
     optimizer = split_adamw.SplitMasterAdamW(weights, compiles=True)
     optimizer.allocate()
