@@ -1,4 +1,4 @@
-"""The share of a GPU that vLLM may use so that training fits beside it.
+"""The share of a GPU that vLLM may use so that training fits beside it, and whether it fits into the host's memory.
 
 Not covered: the arithmetic (`bridge/planning/memory.py`), and other setups (`bridge plan`).
 """
@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need
@@ -64,3 +65,23 @@ def expected(config: ServeConfig) -> TrainConfig:
     if config.max_lora_rank is None:
         return FULL
     return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)
+
+
+def check_host(trainer: TrainConfig) -> None:
+    """Check that the state of an offloaded optimizer fits into what is left of this host's memory.
+
+    Raises:
+        UsageError: it does not, and the kernel would kill the run in its first step.
+    """
+    if not trainer.optimizer.offload:
+        return
+    try:
+        size = ModelSize.of(trainer.model_name)
+    except UsageError:
+        return  # nothing is known before it is loaded
+    needed, left = Need.of(size, trainer, gpu_bytes=math.inf).offloaded, left_bytes()
+    if needed > left:
+        raise UsageError(
+            f"--offload-optimizer takes {needed / GIB:.1f} GiB of this host's memory, {left / GIB:.1f} GiB are left",
+            remedy="--optimizer adamw-8bit or adamw-4bit without it, whose state on the GPU is small; see bridge plan",
+        )

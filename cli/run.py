@@ -10,6 +10,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.run.run_directory import write_json
 from cli import again, alike, console, ending, ranks, rendezvous
+from cli.memory_share import check_host
 from cli.options import Json, from_config
 from cli.ranks import Part, attached_to, send_key, shares_weights, trained
 from cli.resume import open_run
@@ -61,6 +62,7 @@ def run(
         from cli import on_ray as cluster
 
         raise typer.Exit(cluster.run(train, serve))
+    check_host(train)
     environment = load_environment(train)
     flags = vllm_flags or []
     serves, places = for_adapters(serve, train, flags), ranks.places(train, serve)

@@ -13,6 +13,7 @@ from bridge.errors import UsageError
 from bridge.run.run_directory import RunDirectory, labelled_json
 from bridge.types import Environment
 from cli import console, ending, live
+from cli.memory_share import check_host
 from cli.options import Json, from_config
 from cli.resume import open_run
 from cli.steps import summary_line
@@ -36,6 +37,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     from cli.server_process import StartedServer
     from cli.start_command import StartCommand
 
+    check_host(config)
     environment = load_environment(config)
     command = StartCommand.parse(config) if config.publishing.start_command else None
     settled, run, found = open_run(config)

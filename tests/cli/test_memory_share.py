@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import UsageError
+from bridge.planning.model_size import ModelSize
 from cli import memory_share
 from cli.memory_share import MemoryShare
 from tests.models.sizes import folder_of, qwen2
@@ -134,3 +136,22 @@ def test_a_server_that_is_started_alone_expects_the_trainer_that_its_flags_tell_
     assert memory_share.expected(ServeConfig(model="m")).mode == "shared_vllm"
     adapter = memory_share.expected(ServeConfig(model="m", max_lora_rank=64))
     assert (adapter.mode, adapter.lora.r) == ("lora_only", 64)
+
+
+@pytest.mark.parametrize(
+    ("choices", "each"), [({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12)]
+)
+def test_an_offloaded_state_that_does_not_fit_into_the_host_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], each: int
+) -> None:
+    """All GPUs of a host hold it once."""
+    model = str(folder_of(qwen2("7B"), tmp_path / "model"))
+    needed = each * ModelSize.of(model).num_params
+    trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})
+    monkeypatch.setattr(memory_share, "left_bytes", lambda: needed - GIB)
+    with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of this host's memory"):
+        memory_share.check_host(trainer)
+    memory_share.check_host(trainer.changed(model_name="org/name-of-none"))
+    monkeypatch.setattr(memory_share, "left_bytes", lambda: needed + GIB)
+    memory_share.check_host(trainer)
+    memory_share.check_host(TrainConfig.of(model_name=model))
