@@ -223,7 +223,8 @@ class Policy:
         """Return Bridge's own AdamW: bf16 weights in place, and none of its updates lost to rounding.
 
         `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
-        bf16 step, which are most of them at learning rates of reinforcement learning.
+        bf16 step, which are most of them at learning rates of reinforcement learning. The state is allocated
+        in the first `update`, before the fence.
 
         Raises:
             UsageError: there is no such optimizer, or a number is out of range.
@@ -257,7 +258,7 @@ class Policy:
         """
         norm = self._clipped(optimizer, max_norm)
         if isinstance(optimizer, InPlaceOptimizer):
-            optimizer.allocate()  # here, where a lack of memory leaves the weights whole; and one never used needs none
+            optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
 
         def write() -> None:
             if isinstance(optimizer, InPlaceOptimizer):

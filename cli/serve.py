@@ -31,7 +31,7 @@ VllmFlags = Annotated[
 ]
 
 PORTS = range(20000, 32768)
-"""Ports below those that Linux gives to connections by default (`net.ipv4.ip_local_port_range`)."""
+"""Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
 
 
 @from_config(ServeConfig)
@@ -135,12 +135,12 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
 
 
 def free_port(host: str) -> int:
-    """Return a port on which nothing listens, of those that Linux gives no connection of its own: vLLM binds it later.
+    """Return a port on which nothing listens, and which no outgoing connection gets before vLLM binds it.
 
     Raises:
         OSError: there is none, or no such address.
     """
-    draw = random.SystemRandom()  # processes that start together draw others
+    draw = random.SystemRandom()  # processes that start together should not draw the same
     for port in draw.sample(PORTS, len(PORTS)):
         try:
             with socket.create_server((host, port)):

@@ -153,9 +153,7 @@ def update(
 
 @cache
 @torch.no_grad()  # as in later calls: a change of grad mode would recompile
-def compiled(
-    kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: torch.device, *, single: bool = False
-) -> Update:
+def compiled(kind: Kind, weight: torch.dtype, gradient: torch.dtype, device: torch.device, *, single: bool) -> Update:
     """Compile `update` into one kernel for any number of blocks of these dtypes, by running it once on zeros.
 
     torch compiles anew for a `single` block, which the border between two ranks may leave; with it, that is done, too.

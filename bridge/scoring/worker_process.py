@@ -1,7 +1,7 @@
 """A worker as the trainer sees it: started, asked one question at a time, killed and replaced.
 
-It is not a fork, because this process may have threads, and CUDA. It is a Python of its own that runs nothing of the
-script that was started here, so that such a script needs no `if __name__ == "__main__"`. What it prints goes to stderr.
+It is not forked, because this process may have threads and CUDA. It is a fresh Python that runs nothing of the user's
+script, so that the script needs no `if __name__ == "__main__"`. What it prints goes to stderr.
 Every wait has a deadline, and an answer counts only if it has the number of the question.
 """
 

@@ -137,7 +137,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
         if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
             num_bytes = 0
-        shard[name] = from_dlpack(tensor.contiguous())  # the same memory, as a storage of its own
+        shard[name] = from_dlpack(tensor.contiguous())  # the same memory, in a storage that holds this tensor alone
         num_bytes, total = num_bytes + tensor.nbytes, total + tensor.nbytes
     flush()
     if len(files) == 1:
