@@ -20,8 +20,8 @@ from bridge.errors import AttachError
 from bridge.rollouts.distribution import filters
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from patches import ranks
+from patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
 from patches.generate import CLIENT_GONE
-from patches.logprobs_wire import FILTERED, ROLLOUT
 from patches.thresholds import COUNT_BITS, unpack
 
 PINS = """
@@ -61,7 +61,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         given = f"a prompt of {length} tokens and max_tokens={body.max_tokens}"
         raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
     chosen = _filters(body, engine)
-    request_id = f"{FILTERED if chosen else ROLLOUT}{uuid.uuid4().hex}"
+    request_id = f"{FILTERED if chosen else ROLLOUT}{AT_ONCE if body.stop else ''}{uuid.uuid4().hex}"
     try:
         answers = engine.generate(
             {"prompt_token_ids": list(body.prompt)}, _params(body, chosen), request_id, lora_request=adapter

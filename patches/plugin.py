@@ -26,8 +26,8 @@ def register() -> None:
         return
     from patches import (
         compatibility,
+        engine_outputs,
         loading,
-        logprobs_wire,
         memory_pool,
         model_runner,
         prefix_cache,
@@ -41,5 +41,5 @@ def register() -> None:
     for name in VARIABLES:  # or vLLM warns at startup that it does not know them
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     tether.tie()
-    for patched in (loading, model_runner, memory_pool, prefix_cache, logprobs_wire, thresholds):
+    for patched in (loading, model_runner, memory_pool, prefix_cache, engine_outputs, thresholds):
         patched.patch()

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes, in_words
-from patches.logprobs_wire import FILTERED
+from patches.engine_outputs import FILTERED
 
 PINS = """
 vllm.v1.engine.async_llm: wrap async AsyncLLM.add_request(request_id, prompt, params)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import FenceState, Holder, Lease, PauseRequest, Status, Written
-from patches.logprobs_wire import SERVE_VERSION
+from patches.engine_outputs import SERVE_VERSION
 
 PINS = """
 vllm.v1.engine.async_llm

@@ -7,7 +7,7 @@ What is done: all three filters keep the likeliest words, so that two numbers sa
 between the least logit that was kept and the greatest that was dropped, over the temperature: another engine's logits,
 which round differently, then mostly fall on the same sides; the number of words tells whether they do.
 Why this is safe: nothing is computed for a step without such a request. Both share 64 bits with the token's rank in the
-vocabulary, and `logprobs_wire.py` takes them apart.
+vocabulary, and `engine_outputs.py` takes them apart.
 """
 
 from collections.abc import Callable

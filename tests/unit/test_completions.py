@@ -20,8 +20,8 @@ from bridge.rollouts.openai_api import Completions
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from patches import completions as completions_route
 from patches import routes
+from patches.engine_outputs import FILTERED
 from patches.generate import CLIENT_GONE
-from patches.logprobs_wire import FILTERED
 from patches.server_fence import ServerFence
 from patches.thresholds import COUNT_BITS, KEEP_ALL, pack
 from tests.unit.checks_sample import manifest

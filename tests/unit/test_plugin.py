@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from bridge.errors import IncompatibleVersionError
-from patches import compatibility, loading, logprobs_wire, memory_pool, model_runner, plugin, prefix_cache, tether
+from patches import compatibility, engine_outputs, loading, memory_pool, model_runner, plugin, prefix_cache, tether
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def test_vllm_is_patched_once_and_only_on_request(
     order: list[str] = []
     monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
     monkeypatch.setattr(tether, "tie", lambda: order.append("tie"))
-    for module in (loading, model_runner, memory_pool, prefix_cache, logprobs_wire):
+    for module in (loading, model_runner, memory_pool, prefix_cache, engine_outputs):
         monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.removeprefix("patches.")))
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     if value is not None:
@@ -33,7 +33,7 @@ def test_vllm_is_patched_once_and_only_on_request(
         plugin.register()
     for name in ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_SKIP_WEIGHT_DAEMON"):
         assert (name in envs.environment_variables) is patched
-    everything = ["check", "tie", "loading", "model_runner", "memory_pool", "prefix_cache", "logprobs_wire"]
+    everything = ["check", "tie", "loading", "model_runner", "memory_pool", "prefix_cache", "engine_outputs"]
     assert order == (everything if patched else [])
 
 

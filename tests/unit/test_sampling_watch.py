@@ -9,7 +9,7 @@ import pytest
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
 from patches import sampling_watch
-from patches.logprobs_wire import FILTERED
+from patches.engine_outputs import FILTERED
 
 NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
 
