@@ -68,10 +68,10 @@ def _choices(config: Config) -> Iterator[tuple[str, str]]:
 
 def _files(train: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yield a digest of each file that a choice names."""
-    folder = Path(train.model_name)
-    described: Any = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
-    described = [model.read(train.model_name), described]
-    yield f"the files of {train.model_name}", _digest(json.dumps(described, default=str, sort_keys=True).encode())
+    for name in filter(None, (train.model_name, train.loss.reference_model)):
+        weights: Any = sorted((path.name, path.stat().st_size) for path in Path(name).glob("*.safetensors"))
+        described = json.dumps([model.read(name), weights], default=str, sort_keys=True)
+        yield f"the files of {name}", _digest(described.encode())
     task = train.task
     rewards = [item.strip().partition("=")[0] for item in (task.reward or "").split(",")]
     code = [name.rpartition(":")[0] for name in (task.environment, *rewards)]

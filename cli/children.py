@@ -79,19 +79,21 @@ def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, progress
     return None
 
 
-def stop(child: Child, *, grace_s: float = 15.0) -> None:
-    """Send SIGTERM to `child`, and kill what is left of its tree after `grace_s`, or at once on a second Ctrl-C."""
-    tree = _tree(child)
+def stop(*stopped: Child, grace_s: float = 15.0) -> None:
+    """Send SIGTERM to children, and kill what is left of their trees after `grace_s`, or at once on a second Ctrl-C."""
+    tree = set[psutil.Process]().union(*map(_tree, stopped))
     try:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
-        _wait(child.is_alive, grace_s)
+        for child in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
+        _wait(lambda: any(child.is_alive() for child in stopped), grace_s)
         _wait(lambda: _running(tree), grace_s / 3)
     finally:
-        tree |= _tree(child)
+        tree = tree.union(*map(_tree, stopped))
         trackers = _trackers(tree)
         _kill(tree - trackers)
-        child.process.wait()
+        for child in stopped:
+            child.process.wait()
         _wait(lambda: _running(trackers), TRACKER_S)
         _kill(trackers)
         _wait(lambda: _running(tree), 5)  # init reaps orphans at its own pace

@@ -162,6 +162,7 @@ def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) 
     parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)
     for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
         parts += _flag(key, config.get(key)) if config.was_given(key) else ()
+    parts += ["--rendezvous", "HOST:PORT"] if config.hosts > 1 and config.rendezvous is None else []
     longest = serve.max_model_len or size.max_tokens or 0
     if longest > row.kv_tokens:  # vLLM does not start if its KV cache cannot hold one sequence
         longest = max(2 ** (row.kv_tokens.bit_length() - 1), memory.sequence_tokens(config))

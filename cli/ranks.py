@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -221,13 +222,13 @@ def started(each: Sequence[Place], run: RunDirectory, met: Met | None = None) ->
             raise _explained(error, each, others, met) from error
         finally:
             ranks.leave()
+            end = time.monotonic() + END_LIMIT_S
             for child in others:
                 if ranks is ALONE:  # they have not met: no rank has a server, and torch may wait without an end
                     children.kill(child)
-                children.wait_until(child, lambda: False, limit_s=END_LIMIT_S, progress=lambda _: None)
+                children.wait_until(child, lambda: False, limit_s=end - time.monotonic(), progress=lambda _: None)
     finally:
-        for child in others:
-            children.stop(child)
+        children.stop(*others)
 
 
 @contextlib.contextmanager

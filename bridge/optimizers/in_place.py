@@ -50,6 +50,15 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         self._num_changed: list[Tensor] = []
         """Words that the last update changed, counted piece by piece."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made; UsageError afterwards, since its state is laid out once."""
+        if hasattr(self, "_factors"):
+            raise UsageError(
+                "an optimizer of Bridge takes all of its parameters when it is made",
+                remedy="make a new one with all groups",
+            )
+        super().add_param_group(param_group)
+
     def scale_rates(self, factor: float) -> None:
         """Multiply the learning rates that the optimizer was made with; replaces an earlier factor."""
         for group, rate in zip(self.param_groups, self._rates, strict=True):

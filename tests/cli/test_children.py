@@ -106,6 +106,18 @@ def test_stopping_kills_what_does_not_heed(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
+def test_stopping_several_waits_for_all_at_once_and_kills_those_that_do_not_heed(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    each = [start(code, folder) for code, folder in zip((STUBBORN, FAMILY, STUBBORN), folders, strict=True)]
+    pids = [grandchild(child) for child in each]
+    children.stop(*each, grace_s=0.3)
+    assert [child.exit_code() for child in each] == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
+    assert all(map(is_gone, pids))
+    children.stop()
+
+
 def test_stopping_finds_the_orphans_of_a_child_that_has_died(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     pid = grandchild(child)

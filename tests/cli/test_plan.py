@@ -171,6 +171,14 @@ def test_copies_on_several_gpus_share_the_optimizers_state_and_lie_beside_their_
     assert each["host_gib"] > one["host_gib"]
 
 
+def test_the_command_for_several_hosts_says_where_they_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ("--model", model("1.5B", tmp_path), "--gpu-memory", "80", "--hosts", "2")
+    assert "--hosts 2 --rendezvous HOST:PORT" in planned(capsys, *given)["recommended"]
+    chosen = planned(capsys, *given, "--rendezvous", "10.0.0.1:29400")["recommended"]
+    assert "--rendezvous 10.0.0.1:29400" in chosen
+    assert "HOST:PORT" not in chosen
+
+
 def test_choices_that_exclude_one_another_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = ["--optimizer", "adamw-8bit", "--offload-optimizer"]
     assert answer(["plan", "--model", model("7B", tmp_path), "--gpu-memory", "80", *given]) == 2

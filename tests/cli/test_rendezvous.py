@@ -261,6 +261,12 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"the file {tmp_path / 'task.py'}" in str(alike.difference(ours, told(tmp_path, **task)))
     (tmp_path / "model.safetensors").write_text("other weights")
     assert f"the files of {tmp_path}" in str(alike.difference(ours, told(tmp_path, **task)))
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    frozen = {"reference_model": str(reference), "kl_coef": 0.1, **task}
+    ours = told(tmp_path, **frozen)
+    (reference / "model.safetensors").write_text("frozen weights")
+    assert f"the files of {reference}" in str(alike.difference(ours, told(tmp_path, **frozen)))
     monkeypatch.setattr("bridge.__version__", "0.0.1")
     assert "the version of Bridge" in str(alike.difference(ours, told(tmp_path, **task)))
 

@@ -64,7 +64,8 @@ def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.Monke
     each = iter(outputs)
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {0: EngineCoreOutputs(outputs=list(next(each)))})
     engine_outputs.collect()
-    return Scheduler.update_from_output
+    update: Callable[[Any], Any] = Scheduler.update_from_output
+    return update
 
 
 def columns(found: Any) -> tuple[list[int], list[float], list[int]]:

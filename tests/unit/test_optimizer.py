@@ -54,6 +54,14 @@ def test_a_split_master_joins_to_the_same_bits() -> None:
         assert torch.equal(bits(join(*split(values))), bits(values))
 
 
+def test_parameters_that_come_late_are_refused_and_none_is_added() -> None:
+    first = torch.nn.Parameter(torch.zeros(4))
+    optimizer = SplitMasterAdamW([first], kind=KINDS["adamw"])
+    with pytest.raises(UsageError, match="takes all of its parameters when it is made"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]})
+    assert [group["params"] for group in optimizer.param_groups] == [[first]]
+
+
 def test_the_upper_half_is_the_nearest_bf16_and_a_tie_goes_away_from_zero() -> None:
     torch.manual_seed(0)
     values = torch.randn(100_000)
