@@ -251,7 +251,7 @@ def trained(
     send_key(part.vllm_flags)
     server = StartedServer(command, log, limit_s=part.start_limit_s)
     with contextlib.ExitStack() as running:
-        process = ranks.together(lambda: running.enter_context(server.running()) if ranks.speaks else None)
+        process = ranks.together(lambda: running.enter_context(server.running(ranks.heed)) if ranks.speaks else None)
         yield train_in(
             run, attached_to(part.train, command), environment,
             as_json=as_json, process=process, resume=part.resume, chosen=part.chosen, ranks=ranks,

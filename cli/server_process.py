@@ -67,15 +67,17 @@ class StartedServer:
         return self._server.process.pid if self._server else None
 
     @contextlib.contextmanager
-    def running(self) -> Iterator["StartedServer"]:
+    def running(self, heed: Callable[[], None] = lambda: None) -> Iterator["StartedServer"]:
         """Serve for as long as the context lasts; the server is ready when it begins and gone when it ends.
+
+        `heed` is called while it starts, and may raise to end that.
 
         Raises:
             ServerUnreachableError: it was not ready in time, or died, then or later.
             BridgeError: the patches refused the model.
         """
         try:
-            self._start(None)
+            self._start(None, heed)
             yield self
         except ServerUnreachableError as error:
             if str(self._log) in error.remedy:
@@ -98,12 +100,12 @@ class StartedServer:
             self._restarts += 1
             self._start(model)
 
-    def _start(self, model: str | Path | None) -> None:
+    def _start(self, model: str | Path | None, heed: Callable[[], None] = lambda: None) -> None:
         check_port(self._command.host, self._command.port)
         server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
         with deferred_interrupt():  # a process that we lose track of is never stopped
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
-        route = self._wait(self._server)
+        route = self._wait(self._server, heed)
         self._is_ready = True
         self._watchdog.enter_context(self._watched(self._server, route))
 
@@ -147,16 +149,18 @@ class StartedServer:
             children.kill(server)
             return
 
-    def _wait(self, server: Child) -> str:
+    def _wait(self, server: Child, heed: Callable[[], None]) -> str:
         """Wait until `server` is ready, and return the route that reports its health."""
         began = time.monotonic()
+
+        def progress(elapsed: float) -> None:
+            heed()
+            detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}")
+
         what = "restarting" if self._restarts else "starting"
         with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
             route = children.wait_until(
-                server,
-                lambda: self._answering(server),
-                limit_s=self._limit_s,
-                progress=lambda elapsed: detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}"),
+                server, lambda: self._answering(server), limit_s=self._limit_s, progress=progress
             )
         if route is not None:
             console.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")

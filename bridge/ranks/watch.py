@@ -66,6 +66,15 @@ class Watch:
         with suppress(RuntimeError):  # the first rank is gone
             self._store.set(f"{FAILED}{self._rank}", str(self._phase()))
 
+    def is_lost(self, ranks: Collection[int]) -> bool:
+        """Return whether any rank has ended, or one of these has failed in this phase."""
+        if any(map(_is_closed, self._connections)):
+            return True
+        try:
+            return any(map(self._has_failed, ranks))
+        except RuntimeError:  # the first rank is gone
+            return True
+
     def close(self) -> None:
         self._is_over.set()
         self._thread.join(2 * PERIOD_S)
@@ -75,20 +84,14 @@ class Watch:
     def _run(self) -> None:
         is_lost = False
         while not self._is_over.wait(PERIOD_S):
-            before, is_lost = is_lost, self._is_lost()  # seen twice: the last bytes of an exchange may be on their way
+            before, is_lost = (
+                is_lost,
+                self.is_lost({*self._members, *self._parts}),
+            )  # seen twice: the last bytes of an exchange may be on their way
             waits = bool(self._parts) or (self._work is not None and not self._work.is_completed())
             if is_lost and before and waits:
                 self._break_off()
                 return
-
-    def _is_lost(self) -> bool:
-        """Return whether a rank has failed in this phase, or has ended."""
-        if any(map(_is_closed, self._connections)):
-            return True
-        try:
-            return any(map(self._has_failed, {*self._members, *self._parts}))
-        except RuntimeError:  # the first rank is gone
-            return True
 
     def _has_failed(self, rank: int) -> bool:
         key = f"{FAILED}{rank}"

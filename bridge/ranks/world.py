@@ -211,6 +211,21 @@ class Ranks:
             setattr(found, OF_TENSORS, True)
             raise found from error
 
+    def heed(self) -> None:
+        """End something long, such as a server's start, whose result another rank's end has made useless.
+
+        Raises:
+            RankError: a rank has failed in what all do now, or is gone; if it can, it tells why.
+        """
+        watch = self._all._watch
+        if watch is not None and watch.is_lost(range(self._all.size)):
+            found = RankError(
+                f"rank {self.rank} of {self.size} stopped, since another rank failed",
+                remedy="the rank that ended first says why",
+            )
+            setattr(found, OF_TENSORS, True)
+            raise found
+
     def told(self, mine: Result) -> list[Result]:
         """Return what every rank tells, in the order of the ranks; raises what `agreed` raises."""
         return self.agreed(lambda: mine)

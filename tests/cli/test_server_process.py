@@ -16,7 +16,7 @@ import pytest
 
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
-from bridge.errors import ServerUnreachableError, UnsupportedModelError, UsageError
+from bridge.errors import RankError, ServerUnreachableError, UnsupportedModelError, UsageError
 from bridge.modes.mode import ServerProcess
 from cli import children, server_process
 from cli.serve import free_port
@@ -112,6 +112,20 @@ def restart_twice_and_ask_after_a_kill(server: StartedServer) -> None:
     for _ in range(2):
         server.restart("again")
     ask_after_a_kill(server)
+
+
+def test_a_start_that_nobody_needs_any_more_ends_with_the_server_gone(tmp_path: Path, log: Path) -> None:
+    server, seen = served(fake(tmp_path, "--answer-after-s", "60"), log), list[int | None]()
+
+    def heed() -> None:
+        seen.append(server.pid)
+        if len(seen) > 1:
+            raise RankError("another rank failed", remedy="it says why")
+
+    with pytest.raises(RankError, match="another rank"), server.running(heed):
+        pytest.fail("it answers after a minute")
+    assert seen[0] is not None
+    assert all(map(is_dead, seen))
 
 
 def test_the_server_is_ready_inside_and_gone_with_its_manifest_after(tmp_path: Path, log: Path) -> None:

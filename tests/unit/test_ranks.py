@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge.core import mark
-from bridge.errors import RankError, UsageError
+from bridge.errors import BridgeError, RankError, UsageError
 from bridge.learn.balance import busiest, dealt
 from bridge.learn.learner import Learner, Learnt
 from bridge.optimizers import offload, slabs
@@ -288,6 +288,33 @@ def test_a_rank_that_is_gone_ends_the_others_at_once() -> None:
     first, second = on_ranks(2, ends, 1)
     assert "lost another rank" in first
     assert isinstance(second, EOFError)
+
+
+def starts_long(ranks: Ranks, is_gone: bool) -> str:
+    """Let one rank end while the other one does something long."""
+
+    def act() -> None:
+        if ranks.rank == 1 and is_gone:
+            os._exit(1)
+        if ranks.rank == 1:
+            raise UsageError("no", remedy="yes")
+        while True:
+            time.sleep(0.1)
+            ranks.heed()
+
+    ranks.heed()  # nobody has failed
+    with pytest.raises(BridgeError) as met:
+        ranks.together(act)
+    return met.value.message
+
+
+def test_a_rank_that_fails_ends_what_another_one_takes_long_for_and_says_why() -> None:
+    assert on_ranks(2, starts_long, False, limit_s=20) == ["no", "no"]
+
+
+def test_a_rank_that_is_gone_ends_what_another_one_takes_long_for() -> None:
+    first, _ = on_ranks(2, starts_long, True, limit_s=20)
+    assert "lost another rank" in first
 
 
 def waits_in_vain(ranks: Ranks) -> float:
