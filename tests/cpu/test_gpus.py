@@ -160,6 +160,21 @@ def test_a_server_that_dies_is_started_again_and_no_step_is_lost(model: Path, tm
     assert len(re.findall(r"vLLM is ready", said)) == 1, "the first rank's server was restarted, too"
 
 
+def test_a_server_that_does_not_start_ends_the_run_while_the_others_still_start(model: Path, tmp_path: Path) -> None:
+    process, log = started(command(model, tmp_path), tmp_path / "out"), tmp_path / "run" / "ranks" / "1.log"
+    while not (found := re.findall(r"starting vLLM \(pid (\d+)", log.read_text() if log.exists() else "")):
+        assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
+        time.sleep(0.05)
+    tree = everything(process)
+    os.kill(int(found[0]), signal.SIGKILL)
+    assert process.wait(LIMIT_S) == 1
+    assert not left(tree)
+    said = (tmp_path / "out").read_text()
+    assert f"error: vLLM (pid {found[0]}) ended with SIGKILL" in said
+    assert "vLLM is ready" not in said
+    assert "Traceback" not in said
+
+
 def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(model: Path, tmp_path: Path) -> None:
     process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
