@@ -34,7 +34,7 @@ vllm.v1.engine.core
     EngineCoreProc: output_queue
     EngineCore  # gets a method for `call_utility_async`
 vllm.v1.engine
-    EngineCoreOutput: request_id, new_token_ids, new_logprobs, finish_reason, events, prefill_stats
+    EngineCoreOutput: request_id, new_token_ids, new_logprobs, finish_reason, events, prefill_stats, num_nans_in_logits
     EngineCoreOutputs: outputs
 vllm.v1.core.sched.scheduler
     wrap Scheduler.update_from_output(scheduler_output, model_runner_output)
@@ -186,9 +186,11 @@ class Held:
             self.logprobs += logprobs[first : first + num_rows]
             self.ranks += ranks[first : first + num_rows]
             self.versions += [step.version] * num_rows
+            output.new_logprobs = None  # a request that waits must not keep the arrays of a whole step
         if before is not output:
             output.prefill_stats = before.prefill_stats or output.prefill_stats
             output.events = [*(before.events or ()), *(output.events or ())] or None
+            output.num_nans_in_logits = max(before.num_nans_in_logits, output.num_nans_in_logits)
 
     def message(self) -> Any:
         """Return the newest output with everything that was held."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -145,6 +146,25 @@ def test_several_tokens_of_a_step_of_speculation_are_held_alike() -> None:
     )
     assert columns(first)[1] == step.logprobs[:3, 0].tolist()
     assert columns(second)[1] == step.logprobs[4:7, 0].tolist()
+
+
+def test_what_is_held_does_not_keep_the_arrays_of_its_step() -> None:
+    engine_outputs.collect()
+    outbox, part = Outbox(), output(lists(3, 1), 1, id_=ROLLOUT)
+    step = ref(part.new_logprobs.step)
+    assert not outbox.due([part])
+    output(lists(3, 1), 0)  # vLLM goes on to the next step
+    del part
+    assert step() is None
+
+
+def test_logits_that_were_not_numbers_are_counted_whenever_they_were() -> None:
+    engine_outputs.collect()
+    outbox, step = Outbox(), lists(3, 1)
+    for number in (0, 3, 0):
+        assert not outbox.due([output(step, 1, id_=ROLLOUT, num_nans_in_logits=number)])
+    (found,) = received(outbox.rest([ROLLOUT]))
+    assert (len(found.new_token_ids), found.num_nans_in_logits) == (3, 3)
 
 
 def test_tokens_in_whose_text_stops_are_looked_for_do_not_wait() -> None:
