@@ -18,6 +18,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from bridge.errors import ServerUnreachableError
 from bridge.server import manifest
 from cli.leash import GRACE_S
 from cli.serve import free_port
@@ -167,7 +168,7 @@ def test_a_server_that_does_not_start_ends_the_run_while_the_others_still_start(
         time.sleep(0.05)
     tree = everything(process)
     os.kill(int(found[0]), signal.SIGKILL)
-    assert process.wait(LIMIT_S) == 1
+    assert process.wait(LIMIT_S) == ServerUnreachableError.exit_code
     assert not left(tree)
     said = (tmp_path / "out").read_text()
     assert f"error: vLLM (pid {found[0]}) ended with SIGKILL" in said
