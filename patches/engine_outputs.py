@@ -130,20 +130,15 @@ class Step:
         return self.lists.logprobs[:, 0].tolist(), self.lists.sampled_token_ranks.tolist()
 
     @cached_property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The three arrays with plain ranks, as vLLM has them without `thresholds.py`."""
-        ranks = np.asarray(self.lists.sampled_token_ranks)
+    def contents(self) -> list[tuple[str, tuple[int, ...], bytes, int]]:
+        """Of vLLM's three arrays, with plain ranks, the type, the shape of a row, all bytes, and the bytes of a row."""
+        ids, logprobs, ranks, _ = self.lists
         packed = ranks.astype(np.int64)
         if np.any(is_packed := packed >> RANK_SHIFT != 0):
             ranks = np.where(is_packed, unpack(packed)[0], packed)
-        return self.lists.logprob_token_ids, self.lists.logprobs, ranks
-
-    @cached_property
-    def contents(self) -> list[tuple[str, tuple[int, ...], bytes, int]]:
-        """Of each array the type, the shape of a row, all bytes, and the bytes of a row."""
         return [
             (each.dtype.str, each.shape[1:], each.tobytes(), each.itemsize * math.prod(each.shape[1:]))
-            for each in self.arrays
+            for each in (ids, logprobs, ranks)
         ]
 
 
