@@ -25,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loa
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 
-.PHONY: help setup verifiers lint type test test-unit test-all test-gpu test-verifiers families contract soak demo compare bench docs clean
+.PHONY: help setup verifiers lint type test test-unit test-all test-gpu test-verifiers several families contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ test-gpu: $(INSTALLED) ## The same and more on a GPU
 
 test-verifiers: $(VERIFIERS)/.installed ## Train on environments of verifiers, OpenEnv and Reasoning Gym, on the CPU
 	@$(PYTEST) tests/cpu/test_packages.py
+
+several: $(INSTALLED) ## Every test of several GPUs and hosts, on few cores, too
+	@$(BIN)/python -m pytest tests/cpu/test_gpus.py tests/cpu/test_tensor_parallel.py tests/cpu/test_hosts.py --several
 
 families: $(INSTALLED) ## Prove every family on the CPU, and write docs/families.md from what is found
 	@$(BIN)/python -m pytest tests/cpu/test_families.py tests/unit/test_parallel.py --record-families

@@ -1,4 +1,4 @@
-"""Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the option of `make contract`."""
+"""Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the options of some targets."""
 
 import os
 import shutil
@@ -13,6 +13,8 @@ from bridge.server import discovery
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
 REAL_VLLM_TIMEOUT_S = 900
+ENOUGH_CORES = 4
+"""For tests marked `several`."""
 
 # Commands started in the background of a script or under nohup ignore some of these signals, and so do their
 # children. The tests check how these signals are handled.
@@ -39,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-families", action="store_true", help="record the results of the family proofs for docs/families.md"
     )
+    parser.addoption("--several", action="store_true", help="run what many processes take part in on few cores, too")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -46,8 +49,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_small = len(os.sched_getaffinity(0)) < ENOUGH_CORES and not config.getoption("--several")
     for item in items:
+        if is_small and item.get_closest_marker("several"):
+            item.add_marker(pytest.mark.skip(reason=f"takes minutes on fewer than {ENOUGH_CORES} cores: make several"))
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)

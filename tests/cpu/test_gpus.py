@@ -125,7 +125,11 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+FEWER = "an adapter by disk", "a copy in place", "updates in the backward pass"
+"""Ways whose parts are tested without a vLLM or with one server (`tests/unit/test_none_ranks.py`, `test_ranks.py`)."""
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.several) if way in FEWER else way for way in WAYS])
 def test_every_way_of_training_works_on_two(model: Path, tmp_path: Path, way: str) -> None:
     run(model, tmp_path, "--training-steps", "5", *WAYS[way])
     rows = metrics(tmp_path)

@@ -39,7 +39,9 @@ pytestmark = pytest.mark.slow
 NUM_PARTS, STEPS = 2, 3
 IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
 ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
-EITHER = pytest.mark.parametrize("way", [(), ADAPTER], ids=["all weights", "an adapter"])
+EITHER = pytest.mark.parametrize(
+    "way", [pytest.param((), id="all weights"), pytest.param(ADAPTER, id="an adapter", marks=pytest.mark.several)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +174,7 @@ def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_
         scenarios.serves_the_adapter(server, saved, base)
 
 
+@pytest.mark.several
 def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) -> None:
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -190,6 +193,7 @@ def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) ->
     assert set(state["steps"].values()) == {5}
 
 
+@pytest.mark.several
 def test_an_adapter_resumes_in_any_number_of_parts_and_by_disk(tmp_path: Path) -> None:
     model, place = tiny.write(one_head(), tmp_path / "model", std=0.06), tmp_path / "saved"
     ways = (IN_PARTS, (), IN_PARTS, (*IN_PARTS, "--lora-handover", "disk"))
