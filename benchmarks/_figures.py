@@ -36,7 +36,8 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
     Medians over steps, or means where the work of steps may `differ`.
     """
     average = statistics.fmean if differ else statistics.median
-    steps = [step for run in runs for step in steps_of(side, run, warm_up)]
+    steps_of_runs = [steps_of(side, run, warm_up) for run in runs]
+    steps = [step for steps_of_run in steps_of_runs for step in steps_of_run]
     names = [name for name in (steps[0] if steps else {}) if name.endswith("_s")]
     known = {
         **{name: average([step[name] for step in steps]) for name in names},
@@ -54,6 +55,7 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
         **{name: value for name, value in known.items() if value is not None},
         "failures": [run.failure for run in runs if run.failure],
         "run_seconds": [run.seconds for run in runs],
+        "step_s_of_runs": [average([step["step_s"] for step in of_run]) for of_run in steps_of_runs if of_run],
         "steps": steps,
     }  # fmt: skip
 

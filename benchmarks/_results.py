@@ -17,7 +17,7 @@ import bridge
 from bridge.checks import software
 from patches.compatibility import installed_version
 
-RIVALS = ("trl", "liger-kernel")
+RIVALS = ("trl", "liger-kernel", "bitsandbytes")
 """Packages whose versions are recorded, if installed."""
 
 

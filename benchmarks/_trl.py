@@ -97,6 +97,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", help="as grpo.py")
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest sequence")
     parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
+    parser.add_argument("--optim", default="adamw_torch_fused", help="TRL's `optim`; adamw_bnb_8bit: 8-bit moments")
     parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
@@ -129,7 +130,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
         "learning_rate": 1e-6, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused", "bf16": True,
+        "optim": options.optim, "bf16": True,
         "model_init_kwargs": {"dtype": "float32" if options.float32 else "bfloat16"},
         "gradient_checkpointing": not options.no_checkpointing, "use_liger_kernel": options.liger,
         "use_cpu": not torch.cuda.is_available(),

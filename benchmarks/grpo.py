@@ -13,14 +13,16 @@ A step is 64 completions of exactly 256 tokens in groups of 8 with prompts of 12
 weights with a token-mean loss, clipped gradients and truncated importance weights. The model has random weights and an
 end token that cannot be sampled. Each side runs in its own processes, alone on the GPU; an outside clock stamps the
 end of every step, and NVML reports the memory of the whole GPU. Warm-up steps are excluded. The difference: TRL's
-AdamW keeps bf16 moments and rounds every update to bf16; Bridge loses no update, and `--ours` selects the moments. All
-prompts have one length, so TRL pads nothing. With `--trl "16 --on-bridge"` TRL's trainer works on Bridge's one copy of
-the weights (`bridge.for_trl`), without importance weights: the same as "16 --no-correction".
+AdamW keeps bf16 moments, or 8-bit ones with `--trl "16 --optim adamw_bnb_8bit"`, and rounds every update to bf16;
+Bridge loses no update, and `--ours` selects the moments. All prompts have one length, so TRL pads nothing. With
+`--trl "16 --on-bridge"` TRL's trainer works on Bridge's one copy of the weights (`bridge.for_trl`), without importance
+weights: the same as "16 --no-correction".
 
 With `--lengths`, completions end at lengths with a long tail: a cap for each completion of a prompt, the same on both
-sides, which take the prompts in the same order. Steps then differ, and figures are means instead of medians; TRL pads
-a batch to its longest completion. With staleness, `generate` is the time that the trainer waited for completions;
-give enough warm-up steps, because the first of a stream take its shortest completions.
+sides, which take the prompts in the same order. Steps then differ, and figures are means instead of medians. TRL pads
+a whole step to its longest completion, so its steps take several times as long: `--trl-steps` limits them. With
+staleness, `generate` is the time that the trainer waited for completions; give enough warm-up steps, because the first
+of a stream take its shortest completions.
 
 Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
 by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is
@@ -89,6 +91,8 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5b", "7b"])
     flags.add_argument("--steps", type=int, default=8, help="measured steps of a run")
     flags.add_argument("--warm-up", type=int, default=2, help="steps before them, in which is compiled")
+    flags.add_argument("--trl-steps", type=int, help="the same of a run of TRL; default: as many")
+    flags.add_argument("--trl-warm-up", type=int, help="the same before them; default: as many")
     flags.add_argument("--rounds", type=int, default=1, help="runs of each side, in turns")
     flags.add_argument(
         "--trl", nargs="*", default=["16"], metavar="BATCH", help='"BATCH [flags of benchmarks._trl]", each a run'
@@ -152,7 +156,7 @@ class Bench:
             return Run(failure="no time was left")
         if side.name == "trl" and not software.installed_version("trl"):
             return Run(failure="TRL is not installed: pip install trl==1.16.0")
-        steps = self.options.warm_up + self.options.steps
+        steps = self._warm_up(side) + self._steps(side)
         argv, log = side.argv(self._work(), model, folder, steps), folder / "log"
         run = _stamped.run(
             argv, _sides.environment(self._work()), log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes
@@ -160,6 +164,13 @@ class Bench:
         if self.used_bytes is not None:
             _gpu_memory.settle(self.used_bytes, run.baseline_bytes + GIB, limit_s=30)
         return replace(run, kv_cache_gib=side.kv_cache_gib(log, folder))
+
+    def _steps(self, side: Side) -> int:
+        return int((side.name == "trl" and self.options.trl_steps) or self.options.steps)
+
+    def _warm_up(self, side: Side) -> int:
+        is_given = side.name == "trl" and self.options.trl_warm_up is not None
+        return int(self.options.trl_warm_up if is_given else self.options.warm_up)
 
     def _work(self) -> Work:
         return Work(**{name: getattr(self.options, name) for name in asdict(Work())})
@@ -173,9 +184,12 @@ class Bench:
                     copyfile(log, kept / f"{name}{suffix}.log")
 
     def _tell(self, size: str, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
-        warm_up, differ = self.options.warm_up, bool(self.options.lengths)
-        found = {side: _figures.row(side, each, warm_up=warm_up, differ=differ) for side, each in runs.items()}
-        rows = _figures.compare(_figures.scale(found), weights_gib=weights_gib)
+        differ = bool(self.options.lengths)
+        measured = {
+            side: _figures.row(side, of_side, warm_up=self._warm_up(side), differ=differ)
+            for side, of_side in runs.items()
+        }
+        rows = _figures.compare(_figures.scale(measured), weights_gib=weights_gib)
         self.results[size] = {"work": asdict(self._work()), "weights_gib": weights_gib, "rows": rows}
         path = _results.write("grpo", self.results, self.options.out)
         lines = [f"{size}, weights {weights_gib:.1f} GiB, in {path}", _figures.table(rows)]
