@@ -38,6 +38,7 @@ from cli.server_process import StartedServer
 def main() -> None:
     """Train, and print one line per step."""
     is_first = os.environ.get("RANK", "0") == "0"
+    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))  # torchrun sets it; else two runs share 29500
     lines = os.fdopen(os.dup(1), "w", buffering=1) if is_first else None
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     options = flags().parse_args()
