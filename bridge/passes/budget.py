@@ -125,6 +125,19 @@ class Budget:
                 " less state",
             ) from error
 
+    def too_few_for_one_pass(self, samples: Sequence[Sample], num_passes: int, *, num_updates: int) -> UsageError:
+        """Return the refusal of an update that has to be a single pass, and needs several within this budget."""
+        num_groups = self._config.rollouts.batch_size // self._config.sampling.group_size
+        cuts = [cut for cut in range(num_passes * num_updates, num_groups + 1) if num_groups % cut == 0]
+        alone = self._config.replicas == 1
+        return UsageError(
+            f"--gradient-release updates each parameter within one backward pass, but the {len(samples)}"
+            f" completions of an update need {num_passes}, of at most {self._tokens:,} tokens",
+            remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
+            + "a smaller --batch-size, or --offload-optimizer"
+            + (", which sums gradients in host memory" if alone else " without --gradient-release"),
+        )
+
     @property
     def _most(self) -> int:
         if self._model.config._attn_implementation != attention.NAME:
