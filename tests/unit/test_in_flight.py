@@ -3,7 +3,9 @@
 Not covered: a stream without staleness (`test_environment_stream.py`), a real server (`tests/cpu/test_staleness.py`).
 """
 
+import math
 import random
+import statistics
 import threading
 import time
 from collections import Counter
@@ -73,6 +75,38 @@ def test_groups_that_began_at_once_are_taken_in_their_order() -> None:
     assert in_flight.next_of(given, 2, step=1, max_staleness=2) == [], "the first to finish are the shortest"
     groups[1].is_sampled = True
     assert [each.number for each in in_flight.next_of(given, 2, step=1, max_staleness=2)] == [0, 1]
+
+
+def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, count: int = 8) -> list[float]:
+    """Return the mean length of the groups of each of the first steps; lengths have a long tail."""
+    chance, groups, begun, lengths = random.Random(seed), dict[int, Any](), 0, list[float]()
+    left = dict[int, float]()
+    for step in range(1, max_staleness + 2):
+        while True:
+            at_once = count * (max_staleness + 1)
+            room = in_flight.room([*groups.values()], count, num_steps=max_staleness + 1, at_once=at_once)
+            starts = in_order and not groups
+            for _ in range(max(room, 0)):
+                groups[begun] = Fake(begun, step, in_order=starts)
+                left[begun] = chance.lognormvariate(0, 0.6)
+                begun += 1
+            if taken := in_flight.next_of([*groups.values()], count, step=step, max_staleness=max_staleness):
+                break
+            waiting = [number for number, each in groups.items() if not each.is_sampled]
+            groups[min(waiting, key=lambda number: left[number])].is_sampled = True  # the shortest finishes first
+        lengths.append(statistics.fmean(left[each.number] for each in taken))
+        for each in taken:
+            del groups[each.number]
+    return lengths
+
+
+def test_a_streams_first_steps_train_on_groups_of_every_length() -> None:
+    def relative(in_order: bool) -> list[float]:
+        runs = [length_of_first_steps(seed, in_order=in_order) for seed in range(40)]
+        return [statistics.fmean(of_step) / math.exp(0.6**2 / 2) - 1 for of_step in zip(*runs, strict=True)]
+
+    assert relative(in_order=False)[0] < -0.5, "taken as they finish, the first are the shortest"
+    assert max(map(abs, relative(in_order=True))) < 0.15
 
 
 class Gate:
