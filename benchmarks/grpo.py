@@ -21,8 +21,8 @@ weights: the same as "16 --no-correction".
 With `--lengths`, completions end at lengths with a long tail: a cap for each completion of a prompt, the same on both
 sides, which take the prompts in the same order. Steps then differ, and figures are means instead of medians. TRL pads
 a whole step to its longest completion, so its steps take several times as long: `--trl-steps` limits them. With
-staleness, `generate` is the time that the trainer waited for completions; give enough warm-up steps, because the first
-of a stream take its shortest completions.
+staleness, `generate` is the time that the trainer waited for completions; give more warm-up steps than
+`--max-staleness`: the first one waits for its longest completion, and the next find theirs.
 
 Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
 by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is

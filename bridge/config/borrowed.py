@@ -1,7 +1,10 @@
 """Names that TRL and verl give to choices of ours, read from `borrowed.toml`."""
 
+import math
 import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def _by_name(table: dict[str, list[str]]) -> dict[str, str]:
@@ -17,6 +20,25 @@ TRAIN_ALIASES = ROLLOUT_ALIASES | _by_name(_TABLES["train"])
 """The same for a training run."""
 HINTS = _by_name(_TABLES["hints"])
 """Another name, of something that is not the same or not there -> what to do."""
+
+COUNT_UPDATES = {"training_steps": "max_steps", "save_interval": "save_steps", "eval_interval": "eval_steps"}
+"""Choice that counts batches -> TRL's name of it, which counts optimizer steps."""
+
+
+def misleading(names: Mapping[str, str], get: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield key, reason and remedy for each name that means something else together with the other choices.
+
+    `names` has the name under which each choice was made, and `get` returns a choice by its key.
+    """
+    for key, name in COUNT_UPDATES.items():
+        if names.get(key) == name and (updates := get("updates_per_batch") * get("passes_per_batch")) > 1:
+            ours = f"--{key.replace('_', '-')}"
+            reason = f"TRL counts optimizer steps, {ours} counts batches, of {updates} optimizer steps each"
+            yield key, reason, f"{ours} {math.ceil(get(key) / updates)}"
+    if names.get("clip_high") == "epsilon_high" and get("loss") == "cispo":
+        bound = get("clip_high")
+        reason = f"with cispo TRL clips the weight at {bound:g}, --clip-high {bound:g} would clip it at {1 + bound:g}"
+        yield "clip_high", reason, f"--clip-high {bound - 1:g}" if bound > 1 else "--clip-high is the bound minus 1"
 
 
 def hint(name: str) -> str | None:

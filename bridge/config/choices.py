@@ -81,18 +81,22 @@ class Config(Section):
         """
         given: dict[str, Any] = {}
         places: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name, value, place in _given(flags, toml, (cls, *beside)):
             key = cls.field_of(name)
             if key is not None:
-                given[key], places[key] = value, place
+                given[key], places[key], names[key] = value, place, name
             elif not any(other.field_of(name) for other in beside):
                 raise _unknown(name, place, (cls, *beside))
         try:
-            return cls.of(**given)
+            config = cls.of(**given)
         except ValidationError as error:
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, places) for fault in error.errors())
             raise UsageError(faults, remedy="see --help for every choice and its default") from error
+        for key, reason, remedy in borrowed.misleading(names, config.get):
+            raise UsageError(f"{places[key]}: {reason}", remedy=remedy)
+        return config
 
     @classmethod
     @cache

@@ -77,9 +77,9 @@ class OptimizerConfig(Section):
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes from update to update, as in transformers."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps during which the learning rate rises from 0 to --lr."""
+    """Steps during which the learning rate rises from 0 to --lr; as all steps here, batches and not updates."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of all trained parameters: norms and biases, too."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float | None = Field(default=None, ge=0, lt=1)
@@ -349,6 +349,14 @@ class TrainConfig(Config):
             yield "--kl-in-reward has no effect: --kl-coef, its weight, is 0"
         if kl_coef == 0 and reference is not None:
             yield "--reference-model would not be used: --kl-coef is 0"
+        for key in ("top_k", "top_p", "min_p"):
+            if self.loss.kl_in_reward and self.get(key) != self.default(key):
+                yield (
+                    f"--kl-in-reward cannot be combined with {flag(key)} {self.get(key):g}: the reference is not"
+                    " filtered, so each token would cost reward even where policy and reference agree, and short"
+                    " completions would be preferred; leave out --kl-in-reward (in the loss, the divergence has no such"
+                    " bias) or the filter"
+                )
         if kl_coef > 0 and self.mode != "lora_only" and reference is None:
             yield (
                 f"--kl-coef {kl_coef} needs a frozen reference, and --mode {self.mode} overwrites the only copy of the"

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from bridge.learn import balance
 from bridge.learn.mismatch import Mismatch, Tally, measure, share
 from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference
-from bridge.learn.samples import samples, with_advantages
+from bridge.learn.samples import mini_batches
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.release import added_in_float32
@@ -41,6 +42,8 @@ from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.parallel import Parallel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Group
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,8 @@ class Learner:
         self._prepared = False
         self._least = list[Tensor]()
         """For each update the least entropy of the tokens that are trained on; empty: all are."""
+        self._only_ranked = list[list[Sample]]()
+        """For each update what has no gradient, and whose tokens count among those that are ranked by entropy."""
         self._num_tokens = 0
         """Sampled tokens of the batch, of all ranks."""
         self._busiest = math.nan
@@ -117,13 +122,13 @@ class Learner:
             UsageError: given advantages are invalid.
         """
         self._num_before = (step - 1) * self._config.optimizer.updates_per_step
-        whole = with_advantages(groups, self._spec.advantage_scale)
-        cut = _cut(whole, self._config.optimizer.updates_per_batch)
-        longest = self._config.sampling.longest
-        mini_batches = [made for each in cut if (made := samples(each, self._spec, max_new_tokens=longest))]
-        self._num_tokens = sum(sample.num_trained for each in mini_batches for sample in each)
-        self._busiest = balance.busiest(mini_batches, self._ranks.num_replicas)
-        self._take([[each[index] for index in balance.dealt(each, self._ranks)] for each in mini_batches])
+        num_updates, longest = self._config.optimizer.updates_per_batch, self._config.sampling.longest
+        both = mini_batches(groups, self._spec, num_updates=num_updates, max_new_tokens=longest)
+        trained = [samples for samples, _ in both]
+        self._num_tokens = sum(sample.num_trained for each in trained for sample in each)
+        self._busiest = balance.busiest(trained, self._ranks.num_replicas)
+        self._only_ranked = [self._dealt(only_ranked) for _, only_ranked in both]
+        self._take([self._dealt(each) for each in trained])
 
     def wants_sleep(self) -> bool | None:
         """Whether the batch needs the memory of a sleeping KV cache; None: the batch is empty."""
@@ -193,6 +198,9 @@ class Learner:
             num_skipped=sum(not math.isfinite(norm) for norm in self._norms),
         )
 
+    def _dealt(self, mini_batch: list[Sample]) -> list[Sample]:
+        return [mini_batch[index] for index in balance.dealt(mini_batch, self._ranks)]
+
     def _take(self, mini_batches: list[list[Sample]]) -> None:
         self._mini_batches, self._parts = mini_batches, list[list[_Part]]()
         self._prepared = self._is_written = False
@@ -207,15 +215,27 @@ class Learner:
         """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
 
         def own() -> list[Tensor]:
+            others = self._within_memory(self._other_entropies)
             self._within_memory(self._look_ahead)
-            none = torch.zeros(0)
-            return [torch.cat([none, *(_entropies(part).cpu() for part in parts)]) for parts in self._parts]
+            trained = ([_entropies(part).cpu() for part in parts] for parts in self._parts)
+            return [torch.cat([torch.zeros(0), *each, *more]) for each, more in zip(trained, others, strict=True)]
 
         of_replicas = self._ranks.of_replicas(self._ranks.agreed(own))  # the parts of a replica compute the same tokens
         whole = (torch.cat(each) for each in zip(*of_replicas, strict=True))
         return [least_entropy(each_N, self._spec.top_entropy).to(self._model.device) for each_N in whole]
 
-    def _within_memory(self, act: Callable[[], None]) -> None:
+    def _other_entropies(self) -> list[list[Tensor]]:
+        """Return, for each update, the entropies of the samples that are only ranked."""
+        entropies = [list[Tensor]() for _ in self._only_ranked]
+        for of_update, samples, trained in zip(entropies, self._only_ranked, self._mini_batches, strict=True):
+            max_tokens = self._budget.max_tokens([*trained, *samples]) if samples else 0
+            sharing = self._budget.share_prompts
+            for batch in packs(samples, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing):
+                with torch.enable_grad():  # as in `_look_ahead`
+                    of_update.append(model_logprobs(self._model, batch, self._temperature)[1].cpu())
+        return entropies
+
+    def _within_memory(self, act: Callable[[], Result]) -> Result:
         """Compute this rank's share of the batch, in smaller passes if memory runs out.
 
         The parts of a replica meet in every layer: where one stops, by an error or an interrupt, the others wait.
@@ -225,17 +245,14 @@ class Learner:
         """
         if self._ranks.num_parts > 1:
             with self._ranks.bound():
-                act()
-            return
+                return act()
         while True:
             try:
                 with acting_interrupt():
-                    act()
+                    return act()
             except torch.OutOfMemoryError as error:
                 self.forget()
                 self._budget.shrink(error)
-            else:
-                return
 
     def _prepare(self) -> None:
         if not self._parts:
@@ -268,16 +285,7 @@ class Learner:
         sharing = self._budget.share_prompts
         packed = packs(mini_batch, max_tokens=max_tokens, device=self._model.device, share_prompts=sharing)
         if len(packed) > 1 and self._updates_in_backward:
-            num_groups = self._config.rollouts.batch_size // self._config.sampling.group_size
-            wanted = len(packed) * len(self._mini_batches)
-            cuts = [cut for cut in range(wanted, num_groups + 1) if num_groups % cut == 0]
-            raise UsageError(
-                f"--gradient-release updates each parameter within one backward pass, but the {len(mini_batch)}"
-                f" completions of an update need {len(packed)}, of at most {max_tokens:,} tokens",
-                remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
-                + "a smaller --batch-size, or --offload-optimizer"
-                + (", which sums gradients in host memory" if self._ranks.size == 1 else " without --gradient-release"),
-            )
+            raise self._budget.too_few_for_one_pass(mini_batch, len(packed), num_updates=len(self._mini_batches))
         return [_Part(batch=batch) for batch in packed]
 
     def _update(self, parts: Sequence[_Part], *, first: bool) -> bool:
@@ -388,10 +396,3 @@ class Learner:
 def _entropies(part: _Part) -> Tensor:
     assert part.entropies_N is not None, "it looked ahead"
     return part.entropies_N
-
-
-def _cut(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Cut a batch into parts that differ by at most one group; into fewer if there are fewer groups."""
-    num_parts = max(1, min(num_parts, len(groups)))
-    borders = [len(groups) * number // num_parts for number in range(num_parts + 1)]
-    return [groups[start:end] for start, end in pairwise(borders)]

@@ -24,6 +24,9 @@ from bridge.types import HEALTHY_NATS, LOGPROB_DIFF_EDGES
 DEFAULT_HIGH: Mapping[str, float] = {"truncate": 2.0, "mask": 5.0, "none": math.inf}
 """Kind of correction -> its default for the largest importance weight."""
 
+MOST_NATS = 1e6
+"""A difference of log-probabilities whose exponential is infinite, and which can be added to one of -inf."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
@@ -45,7 +48,8 @@ class Correction:
         """Return each token's importance weight, without gradient; given `sequences_N`, that of its whole sequence.
 
         `old_logprobs_N` are the trainer's before the first update of the batch: the weight covers the distance from the
-        server to there, staleness included, and the loss's ratio the rest. It is 1 where the server's is unknown.
+        server to there, staleness included, and the loss's ratio the rest. It is 1 where the server's is unknown, and 0
+        where the trainer's probability is 0.
 
         Shapes: [N], [N], [N] int64 -> [N].
         Source: truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
@@ -56,24 +60,25 @@ class Correction:
         """
         ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
         if self.kind == "none":
-            return torch.ones_like(ratios_N)
+            return torch.ones_like(ratios_N).masked_fill(old_logprobs_N == -math.inf, 0.0)
         if self.kind == "truncate":
             return ratios_N.clamp(max=self.high)
         return torch.where(self.changed(old_logprobs_N, sampled_logprobs_N, sequences_N), 0.0, ratios_N)
 
     def changed(self, old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None = None) -> Tensor:
-        """Return for each token whether its weight was truncated or masked.
+        """Return for each token whether its weight was truncated, or it was masked.
 
         Shapes: [N], [N], [N] int64 -> [N] bool.
         """
         ratios_N = _ratios(old_logprobs_N, sampled_logprobs_N, sequences_N)
-        too_high_N = ratios_N > (math.inf if self.kind == "none" else self.high)
-        return too_high_N | (ratios_N < self.low) if self.kind == "mask" else too_high_N
+        changed_N = (ratios_N > (math.inf if self.kind == "none" else self.high)) | (old_logprobs_N == -math.inf)
+        return changed_N | (ratios_N < self.low) if self.kind == "mask" else changed_N
 
 
 def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Tensor | None) -> Tensor:
     differences_N = (old_logprobs_N - sampled_logprobs_N).detach()
-    differences_N = torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N)
+    differences_N = torch.where(sampled_logprobs_N.isnan(), 0.0, differences_N).clamp(max=MOST_NATS)
+    differences_N = differences_N.masked_fill(old_logprobs_N == -math.inf, -math.inf)
     if sequences_N is not None:  # there are at most as many sequences as rows
         differences_N = torch.zeros_like(differences_N).index_add(0, sequences_N, differences_N)[sequences_N]
     return differences_N.exp()
@@ -141,7 +146,8 @@ def measure(
     Shapes: [N], [N] float32, [N] int64.
     """
     known_N = ~sampled_logprobs_N.isnan()
-    differences_N = torch.where(known_N, old_logprobs_N - sampled_logprobs_N, 0.0).abs()
+    differ_N = known_N & (old_logprobs_N != sampled_logprobs_N)  # both may be -inf
+    differences_N = torch.where(differ_N, old_logprobs_N - sampled_logprobs_N, 0.0).abs()
     weights_N = correction.weights(old_logprobs_N, sampled_logprobs_N, sequences_N) * known_N
     terms = (
         known_N,

@@ -134,7 +134,8 @@ def policy_loss(
     `old_logprobs_N` are the trainer's before the first update of the batch. `reference_logprobs_N` are required if
     `spec.kl_coef` is not 0. The importance weight multiplies a token's whole term, KL divergence included: both are
     means over the trainer's policy, and a masked token is in neither. With `spec.kl_in_reward`, a token's advantage
-    loses the divergence of its sequence from that token on: what comes before it is not its doing.
+    loses the divergence of its sequence from that token on: what comes before it is not its doing. A token to which the
+    trainer gives the probability 0 has the weight 0: it is masked.
 
     Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
@@ -144,6 +145,12 @@ def policy_loss(
     """
     assert not old_logprobs_N.requires_grad
     assert (spec.kl_coef > 0) == (reference_logprobs_N is not None), spec.kl_coef
+    sequences_N = spec.weighted_sequences(batch)
+    weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
+    impossible_N = old_logprobs_N == -math.inf  # times a weight of 0, a term that is not finite would be NaN
+    logprobs_N, old_logprobs_N = (each.masked_fill(impossible_N, 0.0) for each in (logprobs_N, old_logprobs_N))
+    if reference_logprobs_N is not None:
+        reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
     ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kl_N = torch.zeros_like(ratios_N) if reference_logprobs_N is None else divergence(logprobs_N, reference_logprobs_N)
     advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
@@ -151,8 +158,6 @@ def policy_loss(
         penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
         advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
     terms_N = kl_coef * kl_N - _gains(logprobs_N, ratios_N, advantages_N, spec)
-    sequences_N = spec.weighted_sequences(batch)
-    weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
     measured = (torch.ones_like(kl_N), *_clipped(ratios_N.detach(), advantages_N, spec), kl_N.detach())
     sums_K = torch.stack([values_N.sum(dtype=torch.float64) for values_N in measured])
     return (terms_N * weights_N).sum(), sums_K

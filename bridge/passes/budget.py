@@ -41,8 +41,8 @@ SHARE = 0.85
 """Of the free memory: the rest is for fragments, and for what a pass takes besides its tokens."""
 HOST_SHARE = 0.5
 """The same on the CPU: other processes take memory at any time, and the system kills instead of refusing."""
-BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 512 of it"
-"""The cost of summing gradients in bf16: each addition is off by up to 1/512 of its result. Errors add up like noise
+BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 256 of it"
+"""The cost of summing gradients in bf16: each addition is off by up to 1/256 of its result. Errors add up like noise
 where gradients are noisy; where each gradient equals the one before, all errors have the same sign."""
 WORTH_IT = 0.9
 """Share of a budget's tokens that is enough beside float32 gradients: an adapter's gradients take next to nothing."""
@@ -124,6 +124,19 @@ class Budget:
                 else "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with"
                 " less state",
             ) from error
+
+    def too_few_for_one_pass(self, samples: Sequence[Sample], num_passes: int, *, num_updates: int) -> UsageError:
+        """Return the refusal of an update that has to be a single pass, and needs several within this budget."""
+        num_groups = self._config.rollouts.batch_size // self._config.sampling.group_size
+        cuts = [cut for cut in range(num_passes * num_updates, num_groups + 1) if num_groups % cut == 0]
+        alone = self._config.replicas == 1
+        return UsageError(
+            f"--gradient-release updates each parameter within one backward pass, but the {len(samples)}"
+            f" completions of an update need {num_passes}, of at most {self._tokens:,} tokens",
+            remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
+            + "a smaller --batch-size, or --offload-optimizer"
+            + (", which sums gradients in host memory" if alone else " without --gradient-release"),
+        )
 
     @property
     def _most(self) -> int:

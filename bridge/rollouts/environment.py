@@ -208,6 +208,7 @@ class EnvironmentStream:
         room = in_flight.room(self._in_flight, count, num_steps=num_steps, at_once=self._at_once(count))
         if room <= 0:
             return
+        in_order = not self._in_flight or bool(self._again)
         begun, self._again = self._again[:room], self._again[room:]
         own, size = self._ranks.replica, self._ranks.num_replicas
         untrained = (pair for pair in self._order if pair[0] % size == own and pair[0] not in self._trained)
@@ -215,7 +216,7 @@ class EnvironmentStream:
             prompt = self._encoded(problem)
             begun.append(InFlight(number=number, problem=problem, prompt=prompt, begun=step))
         for each in begun:
-            each.begun = step
+            each.begun, each.in_order = step, in_order
             each.sent.clear()
             each.task = asyncio.create_task(self._sampled(each, count))
             self._in_flight.append(each)

@@ -17,6 +17,8 @@ class InFlight:
     prompt: tuple[int, ...]
     begun: int
     """The step that was next when its request was sent: its first token is not older than that."""
+    in_order: bool = False
+    """Whether it began at the same time as all others: a stream's first groups, and those that begin again."""
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the request is on its way."""
     task: asyncio.Task[Group] = field(init=False)
@@ -41,8 +43,13 @@ def next_of(in_flight: Sequence[InFlight], count: int, *, step: int, max_stalene
 
     Empty while there are fewer, or while a group must be waited for: one that would be left behind although the steps
     that may still train on it, up to `max_staleness` after the one that it began for, are taken by older groups.
+
+    Groups that began at the same time are taken in their order. Taken as they finish, a stream's first steps would
+    train on its shortest completions.
     """
     ordered = sorted(in_flight, key=lambda each: (each.begun, each.number))
+    if any(each.in_order for each in ordered[:count]):
+        return ordered[:count] if all(each.is_sampled for each in ordered[:count]) else []
     taken = [each for each in ordered if each.is_sampled][:count]
     left = [each for each in ordered if each not in taken]
     in_time = all(place < count * (each.begun + max_staleness - step) for place, each in enumerate(left))

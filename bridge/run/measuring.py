@@ -40,8 +40,12 @@ def step(
     changed_weight_share: float,
     device: torch.device,
 ) -> StepMetrics:
-    """Return the metrics of one step, whose batch was complete when the server had version `served`."""
-    completions = _sampled(groups)
+    """Return the metrics of one step, whose batch was complete when the server had version `served`.
+
+    Figures of the rollouts include the groups that others took the place of. Without them, the mean reward would be
+    that of the problems that are neither always nor never solved.
+    """
+    completions, every_group = _sampled(groups), [*groups, *stream.skipped]
     mismatch, by_lag = learnt.mismatch, lags(completions, served)
     if device.type == "cuda":
         peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
@@ -50,8 +54,8 @@ def step(
     return StepMetrics(
         step=number,
         weight_version=times.version,
-        **_of_rollouts(groups),
-        no_signal_share=share(sum(not has_signal(group) for group in groups), len(groups)),
+        **_of_rollouts(every_group),
+        no_signal_share=share(sum(not has_signal(group) for group in every_group), len(every_group)),
         retries=stream.num_retries,
         loss=learnt.loss,
         grad_norm=learnt.grad_norm,
@@ -81,7 +85,7 @@ def step(
         fence_write_s=times.write_s,
         fence_publish_s=times.publish_s,
         rollouts=hashlib.sha256(repr([one.token_ids for one in _sequences(completions)]).encode()).hexdigest()[:16],
-        tokens_generated=sum(completion.num_sampled for completion in completions),
+        tokens_generated=sum(completion.num_sampled for completion in _sampled(every_group)),
         tokens_trained=learnt.num_tokens,
         rank_token_balance=learnt.balance,
         peak_memory_gib=peak_memory_gib,

@@ -62,7 +62,10 @@ class StepMetrics:
     weight_version: int = metric("Version", over="same", curve="train/weight_version")
     """Version that this step published."""
     reward_mean: float = metric("Mean reward", curve="reward/mean")
-    """Mean reward of the step's completions, sampled before the update."""
+    """Mean reward of the step's completions, sampled before the update.
+
+    With --skip-without-signal, this and the other figures of the completions include the replaced groups.
+    """
     reward_std: float = metric("Standard deviation of the rewards", curve="reward/std")
     """Standard deviation of the same rewards."""
     reward_parts: Mapping[str, float]
@@ -78,7 +81,7 @@ class StepMetrics:
     tool_errors: float = metric("Failed tool calls", over="sum", curve="rollout/tool_errors", default=math.nan)
     """Calls of tools that raised; not finite without tools."""
     no_signal_share: float = share("Groups without signal", curve="reward/no_signal_share")
-    """Share of the groups that teach nothing because all rewards of the group are equal."""
+    """Share of the groups that teach nothing because all rewards of the group are equal, replaced ones included."""
     retries: int = metric("Retries", over="sum", curve="rollout/retries")
     """Requests that were retried."""
     loss: float = metric("Policy loss", over="sum", curve="train/loss")
@@ -147,9 +150,9 @@ class StepMetrics:
     rollouts: str
     """Digest of the step's token ids, in order: steps with equal digests had the same rollouts."""
     tokens_generated: int = metric("Tokens generated", over="sum", curve="rollout/tokens")
-    """Sampled tokens of the step."""
+    """Sampled tokens of the step, those of replaced groups included."""
     tokens_trained: int = metric("Tokens trained on", over="sum", curve="train/tokens")
-    """Sampled tokens that were trained on; the others had no advantage or were masked."""
+    """Sampled tokens that were trained on; the others had no advantage, were masked, or are of replaced groups."""
     rank_token_balance: float = metric(
         "Tokens of the busiest rank over the mean", over="same", curve="train/rank_token_balance", default=math.nan
     )

@@ -249,6 +249,39 @@ def test_every_name_of_others_is_of_a_choice_and_none_is_ours_already(cls: type[
     assert not borrowed.HINTS.keys() & set(cls.names())
 
 
+@pytest.mark.parametrize(
+    ("given", "message", "remedy"),
+    [
+        (("--max-steps", "100", "--num-iterations", "4"), "--max-steps: TRL counts", "--training-steps 25"),
+        (("--save-steps", "9", "--updates-per-batch", "2"), "--save-steps: TRL counts", "--save-interval 5"),
+        (("--eval-steps", "8", "--updates-per-batch", "2", "--ppo-epochs", "2"), "of 4 optimizer", "--eval-interval 2"),
+        (("--loss", "cispo", "--epsilon-high", "5"), "--clip-high 5 would clip it at 6", "--clip-high 4"),
+        (("--loss", "cispo", "--epsilon-high", "0.5"), "clips the weight at 0.5", "--clip-high is the bound minus 1"),
+    ],
+)  # fmt: skip
+def test_a_name_that_means_something_else_is_refused(given: tuple[str, ...], message: str, remedy: str) -> None:
+    given = "--model-name", "m", "--eval-samples", "1", *given
+    with pytest.raises(UsageError) as refused:
+        parse(*given)
+    assert message in refused.value.message
+    assert refused.value.remedy == remedy
+
+
+def test_a_name_of_others_works_where_it_means_the_same(tmp_path: Path) -> None:
+    (one,) = parse("--model-name", "m", "--max-steps", "100", "--save-steps", "5", "--epsilon-high", "0.3")
+    assert isinstance(one, TrainConfig)
+    assert (one.training_steps, one.checkpoints.save_interval, one.loss.clip_high) == (100, 5, 0.3)
+    parse(
+        "--model-name", "m", "--total-training-steps", "9", "--ppo-epochs", "4", "--save-freq", "2"
+    )  # verl's: batches
+    parse("--model-name", "m", "--loss", "cispo", "--clip-ratio-high", "4")
+    toml = tmp_path / "c.toml"
+    toml.write_text("max_steps = 100\n")
+    parse(
+        "--model-name", "m", "--config", str(toml), "--training-steps", "25", "--num-iterations", "4"
+    )  # it has the say
+
+
 def test_a_hint_names_flags_that_there_are() -> None:
     flags = {flag(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
     named = {found for hint in borrowed.HINTS.values() for found in re.findall(r"--[a-z0-9-]+", hint)}

@@ -3,7 +3,9 @@
 Not covered: a stream without staleness (`test_environment_stream.py`), a real server (`tests/cpu/test_staleness.py`).
 """
 
+import math
 import random
+import statistics
 import threading
 import time
 from collections import Counter
@@ -33,6 +35,7 @@ class Fake:
     number: int
     begun: int
     is_sampled: bool = False
+    in_order: bool = False
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -44,8 +47,9 @@ def test_no_group_is_trained_on_late_twice_or_never(seed: int) -> None:
     for step in range(1, 120):
         while True:
             room = in_flight.room(groups, count, num_steps=max_staleness + 1, at_once=at_once)
+            in_order = not groups or chance.random() < 0.01  # a stream's first groups, or those that begin again
             for _ in range(max(room, 0)):
-                groups.append(Fake(begun, step))
+                groups.append(Fake(begun, step, in_order=in_order))
                 begun += 1
             assert sum(not each.is_sampled for each in groups) <= at_once
             taken = in_flight.next_of(groups, count, step=step, max_staleness=max_staleness)
@@ -64,19 +68,69 @@ def test_no_group_is_trained_on_late_twice_or_never(seed: int) -> None:
     assert waited > 0
 
 
+def test_groups_that_began_at_once_are_taken_in_their_order() -> None:
+    groups = [Fake(number, 1, is_sampled=number != 1, in_order=True) for number in range(6)]
+    later = Fake(6, 1, is_sampled=True)  # when there was room again
+    given: Any = [later, *groups]
+    assert in_flight.next_of(given, 2, step=1, max_staleness=2) == [], "the first to finish are the shortest"
+    groups[1].is_sampled = True
+    assert [each.number for each in in_flight.next_of(given, 2, step=1, max_staleness=2)] == [0, 1]
+
+
+def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, count: int = 8) -> list[float]:
+    """Return the mean length of the groups of each of the first steps; lengths have a long tail."""
+    chance, groups, begun, lengths = random.Random(seed), dict[int, Any](), 0, list[float]()
+    left = dict[int, float]()
+    for step in range(1, max_staleness + 2):
+        while True:
+            at_once = count * (max_staleness + 1)
+            room = in_flight.room([*groups.values()], count, num_steps=max_staleness + 1, at_once=at_once)
+            starts = in_order and not groups
+            for _ in range(max(room, 0)):
+                groups[begun] = Fake(begun, step, in_order=starts)
+                left[begun] = chance.lognormvariate(0, 0.6)
+                begun += 1
+            if taken := in_flight.next_of([*groups.values()], count, step=step, max_staleness=max_staleness):
+                break
+            waiting = [number for number, each in groups.items() if not each.is_sampled]
+            groups[min(waiting, key=lambda number: left[number])].is_sampled = True  # the shortest finishes first
+        lengths.append(statistics.fmean(left[each.number] for each in taken))
+        for each in taken:
+            del groups[each.number]
+    return lengths
+
+
+def test_a_streams_first_steps_train_on_groups_of_every_length() -> None:
+    def relative(in_order: bool) -> list[float]:
+        runs = [length_of_first_steps(seed, in_order=in_order) for seed in range(40)]
+        return [statistics.fmean(of_step) / math.exp(0.6**2 / 2) - 1 for of_step in zip(*runs, strict=True)]
+
+    assert relative(in_order=False)[0] < -0.5, "taken as they finish, the first are the shortest"
+    assert max(map(abs, relative(in_order=True))) < 0.15
+
+
 class Gate:
-    """Holds the answers to some prompts back until it opens."""
+    """Holds answers back while it is closed: those to some prompts, or all."""
 
     def __init__(self, *problems: int) -> None:
         self._opened, self._problems = threading.Event(), problems
+        self.num_passed = 0
 
     def __call__(self, document: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        if problem_of(asked) in self._problems:
+        if not self._problems or problem_of(asked) in self._problems:
             assert self._opened.wait(PATIENCE_S)
+        self.num_passed += 1
         return document
 
     def open(self) -> None:
         self._opened.set()
+
+    def closes_after(self, num_answers: int) -> None:
+        """Wait until so many answers were given, and close."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.num_passed < num_answers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._opened.clear()
 
     def opens_after(self, seconds: float) -> None:
         threading.Timer(seconds, self.open).start()
@@ -101,16 +155,26 @@ def streaming(model: Path, bend: Callable[..., Any], *, task: Task | None = None
 
 
 def test_a_step_takes_what_is_done_and_waits_for_what_would_be_too_old(model: Path) -> None:
+    gate = Gate()
+    gate.open()
+    with streaming(model, gate) as ours:
+        assert numbers(ours.groups(1, 2)) == [0, 1]
+        assert ours.stream.num_in_flight == 2
+        gate.closes_after(4)
+        assert numbers(ours.groups(2, 2)) == [2, 3], "two others are held back"
+        gate.opens_after(0.3)
+        began = time.monotonic()
+        assert numbers(ours.groups(3, 2)) == [4, 5], "a version more, and they would be older than the bound"
+        assert time.monotonic() - began > 0.2
+
+
+def test_a_streams_first_step_waits_for_its_first_groups(model: Path) -> None:
     with streaming(model, lambda document, _: document) as ours:
         order = [len(group.prompt_token_ids) - 3 for group in ours.groups(1, 2)]
     gate = Gate(order[0])
     with streaming(model, gate) as ours:
-        assert numbers(ours.groups(1, 2)) == [1, 2]
-        assert ours.stream.num_in_flight == 2
         gate.opens_after(0.3)
-        began = time.monotonic()
-        assert numbers(ours.groups(2, 2))[0] == 0, "a version more, and it would be older than the bound"
-        assert time.monotonic() - began > 0.2
+        assert numbers(ours.groups(1, 2)) == [0, 1], "taken as they finish, it would be the shortest ones"
 
 
 def test_requests_are_on_their_way_while_a_step_is_computed(model: Path) -> None:
@@ -180,15 +244,17 @@ def test_a_server_that_dies_costs_only_what_was_in_flight(model: Path) -> None:
 
 
 def test_what_was_in_flight_when_the_server_was_restarted_begins_again(model: Path) -> None:
-    with streaming(model, lambda document, _: document) as plain:
-        order = [len(group.prompt_token_ids) - 3 for group in plain.groups(1, 2)]
-    gate = Gate(order[0])
+    gate = Gate()
+    gate.open()
     with streaming(model, gate) as ours:
-        assert numbers(ours.groups(1, 2)) == [1, 2]
+        ours.groups(1, 2)
+        gate.closes_after(4)
+        assert numbers(ours.groups(2, 2)) == [2, 3]
         ours.stream.served(Endpoint(url=ours.endpoint.url, starts=1, version=9), 9)
         gate.open()
-        (again,) = [group for group in ours.groups(2, 2) if group.number == 0]
-        assert {version for one in again.completions for version in one.versions} == {9}
+        again = ours.groups(3, 2)
+        assert numbers(again) == [4, 5]
+        assert {version for group in again for one in group.completions for version in one.versions} == {9}
 
 
 def test_groups_without_signal_are_replaced_within_the_bound(model: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.learn.mismatch import Correction
+from bridge.learn.mismatch import Correction, measure
 from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, least_entropy, policy_loss
 from bridge.learn.samples import samples
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -171,6 +171,35 @@ def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient_N).all()
     assert torch.isfinite(statistics).all()
+
+
+@pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("server", [-2.0, -math.inf, math.nan])
+@pytest.mark.parametrize("clipped", ["objective", "weight"])
+def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: float, clipped: Any) -> None:
+    spec = replace(CLIPPED, clipped=clipped, correction=Correction(kind=kind, high=2.0), kl_coef=0.1)
+    alone, batch = batch_of([1.0]), batch_of([1.0, 1.0])
+    batch = replace(batch, sampled_logprobs_N=tensor(-2.0, server))
+    gradients = []
+    for each, logprobs in ((alone, [-2.1]), (batch, [-2.1, -math.inf])):
+        logprobs_N = tensor(*logprobs).requires_grad_()
+        reference_N = logprobs_N.detach() + 0.2  # a head that masks a word masks it in both
+        loss, sums = policy_loss(logprobs_N, logprobs_N.detach(), each, spec, reference_N)
+        gradients.append(torch.autograd.grad(loss, logprobs_N)[0].tolist())
+        assert torch.isfinite(loss)
+        assert torch.isfinite(sums).all()
+    assert gradients[1] == [*gradients[0], 0.0]
+    found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).read()
+    assert found.changed_share == (0.0 if math.isnan(server) else 0.5)
+
+
+def test_a_sequence_that_the_trainer_cannot_sample_is_masked() -> None:
+    spec = replace(CLIPPED, correction=Correction(kind="truncate", level="sequence", high=2.0))
+    batch = replace(batch_of([1.0, 1.0, 1.0]), sampled_logprobs_N=tensor(-2.0, -math.inf, -2.0))
+    logprobs_N = tensor(-2.1, -2.0, -math.inf).requires_grad_()
+    loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec)
+    assert loss == 0
+    assert torch.autograd.grad(loss, logprobs_N)[0].tolist() == [0, 0, 0]
 
 
 def test_float32_stays_float32() -> None:

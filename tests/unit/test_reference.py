@@ -244,6 +244,15 @@ def test_a_reference_that_nobody_asks_for_is_refused() -> None:
         config_of(reference_model="tiny")
 
 
+@pytest.mark.parametrize("given", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_a_divergence_in_the_reward_refuses_filters(given: dict[str, float]) -> None:
+    (key, value), *_ = given.items()
+    message = f"--kl-in-reward cannot be combined with --{key.replace('_', '-')} {value:g}: the reference is not"
+    with pytest.raises(ValidationError, match=message):
+        config_of(mode="lora_only", kl_coef=0.1, kl_in_reward=True, **given)
+    config_of(mode="lora_only", kl_coef=0.1, **given)
+
+
 def refusal(**choices: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         check(config_of(kl_coef=0.1, **choices))

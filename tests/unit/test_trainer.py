@@ -24,7 +24,7 @@ from bridge.passes.budget import Budget
 from bridge.run import checkpoint, measuring
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
-from bridge.types import Completion
+from bridge.types import Completion, Problem
 from tests.unit.http_server import Asked, as_json
 from tests.unit.trainer_runs import STEPS, Letters, Run, Running, runner
 
@@ -499,6 +499,28 @@ def test_a_run_without_signal_says_so_once_with_the_likely_cause(
         assert cause in line
         assert (summary.steps, summary.updates) == (STEPS, 0)
         assert math.isnan(summary.logprob_diff_max)
+
+
+class Solved(Letters):
+    """Every other problem is always solved, and has nothing to teach."""
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return 9.0 if int(str(problem["prompt"]).rpartition(" ")[2]) % 2 else super().score(problem, completion)
+
+
+def test_metrics_of_rollouts_include_the_groups_that_were_replaced(running: Running) -> None:
+    with running() as run:
+        run.train(Solved(), skip_without_signal=True, eval_samples=0)
+        rows = [json.loads(line) for line in (run.folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+        assert sum(row["skipped_groups"] for row in run.metrics) > 0
+        for row in run.metrics:
+            groups = [group["completions"] for group in rows if group["step"] == row["step"]]
+            rewards = [[completion["reward"] for completion in group] for group in groups]
+            assert len(rewards) == 2 + row["skipped_groups"]
+            assert row["reward_mean"] == pytest.approx(sum(map(sum, rewards)) / sum(map(len, rewards)))
+            assert row["no_signal_share"] == sum(len(set(each)) == 1 for each in rewards) / len(rewards)
+            assert row["tokens_generated"] == 24 / 2 * len(rewards)
+            assert row["completion_tokens_mean"] == 3
 
 
 @pytest.mark.parametrize("version", ["", "2-3"])
