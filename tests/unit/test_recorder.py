@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
 
 
 def test_half_a_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(intake.read_body.__kwdefaults__, "limit_s", 0.1)
+    monkeypatch.setattr(intake, "read_body", partial(intake.read_body, limit_s=0.1))
     status, headers, _ = with_a_run(lambda port, path: exchanged(port, f"{path}/chat/completions", b"{", length=9))
     assert (status, headers["connection"], headers["x-should-retry"]) == (408, "close", "false")
 
@@ -97,7 +98,7 @@ def test_silent_connections_keep_no_agent_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_silent_connection_is_closed_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(intake.limit_connections.__kwdefaults__, "limit_s", 0.05)
+    monkeypatch.setattr(intake, "limit_connections", partial(intake.limit_connections, limit_s=0.05))
 
     async def act(port: int, _: str) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
