@@ -18,6 +18,8 @@ HEAD_LIMIT_S = 60.0
 """Longest wait for a whole request head. uvicorn itself closes a connection that idles between requests."""
 MOST_WAITING = 1024
 SWEEP_S = 5.0
+TICK_S = 1.0
+"""Longest wait that counts as such; a longer one means that the event loop stood still."""
 START_POLL_S = 0.05
 Message = MutableMapping[str, Any]
 """An ASGI event."""
@@ -42,19 +44,28 @@ async def read_body(
 ) -> list[Message]:
     """Return a request's messages up to the end of its body, or to the end of the connection.
 
+    Time in which the event loop stands still does not count: what has arrived meanwhile is not late.
+
     Raises:
         RefusedBodyError: the body is too large or too late.
     """
     length = dict(headers).get(b"content-length", b"").decode("latin-1")
     size, received, messages = int(length) if length.isdecimal() else 0, 0, list[Message]()
-    try:
-        async with asyncio.timeout(limit_s):
-            while size <= limit_bytes and (not messages or messages[-1].get("more_body", False)):
-                messages.append(await receive())
-                received += len(messages[-1].get("body", b""))
-                size = max(size, received)
-    except TimeoutError:
-        raise RefusedBodyError(408, f"the body did not arrive within {limit_s:g} s") from None
+    waited_s = 0.0
+    while size <= limit_bytes and (not messages or messages[-1].get("more_body", False)):
+        receiving = asyncio.ensure_future(receive())
+        try:
+            while not receiving.done():
+                if waited_s >= limit_s:
+                    raise RefusedBodyError(408, f"the body did not arrive within {limit_s:g} s")
+                began = time.monotonic()
+                await asyncio.wait({receiving}, timeout=min(TICK_S, limit_s - waited_s))
+                waited_s += min(time.monotonic() - began, TICK_S)
+        finally:
+            receiving.cancel()  # without effect once it is done
+        messages.append(receiving.result())
+        received += len(messages[-1].get("body", b""))
+        size = max(size, received)
     if size > limit_bytes:
         limit = f"the body is larger than {limit_bytes // 2**20} MiB"
         raise RefusedBodyError(413, f"{limit}: split it into several requests")

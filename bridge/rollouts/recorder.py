@@ -32,7 +32,9 @@ ACCEPTED_AT_ONCE = 64
 QUEUED = 2048
 """Connections that wait in the kernel while the event loop stands still."""
 ENDED = "this run has ended, or never was"
-ROUTES = "expected POST chat/completions or GET models"
+METHODS = {"chat/completions": "POST", "models": "GET"}
+"""Route -> its method."""
+EXPECTED = f"expected {' or '.join(f'{method} {route}' for route, method in METHODS.items())}"
 NO_HEADERS: Mapping[str, str] = {}
 Document = Mapping[str, Any]
 Answer = Callable[[Any], Awaitable[Document]]
@@ -104,7 +106,7 @@ class Recorder:
     async def _asgi(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request: an application as ASGI has it."""
         try:
-            name = self._addressed(scope["method"], scope["path"])
+            name, route = self._addressed(scope["method"], scope["path"])
             body = await _body(scope["headers"], receive)
         except Refusal as refusal:  # close the connection: the body may still arrive
             await _refuse(send, refusal, {"connection": "close"})
@@ -112,7 +114,7 @@ class Recorder:
         if body is None:
             return
         try:
-            asked, document = await self._answered(scope["method"], name, body, receive)
+            asked, document = await self._answered(name, route, body, receive)
         except Refusal as refusal:
             await _refuse(send, refusal)
             return
@@ -121,8 +123,8 @@ class Recorder:
         else:
             await _send(send, 200, json.dumps(document), "application/json")
 
-    def _addressed(self, method: str, path: str) -> str:
-        """Return the name of the run that a request is for.
+    def _addressed(self, method: str, path: str) -> tuple[str, str]:
+        """Return the name of the run that a request is for, and its route.
 
         Raises:
             Refusal: there is no such run or route.
@@ -130,13 +132,13 @@ class Recorder:
         found = PATH.fullmatch(path)
         if found is None or found[1] not in self._runs:
             raise Refusal(ENDED, status=404)
-        if (method, found[2]) not in (("GET", "models"), ("POST", "chat/completions")):
-            raise Refusal(f"there is no {method} {found[2]} here, {ROUTES}", status=404)
-        return found[1]
+        if METHODS.get(found[2]) != method:
+            raise Refusal(f"there is no {method} {found[2]} here, {EXPECTED}", status=404)
+        return found[1], found[2]
 
-    async def _answered(self, method: str, name: str, body: bytes, receive: Any) -> tuple[Document, Document]:
+    async def _answered(self, name: str, route: str, body: bytes, receive: Any) -> tuple[Document, Document]:
         """Return the request and its answer."""
-        if method == "GET":
+        if route == "models":
             model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "bridge"}
             return {}, {"object": "list", "data": [model]}
         try:

@@ -101,6 +101,30 @@ def test_half_a_body_times_out(body: bytes) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.3 s"}
 
 
+def test_a_body_that_arrived_while_the_loop_stood_still_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "TICK_S", 0.05)
+
+    async def main() -> list[Any]:
+        arrived = asyncio.Queue[Any]()
+        reading = asyncio.create_task(intake.read_body([], arrived.get, limit_s=LIMIT_S))
+        await asyncio.sleep(0)
+        time.sleep(2 * LIMIT_S)  # noqa: ASYNC251  a step is computed
+        for left in (2, 1, 0):
+            arrived.put_nowait({"body": b"x", "more_body": left > 0})
+        return await reading
+
+    assert len(asyncio.run(main())) == 3
+
+
+def test_a_body_in_many_small_pieces_times_out() -> None:
+    async def piece() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"body": b"x", "more_body": True}
+
+    with pytest.raises(intake.RefusedBodyError, match=r"did not arrive within 0\.3 s"):
+        asyncio.run(asyncio.wait_for(intake.read_body([], piece, limit_s=LIMIT_S), 10))
+
+
 @pytest.mark.parametrize("sent", [b"", POST, b"GET /length HTTP/1.1\r\nhost: x\r\n\r\nGET /half"])
 def test_half_a_head_times_out(sent: bytes) -> None:
     with listening(app(), head_limit_s=0.3) as address:
