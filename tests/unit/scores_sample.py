@@ -233,6 +233,20 @@ class Several:
         )
 
 
+class Judge:
+    """Needs a key to score."""
+
+    def score(self, _: Any, __: str) -> float:
+        if not os.getenv("JUDGE_KEY"):
+            raise PermissionError("401")
+        return 1.0
+
+
+def keyed() -> Any:
+    """Make what scores with a key."""
+    os.environ["JUDGE_KEY"]
+
+
 def broken() -> Sample:
     raise ValueError("no luck")
 
