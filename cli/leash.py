@@ -3,7 +3,7 @@
 The program keeps this process's pid and start time. Once the parent is gone, a guard kills the whole session: vLLM
 ignores SIGTERM while its engine starts, and its processes outlive one of them that is killed.
 
-Source: prctl(2) PR_SET_PDEATHSIG; pidfd_open(2); setsid(2).
+Source: prctl(2) PR_SET_PDEATHSIG; pidfd_open(2); setsid(2); proc(5), fields 50 and 51 of `/proc/PID/stat`.
 """
 
 import contextlib
@@ -43,6 +43,7 @@ def _leave_guard(parent: int) -> None:
 
 def _guard(parent: int, program: int, session: int) -> None:
     """Wait until the session is empty; once the parent has ended, kill what is left of it after GRACE_S."""
+    _forget_environment()
     _wait([parent, program], None)
     deadline = None
     while members := _members(session):
@@ -53,6 +54,13 @@ def _guard(parent: int, program: int, session: int) -> None:
             for pid in members:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _forget_environment() -> None:
+    """Overwrite the environment of this process: others could read the program's secrets there, as long as it runs."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    ctypes.memset(start, 0, end - start)
 
 
 def _wait(descriptors: list[int], limit_s: float | None) -> bool:

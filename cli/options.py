@@ -32,7 +32,8 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     "Problems and rewards": (
         "env_args", "verifiers_python",
         "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs", "reward", "reward_timeout_s",
-        "reward_processes", "max_turns", "tool_timeout_s", "max_unscored_share", "overlong_buffer", "overlong_penalty",
+        "reward_processes", "worker_env", "max_turns", "tool_timeout_s", "max_unscored_share", "overlong_buffer",
+        "overlong_penalty",
     ),
     "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from bridge.checks import model
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import HOSTS_KNOW
-from bridge.core import claim, mark
+from bridge.core import claim, mark, private
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
@@ -282,6 +282,7 @@ def main() -> None:
     try:
         address, port, run_dir, place = sys.argv[1:]
         key = bytes.fromhex(os.environ.pop(HOSTS_KNOW))
+        private.hide_environment()
         ranks = Place(**json.loads(place)).join(Met(0, address, int(port), key, None))
         try:
             take_part(ranks, RunDirectory.join(Path(run_dir)))

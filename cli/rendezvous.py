@@ -27,6 +27,7 @@ import psutil
 
 from bridge.config import TrainConfig
 from bridge.config.choices import HOSTS_KNOW
+from bridge.core import private
 from bridge.errors import RankError, UsageError
 from cli import alike, console
 from cli.serve import holder
@@ -34,7 +35,9 @@ from cli.serve import holder
 LIMIT_S = 600.0
 """Longest wait for all hosts."""
 ANSWER_LIMIT_S = 10.0
-"""Longest wait for the first line of who listens."""
+"""Longest greeting, from the connection to the first message of the other side."""
+MOST_GREETINGS = 64
+"""Connections that are greeted at once; a host needs milliseconds."""
 POLL_S = 0.2
 LEAST_SECRET = 16
 MOST_BYTES = 2**20
@@ -83,8 +86,9 @@ class _Line:
         """Greet the other side: `role` is FIRST where the connection was accepted."""
         self._connection, self._role = connection, role
         self.name = "the first host"
+        self._received_bytes = b""
+        self._deadline = time.monotonic() + ANSWER_LIMIT_S
         connection.settimeout(ANSWER_LIMIT_S)
-        self._file = connection.makefile("rb")
         own = secrets.token_hex().encode()
         connection.sendall(b"bridge " + own + b"\n")
         word, _, theirs = self._read().partition(b" ")
@@ -99,39 +103,51 @@ class _Line:
         self._connection.sendall(self._code(self._role, self._sent, body) + b" " + body + b"\n")
         self._sent += 1
 
-    def receive(self, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
-        """Return the next message of the other side.
+    def receive(self, limit_s: float | None = None) -> dict[str, Any]:
+        """Return the next message of the other side; without `limit_s` it is part of the greeting.
 
         Raises:
-            OSError: it has closed the connection, or sent nothing for `limit_s`.
-            _StrangerError: it does not know the secret.
+            OSError: it has closed the connection, or the message has not arrived in time.
+            _StrangerError: it does not know the secret, or sent something else.
         """
-        self._connection.settimeout(limit_s)
+        if limit_s is not None:
+            self._deadline = time.monotonic() + limit_s
         code, _, body = self._read().partition(b" ")
         expected = self._code(OTHER if self._role == FIRST else FIRST, self._received, body)
         if not hmac.compare_digest(code, expected):
             raise _StrangerError
         self._received += 1
-        message: dict[str, Any] = json.loads(body)
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise _StrangerError from error
+        if not isinstance(message, dict):
+            raise _StrangerError
         return message
 
     def is_closed(self) -> bool:
         """Return whether the other side has ended: nothing is sent once all hosts have met."""
-        return bool(select.select([self._connection], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._file.close()
             self._connection.close()
 
     def own_address(self) -> str:
         return str(self._connection.getsockname()[0])
 
     def _read(self) -> bytes:
-        line = self._file.readline(MOST_BYTES)
-        if not line.endswith(b"\n"):
-            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
-        return line[:-1]
+        """Return the next line, which has to arrive before the deadline: not each of its bytes in its own time."""
+        while b"\n" not in self._received_bytes:
+            self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
+            piece = self._connection.recv(2**16)
+            if not piece or len(self._received_bytes) > MOST_BYTES:
+                raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
+            self._received_bytes += piece
+        line, _, self._received_bytes = self._received_bytes.partition(b"\n")
+        return line
 
     def _code(self, role: bytes, count: int, body: bytes) -> bytes:
         return hmac.new(self._key, b"%s %d " % (role, count) + body, "sha256").hexdigest().encode()
@@ -147,6 +163,8 @@ class Rendezvous:
         self._listener = self._bound()
         self._here: list[tuple[_Line, dict[str, Any]]] = []
         self._strangers = 0
+        self._greetings: list[socket.socket] = []
+        """Connections that are being greeted, the oldest first."""
         self._is_over = threading.Event()
         self._greeter = threading.Thread(target=self._greet_all, name="rendezvous", daemon=True)
         if self.is_first:
@@ -271,7 +289,13 @@ class Rendezvous:
             except TimeoutError:
                 continue
             except OSError:
-                return
+                if self._listener.fileno() < 0:  # closed
+                    return
+                time.sleep(POLL_S)  # there may be file descriptors again
+                continue
+            for oldest in self._greetings[: 1 - MOST_GREETINGS]:
+                _end(oldest)  # its thread raises, and closes it
+            self._greetings.append(connection)
             threading.Thread(target=self._greet, args=(connection,), name="greeting", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
@@ -279,14 +303,17 @@ class Rendezvous:
         try:
             line = _Line(connection, self.secret, FIRST)
             hello = line.receive()
+            if alike.HOST not in hello or not all(isinstance(fact, str) for fact in hello.values()):
+                raise _StrangerError
             line.send({})
         except (OSError, _StrangerError):
             self._strangers += 1
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _end(connection)
             connection.close()
         else:
             self._here.append((line, hello))
+        finally:
+            self._greetings.remove(connection)
 
     def _end_greeting(self) -> None:
         self._is_over.set()
@@ -357,6 +384,12 @@ def opened(train: TrainConfig) -> Iterator[Rendezvous | None]:
         place.close()
 
 
+def _end(connection: socket.socket) -> None:
+    """End a connection, and what waits for it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _secret() -> bytes:
     """Return what the hosts know.
 
@@ -364,6 +397,7 @@ def _secret() -> bytes:
         UsageError: it is missing, or can be guessed.
     """
     secret = os.environ.pop(HOSTS_KNOW, "")  # no server and no reward needs it
+    private.hide_environment()
     if len(secret) < LEAST_SECRET:
         found = f"has {len(secret)} characters, expected at least {LEAST_SECRET}" if secret else "is not set"
         raise UsageError(f"{HOSTS_KNOW} {found}: the hosts know each other by it", remedy=GENERATE)

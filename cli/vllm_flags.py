@@ -108,6 +108,8 @@ REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.i
 LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""
 WORKER_EXTENSION = ("--worker-extension-cls", "patches.worker.BridgeWorker")
+NO_PAGES = ("--allowed-origins", "[]")
+"""No web page of another host may send requests, whatever the default of this version of vLLM allows."""
 SLEEP_MODE = "--enable-sleep-mode"
 """Lets vLLM free its KV cache while a trainer needs the memory; costs nothing until then."""
 CHOOSES_SLEEP = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
@@ -198,6 +200,7 @@ def added(
     found.argv += LOGPROBS_MODE if LOGPROBS_MODE[0] not in given else ()
     if shares_weights:
         found.argv += WORKER_EXTENSION
+        found.argv += NO_PAGES if NO_PAGES[0] not in given else ()
         found.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
         found.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
     why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"

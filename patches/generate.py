@@ -33,6 +33,7 @@ vllm.entrypoints.serve.tokenize.protocol
 """
 CLIENT_GONE = 499
 """Status of an answer that nobody waits for."""
+JSON = "application/json"
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 UNCUT = {"temperature": 1.0, **WHOLE}
 """Defaults of a request: vLLM would use the model's own."""
@@ -53,6 +54,9 @@ router = APIRouter(include_in_schema=False)
 @router.post("/generate")
 async def generate(request: Request) -> Response:
     """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:  # a web page may send other types without being asked
+        raise HTTPException(415, f"the content-type is {kind[:100]!r}, expected {JSON}")
     asked = _parse(await request.body())
     claim: AdapterClaim = request.app.state.bridge_claim
     trained = None if asked.get("model") else claim.expected()
@@ -98,7 +102,7 @@ async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any
     status = next(int(message["status"]) for message in sent if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in sent)
     if status != 200:
-        raise _OtherAnswer(Response(content, status_code=status, media_type="application/json"))
+        raise _OtherAnswer(Response(content, status_code=status, media_type=JSON))
     return json.loads(content)
 
 
@@ -118,7 +122,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     """Return the request with its prompt as text or token ids; HTTPException if it asks for anything else."""
     try:
         asked = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
     if not isinstance(asked, dict):
         raise HTTPException(400, f"the body is a JSON {type(asked).__name__}, expected an object")

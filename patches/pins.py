@@ -10,6 +10,7 @@ colon or several indented below it. A statement is continued by indenting furthe
     C: a, b               class C, or a base in the same file, declares, defines or assigns to `self` a and b
     name                  is defined
     NAME = 'value'        a constant whose value Bridge repeats
+    C.a = field(...)      a default that Bridge knows; ` | ` between several
     f lists names: a, b   the list `names` inside f holds nothing else
     f imports m.name      f imports it each time it runs, so replacing the name takes effect
     if name: statement    holds where the module defines `name`; elsewhere Bridge does without
@@ -119,7 +120,7 @@ def _definition_fault(source: ast.Module, groups: Groups) -> str | None:
 def _constant_fault(source: ast.Module, groups: Groups) -> str | None:
     node = find(source, groups["name"])
     found = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else None
-    return None if found == groups["value"] else f"is {found}, expected {groups['value']}"
+    return None if found in groups["value"].split(" | ") else f"is {found}, expected {groups['value']}"
 
 
 def _list_fault(source: ast.Module, groups: Groups) -> str | None:
@@ -144,7 +145,7 @@ IF, NAME, NAMES = r"(if (?P<condition>[\w.]+): )?", r"(?P<name>[\w.]+)", r"(?P<n
 FORMS = {
     rf"{IF}(?P<use>call|wrap|replace) (?P<is_async>async )?{NAME}\({NAMES}\)": _signature_fault,
     rf"{IF}{NAME}(: {NAMES})?": _definition_fault,
-    rf"{NAME} = (?P<value>'.+')": _constant_fault,
+    rf"{IF}{NAME} = (?P<value>'.+'|field\(.+\))": _constant_fault,
     rf"{NAME} lists (?P<variable>\w+): {NAMES}": _list_fault,
     rf"{NAME} imports (?P<imported>[\w.]+)": _import_fault,
 }

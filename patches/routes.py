@@ -16,13 +16,14 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from bridge.core.intake import limit_connections
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
 from bridge.server import protocol
 from bridge.server.protocol import BRIDGE_ROUTES, VERSION_HEADER, HolderRequest, Status
 from patches import completions, exporter, generate, memory_pool, ranks, sampling_watch
 from patches.adapter import AdapterClaim, ServedAdapter
-from patches.admission import Guard, Intake, Rules, refuse_dev_mode, sweep_heads
+from patches.admission import Guard, Intake, Rules, refuse_dev_mode
 from patches.server_fence import ServerFence
 
 PINS = """
@@ -63,7 +64,7 @@ class BridgeRoutes:
             exporter.report(error)
             raise SystemExit(error.exit_code) from error
         state.bridge_rules = Rules.of(args)
-        state.bridge_sweeper = asyncio.create_task(sweep_heads(lambda: getattr(state, "server", None)))
+        state.bridge_limits = asyncio.create_task(limit_connections(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
         can_sleep = memory_pool.can_sleep(engine_client.model_config)
         cache = engine_client.vllm_config.cache_config

@@ -105,7 +105,8 @@ def feed(
     lengths = [length for url in urls if (length := max_model_len(url))]
     config = fit_completions(config, min(lengths, default=None), note)
     tokenizer = skeleton.tokenizer(config.model_name)
-    scorer = Scorer(recipe, processes=config.task.reward_processes, timeout_s=config.task.reward_timeout_s)
+    task = config.task
+    scorer = Scorer(recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env)
     sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
         joined = join(api, config, note)

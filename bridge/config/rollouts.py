@@ -38,6 +38,10 @@ def _texts(given: Any) -> tuple[str, ...]:
     return texts
 
 
+def _names(given: Any) -> Any:
+    return tuple(filter(None, map(str.strip, given.split(",")))) if isinstance(given, str) else given
+
+
 def _arguments(given: Any) -> dict[str, Any] | None:
     found = _from_json(given)
     if not isinstance(found, dict | None):
@@ -87,6 +91,9 @@ class TaskConfig(Section):
     reward_processes: int | None = Field(default=None, ge=0)
     """Worker processes for scoring; 0 scores in the trainer without a time limit (default: one per core, at most 4).
     With tools or an agent, completions that run at once (default: 8 per core)."""
+    worker_env: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    """Variables with secrets that rewards, tools and agents may read, such as `OPENAI_API_KEY`, separated by commas
+    (default: none whose name suggests a secret)."""
     max_unscored_share: float = Field(default=0.2, ge=0, le=1)
     """Stop the run when scoring fails for more than this share of a batch."""
 

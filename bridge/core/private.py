@@ -1,16 +1,25 @@
-"""Hide passwords, tokens and keys in what others may read: reports, curves, events, printed commands.
+"""Hide passwords, tokens and keys in what others may read: reports, curves, events, printed commands, environments.
 
 Files that only their owner may read hold everything (`config.json`, `serve.log`, the manifest).
+
+Source: proc(5), `/proc/PID/environ` and fields 50 and 51 of `/proc/PID/stat`; setenv(3), which copies.
 """
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from bridge.errors import UsageError
 
 HIDDEN = "***"
 PRIVATE_CHOICES = ("start_command",)
 """Choices that are hidden as a whole: a command line can hold a secret in any form."""
 SECRET_FLAG = re.compile(r"--?[\w-]*(key|token|secret|password|credentials?)$", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(
+    r"(^|_)(keys?|token|secrets?|credentials?|passphrase|passwd)(_|$)|apikey|password", re.IGNORECASE
+)
 FREE_FLAGS = ("--start-command", "--start_command")
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VALUE_IN_URL = re.compile(r"(://[^\s?#]*\?|&)([^\s=&#]+)=[^\s&#]+")
@@ -40,3 +49,47 @@ def shown_arguments(arguments: Sequence[str]) -> Iterator[str]:
         else:
             yield f"{name}={HIDDEN}" if is_secret and equals else shown_line(argument)
         hides_next = is_secret and not equals
+
+
+def worker_environment(kept: Collection[str]) -> dict[str, str]:
+    """Return the environment of this process without secrets, except the variables in `kept`.
+
+    Raises:
+        UsageError: one of these is not set.
+    """
+    if missing := sorted(set(kept) - os.environ.keys()):
+        raise UsageError(
+            f"--worker-env {','.join(missing)}: not set in this environment", remedy=f"export {missing[0]}=..."
+        )
+    lacking = hidden(kept)
+    return {name: value for name, value in os.environ.items() if name not in lacking}
+
+
+def hidden(kept: Collection[str]) -> list[str]:
+    """Return the variables of this process that its workers lack."""
+    return [name for name in os.environ if SECRET_VARIABLE.search(name) and name not in kept]
+
+
+def hint(text: str, kept: Collection[str]) -> str:
+    """Return how workers get a variable that they lack and `text` names, to be appended; empty if it names none."""
+    if named := [name for name in hidden(kept) if re.search(rf"\b{re.escape(name)}\b", text)]:
+        return f"; {named[0]} is hidden from rewards, tools and agents, pass it on: --worker-env {','.join(named)}"
+    return ""
+
+
+def hide_environment() -> None:
+    """Overwrite secrets in `/proc/PID/environ` of this process: they stay there when `os.environ` loses them.
+
+    Processes of the same user can read that file, so those that a worker starts can. `os.environ` is left as it is.
+    """
+    import ctypes
+
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    place, end = int(fields[47]), int(fields[48])
+    for entry in ctypes.string_at(place, end - place).split(b"\0"):
+        name, equals, _ = entry.partition(b"=")
+        if equals and SECRET_VARIABLE.search(os.fsdecode(name)):
+            if name in os.environb:
+                os.putenv(name, os.environb[name])  # a copy, in place of the pointer to this memory
+            ctypes.memset(place, 0, len(entry))
+        place += len(entry) + 1

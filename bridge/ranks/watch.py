@@ -3,11 +3,14 @@
 gloo and NCCL would wait for their limit: both for a rank that failed and lives, NCCL for one that is gone, too. A
 thread of each rank looks for both, and breaks this rank's connections if it waits in vain; what waits then raises.
 
+Whoever reaches the port of the store can write to it: only what carries a code of the run's key counts.
+
 Not covered: NCCL on several GPUs, which was not run yet.
 
 Source: recv(2), MSG_PEEK; `torch.distributed.distributed_c10d.Backend.abort`.
 """
 
+import hmac
 import os
 import socket
 import threading
@@ -19,15 +22,15 @@ import torch
 
 PERIOD_S = 0.5
 FAILED = "failed_"
-"""Beginning of a key of the store, before the number of a rank: the last phase in which it failed."""
+"""Beginning of a key of the store, before the number of a rank: a code of the last phase in which it failed."""
 
 
 class Watch:
     """The thread of one rank."""
 
-    def __init__(self, store: Any, device: torch.device, rank: int, phase: Callable[[], int]) -> None:
-        """Prepare; `phase` numbers what all ranks do together."""
-        self._store, self._device, self._rank, self._phase = store, device, rank, phase
+    def __init__(self, store: Any, device: torch.device, rank: int, phase: Callable[[], int], key: bytes) -> None:
+        """Prepare; `phase` numbers what all ranks do together, and `key` is secret to them."""
+        self._store, self._device, self._rank, self._phase, self._key = store, device, rank, phase, key
         self._groups: list[Any] = []
         self._connections: list[socket.socket] = []
         self._work: Any = None
@@ -64,7 +67,7 @@ class Watch:
     def failed(self) -> None:
         """Tell the other ranks that this one takes no further part in the phase."""
         with suppress(RuntimeError):  # the first rank is gone
-            self._store.set(f"{FAILED}{self._rank}", str(self._phase()))
+            self._store.set(f"{FAILED}{self._rank}", failure(self._key, self._rank, self._phase()))
 
     def is_lost(self, ranks: Collection[int]) -> bool:
         """Return whether any rank has ended, or one of these has failed in this phase."""
@@ -84,25 +87,31 @@ class Watch:
     def _run(self) -> None:
         is_lost = False
         while not self._is_over.wait(PERIOD_S):
-            before, is_lost = (
-                is_lost,
-                self.is_lost({*self._members, *self._parts}),
-            )  # seen twice: the last bytes of an exchange may be on their way
-            waits = bool(self._parts) or (self._work is not None and not self._work.is_completed())
-            if is_lost and before and waits:
+            before, is_lost, waits = is_lost, False, False
+            with suppress(Exception):  # whatever it was: without this thread, a rank may wait for ever
+                is_lost = self.is_lost({*self._members, *self._parts})
+                waits = bool(self._parts) or (self._work is not None and not self._work.is_completed())
+            if is_lost and before and waits:  # twice: the last bytes of an exchange may be on their way
                 self._break_off()
                 return
 
     def _has_failed(self, rank: int) -> bool:
         key = f"{FAILED}{rank}"
-        return self._store.check([key]) and int(self._store.get(key)) == self._phase()
+        expected = failure(self._key, rank, self._phase()).encode()
+        return self._store.check([key]) and hmac.compare_digest(bytes(self._store.get(key)), expected)
 
     def _break_off(self) -> None:
         for group in self._groups if self._device.type == "cuda" else ():
-            group._get_backend(self._device).abort()
+            with suppress(RuntimeError):  # the connections of the others are left to close
+                group._get_backend(self._device).abort()
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def failure(key: bytes, rank: int, phase: int) -> str:
+    """Return what a rank writes into the store when it fails in a phase."""
+    return hmac.digest(key, f"{FAILED}{rank} {phase}".encode(), "sha256").hex()
 
 
 def _peer(descriptor: int) -> socket.socket | None:

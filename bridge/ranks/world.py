@@ -109,7 +109,7 @@ class Ranks:
                 device_id=device if on_gpu else None,
             )
             own = dist.TCPStore(host, port, size, False, DEVICE_LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
-            ranks._watch = Watch(own, device, rank, lambda: ranks._messages.count)
+            ranks._watch = Watch(own, device, rank, lambda: ranks._messages.count, key)
             ranks._watch.add(dist.group.WORLD, sockets() - before)
             ranks._telling = _telling(None)
             if num_parts > 1:

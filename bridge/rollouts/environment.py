@@ -94,6 +94,7 @@ class EnvironmentStream:
             processes=processes if recipe else 0,
             timeout_s=config.task.reward_timeout_s,
             tool_timeout_s=config.rollouts.tool_timeout_s,
+            variables=config.task.worker_env,
         )
         self._sampler = Sampler(config.sampling, ids_of=Vocabulary(self._tokenizer))
         parts = self._tokenizer, self._sampler, self._scorer

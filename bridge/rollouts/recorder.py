@@ -1,6 +1,7 @@
 """An OpenAI-compatible server on loopback, inside the trainer, with a base URL for each run of an agent.
 
-It runs in the event loop of the sampler: while that stands still, requests wait. A `stream` is one chunk.
+It runs in the event loop of the sampler: while that stands still, requests wait. A `stream` is one chunk. Whoever does
+not know the URL of a run is refused before a body is read.
 
 Not covered: what a request means (`chat_request.py`), and what it becomes (`agent_runs.py`).
 """
@@ -19,14 +20,22 @@ from typing import Any
 
 import uvicorn
 
+from bridge.core import intake
 from bridge.rollouts.chat_request import Refusal
 
 PATH = re.compile(r"/(\w+)/v1/(.+)")
 KEPT_S = 3600
 """How long a connection without requests is kept: an agent's tools may take long."""
 CLOSING_S = 1
+ACCEPTED_AT_ONCE = 64
+"""Connections that the event loop accepts before it looks at any of them."""
+QUEUED = 2048
+"""Connections that wait in the kernel while the event loop stands still."""
 ENDED = "this run has ended, or never was"
-ROUTES = "expected POST chat/completions or GET models"
+METHODS = {"chat/completions": "POST", "models": "GET"}
+"""Route -> its method."""
+EXPECTED = f"expected {' or '.join(f'{method} {route}' for route, method in METHODS.items())}"
+NO_HEADERS: Mapping[str, str] = {}
 Document = Mapping[str, Any]
 Answer = Callable[[Any], Awaitable[Document]]
 """The body of a request -> the fields `choices` and `usage`; it may raise a Refusal."""
@@ -47,6 +56,7 @@ class Recorder:
         self._runs: dict[str, _Run] = {}
         self._socket: socket.socket | None = None
         self._server: uvicorn.Server
+        self._limiting: asyncio.Task[None]
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -70,6 +80,7 @@ class Recorder:
     async def close(self) -> None:
         """Close every connection."""
         if self._socket is not None:
+            self._limiting.cancel()
             self._server.force_exit = True  # wait for nobody
             await self._server.shutdown([self._socket])
             self._socket = None
@@ -80,46 +91,62 @@ class Recorder:
             config = uvicorn.Config(
                 self._asgi, interface="asgi3", lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
                 proxy_headers=False, date_header=False, server_header=False, timeout_keep_alive=KEPT_S,
-                timeout_graceful_shutdown=CLOSING_S,
+                timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
             )  # fmt: skip
             config.load()
             self._server = uvicorn.Server(config)
             self._server.lifespan = config.lifespan_class(config)
+            self._limiting = asyncio.create_task(intake.limit_connections(lambda: self._server))
             await self._server.startup([listener])  # `serve` would take the signals
+            listener.listen(QUEUED)  # asyncio takes one number for both
             self._socket = listener
         port: int = self._socket.getsockname()[1]
         return port
 
     async def _asgi(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request: an application as ASGI has it."""
-        body = await _body(receive)
+        try:
+            name, route = self._addressed(scope["method"], scope["path"])
+            body = await _body(scope["headers"], receive)
+        except Refusal as refusal:  # close the connection: the body may still arrive
+            await _refuse(send, refusal, {"connection": "close"})
+            return
         if body is None:
             return
         try:
-            asked, document = await self._answered(scope["method"], scope["path"], body, receive)
+            asked, document = await self._answered(name, route, body, receive)
         except Refusal as refusal:
-            error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
-            await _send(send, refusal.status, json.dumps({"error": error}), "application/json")
+            await _refuse(send, refusal)
             return
         if asked.get("stream"):
             await _send(send, 200, _as_stream(document, asked.get("stream_options")), "text/event-stream")
         else:
             await _send(send, 200, json.dumps(document), "application/json")
 
-    async def _answered(self, method: str, path: str, body: bytes, receive: Any) -> tuple[Document, Document]:
-        """Return the request and its answer."""
+    def _addressed(self, method: str, path: str) -> tuple[str, str]:
+        """Return the name of the run that a request is for, and its route.
+
+        Raises:
+            Refusal: there is no such run or route.
+        """
         found = PATH.fullmatch(path)
-        if found is None or (run := self._runs.get(found[1])) is None:
+        if found is None or found[1] not in self._runs:
             raise Refusal(ENDED, status=404)
-        if (method, found[2]) == ("GET", "models"):
+        if METHODS.get(found[2]) != method:
+            raise Refusal(f"there is no {method} {found[2]} here, {EXPECTED}", status=404)
+        return found[1], found[2]
+
+    async def _answered(self, name: str, route: str, body: bytes, receive: Any) -> tuple[Document, Document]:
+        """Return the request and its answer."""
+        if route == "models":
             model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "bridge"}
             return {}, {"object": "list", "data": [model]}
-        if (method, found[2]) != ("POST", "chat/completions"):
-            raise Refusal(f"there is no {method} {found[2]} here, {ROUTES}", status=404)
         try:
             asked = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal("the request is no JSON") from error
+        if (run := self._runs.get(name)) is None:  # it ended while the body arrived
+            raise Refusal(ENDED, status=404)
         choices = await self._in_time(run, asked, receive)
         named = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.get("model")}
         return asked, {**named, "object": "chat.completion", **choices}
@@ -144,21 +171,28 @@ class Recorder:
             gone.cancel()
 
 
-async def _body(receive: Any) -> bytes | None:
-    """Return the body of a request; None if the connection was closed before its end."""
-    pieces = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces)
+async def _body(headers: Any, receive: Any) -> bytes | None:
+    """Return the body of a request; None if the connection was closed before its end.
+
+    Raises:
+        Refusal: it is too large or too late.
+    """
+    try:
+        messages = await intake.read_body(headers, receive)
+    except intake.RefusedBodyError as error:
+        raise Refusal(error.message, status=error.status) from error
+    is_whole = messages[-1]["type"] == "http.request"
+    return b"".join(message.get("body", b"") for message in messages) if is_whole else None
 
 
-async def _send(send: Any, status: int, text: str, kind: str) -> None:
+async def _refuse(send: Any, refusal: Refusal, headers: Mapping[str, str] = NO_HEADERS) -> None:
+    error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
+    await _send(send, refusal.status, json.dumps({"error": error}), "application/json", headers)
+
+
+async def _send(send: Any, status: int, text: str, kind: str, more: Mapping[str, str] = NO_HEADERS) -> None:
     data = text.encode()
-    headers = {"content-type": kind, "content-length": str(len(data)), "x-should-retry": "false"}
+    headers = {"content-type": kind, "content-length": str(len(data)), "x-should-retry": "false", **more}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": data})

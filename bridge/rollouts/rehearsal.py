@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bridge.config import TaskConfig
+from bridge.core import private
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts.agent_runs import Run, conversations, scored
 from bridge.rollouts.conversation import Conversation
@@ -48,7 +49,8 @@ def check(
     problems = list(islice(environment, NUM_PROBLEMS))
     held_out: list[Problem] = getattr(environment, "held_out", list)()
     processes = 0 if task.reward_processes == 0 else 1
-    with closing(Scorer(recipe, processes=processes, timeout_s=task.reward_timeout_s)) as scorer:
+    choices: dict[str, Any] = {"timeout_s": task.reward_timeout_s, "variables": task.worker_env}
+    with closing(Scorer(recipe, processes=processes, **choices)) as scorer:
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         tried = [*problems, *held_out[:NUM_PROBLEMS]]
         template = task.chat_template_kwargs
@@ -72,11 +74,13 @@ def check(
     if len({failure.kind for failure in failures}) > 1 or task.max_unscored_share == 1:
         note(what)
         return
-    raise RewardError(
-        what,
-        remedy="fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
-        " --max-unscored-share 1)",
+    remedy = (
+        "fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
+        " --max-unscored-share 1)"
     )
+    if processes and (hidden := private.hidden(task.worker_env)):
+        remedy += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
+    raise RewardError(what, remedy=remedy)
 
 
 def _refuse_unused(arguments: Iterable[str], tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:

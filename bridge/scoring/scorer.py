@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from bridge.core import private
 from bridge.core.foreign_code import foreign_code
 from bridge.core.together import together
 from bridge.scoring.agent import Agent
@@ -34,14 +35,17 @@ class Scorer:
         processes: int | None,
         timeout_s: float,
         tool_timeout_s: float = 30.0,
+        variables: Collection[str] = (),
     ) -> None:
         """Start the workers without waiting for them; each makes what scores by `recipe`, which is pickled.
 
         `processes`: None: one per core, at most 4; 0: score in this process, without a time limit. `tool_timeout_s`
-        limits each call of a tool, and an agent between two turns.
+        limits each call of a tool, and an agent between two turns. `variables` with secrets are in the environment of
+        the workers, too.
 
         Raises:
             RewardError: the recipe cannot be pickled, or fails in this process.
+            UsageError: a variable is not set.
         """
         self._workers: list[WorkerProcess] = []
         self._tool_timeout_s = tool_timeout_s
@@ -53,10 +57,11 @@ class Scorer:
             if isinstance(self._own, Agent):
                 os.environ.update(direct_to_loopback())
             return
+        private.hide_environment()
         pickled = question(recipe)
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         for _ in range(processes or min(DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))):
-            self._workers.append(WorkerProcess(pickled, timeout_s=timeout_s))
+            self._workers.append(WorkerProcess(pickled, timeout_s=timeout_s, variables=variables))
             self._idle.put_nowait(self._workers[-1])
 
     async def score(self, problem: Problem, completions: Sequence[str]) -> list[Score | FailedScore]:

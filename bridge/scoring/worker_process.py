@@ -16,8 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache, partial
 
+from bridge.core import private
 from bridge.core.foreign_code import place_in
 from bridge.errors import RewardError
 from bridge.scoring.score import FailedScore, Origin, Score, failed
@@ -52,8 +55,9 @@ MAX_STACK_BYTES = 2**16
 class WorkerProcess:
     """A worker as seen from here: started, asked one question at a time, killed and replaced."""
 
-    def __init__(self, recipe: bytes, *, timeout_s: float) -> None:
-        self._recipe, self._timeout_s = recipe, timeout_s
+    def __init__(self, recipe: bytes, *, timeout_s: float, variables: Collection[str] = ()) -> None:
+        """Start it; its environment has no secrets but the `variables`."""
+        self._recipe, self._timeout_s, self._variables = recipe, timeout_s, variables
         self._is_asked, self._num_holding = False, 0
         self._start()
 
@@ -98,11 +102,20 @@ class WorkerProcess:
             self.kill()
             raise
         if not isinstance(answer, str):
-            return answer
+            return self._explained(answer)
         self._start()
         kind, place = f"{name or origin.name} {answer}", place_in(self._stack, origin.file)
         place = place or ("" if name else origin.place)
         return failed(problem, completion, kind, f"{kind} ({place})" if place else kind)
+
+    def _explained(self, answer: Score | FailedScore | Reply) -> Score | FailedScore | Reply:
+        """Return an answer; one that fails for lack of a variable says how to pass it on, to the user alone."""
+        if isinstance(answer, FailedScore):
+            what = answer.line.partition(", on prompt ")[0]
+            return replace(answer, line=answer.line + private.hint(what, self._variables))
+        if isinstance(answer, Reply) and answer.is_error and (hint := private.hint(answer.text, self._variables)):
+            _report(f"a tool failed{hint}")
+        return answer
 
     def hold(self) -> None:
         """Stop the clock of the question's time limit until as many calls of `go_on`."""
@@ -144,7 +157,7 @@ class WorkerProcess:
         given = control.fileno(), channel.fileno(), self._last_words.fileno()
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
-        environment = os.environ | direct_to_loopback()
+        environment = private.worker_environment(self._variables) | direct_to_loopback()
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
         )
@@ -240,7 +253,7 @@ class WorkerProcess:
             raise BadAnswerError(f"{length:,} bytes, expected at most {MAX_ANSWER_BYTES:,}")
         number, answer = read(await self._receive(length))
         if isinstance(answer, CannotScore):
-            raise RewardError(answer.message, remedy=answer.remedy)
+            raise RewardError(answer.message, remedy=answer.remedy + private.hint(answer.message, self._variables))
         if number != self._number or isinstance(answer, Origin) != (number == 0):
             raise BadAnswerError("the answer to another question")
         return answer
@@ -278,6 +291,12 @@ class WorkerProcess:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
+
+
+@cache
+def _report(line: str) -> None:
+    """Write a line to stderr, once."""
+    sys.stderr.write(f"{line}\n")
 
 
 def direct_to_loopback() -> dict[str, str]:

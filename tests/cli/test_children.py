@@ -304,3 +304,26 @@ def test_an_error_of_ours_inside_vllm_keeps_its_class_and_its_remedy(tmp_path: P
     assert error is not None
     assert (type(error).__name__, error.exit_code) == ("UnsupportedModelError", 4)
     assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")
+
+
+def test_the_guard_of_a_child_keeps_no_secrets(tmp_path: Path) -> None:
+    environment = os.environ | {"SOME_TOKEN": "hidden-1"}
+    child = children.start(
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], environment, tmp_path / "log"
+    )
+    try:
+        assert grandchild_line(child) == "up\n"
+        session = [each for each in psutil.process_iter() if _session(each.pid) == child.process.pid]
+        guards = [each for each in session if each.pid != child.process.pid]
+        assert len(guards) == 1
+        assert b"hidden" in Path(f"/proc/{child.process.pid}/environ").read_bytes()
+        assert b"hidden" not in Path(f"/proc/{guards[0].pid}/environ").read_bytes()
+    finally:
+        children.stop(child)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,68 @@ def test_a_connection_that_says_nothing_keeps_no_host_waiting() -> None:
             first.gather(FACTS, "run")
             waiting.result(LIMIT_S)
         assert time.monotonic() - began < rendezvous.ANSWER_LIMIT_S
+
+
+class Exhausted:
+    """A listener of a process that has no file descriptors left for a moment."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.left = listener, 3
+
+    def accept(self) -> Any:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_hosts_meet_once_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "POLL_S", 0.01)
+    with places(2) as (first, other):
+        listener = Exhausted(first._listener)  # type: ignore[arg-type]
+        first._listener = listener  # type: ignore[assignment]
+        while listener.left:
+            time.sleep(0.01)
+        with in_background(other.attend, FACTS) as waiting:
+            assert first.gather(FACTS, "run", limit_s=LIMIT_S).num_hosts == 2
+            waiting.result(LIMIT_S)
+
+
+def test_a_greeting_has_one_limit_for_all_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "ANSWER_LIMIT_S", 0.3)
+    with places(1, hosts=2) as (first,), socket.create_connection((LOOPBACK, first._port), 5) as slow:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() < began + 5:
+                slow.sendall(b"b")
+                time.sleep(0.05)
+        assert time.monotonic() < began + 2
+
+
+def test_many_greetings_keep_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MOST_GREETINGS", 4)
+    with places(2) as (first, other), ExitStack() as opened:
+        held = [opened.enter_context(socket.create_connection((LOOPBACK, first._port), 5)) for _ in range(20)]
+        for one in held[:16]:
+            while one.recv(200):  # until it is closed
+                pass
+        with in_background(other.attend, FACTS) as waiting:
+            assert first.gather(FACTS, "run", limit_s=LIMIT_S).num_hosts == 2
+            waiting.result(LIMIT_S)
+
+
+@pytest.mark.parametrize("hello", [[1, 2], {"--gpus": "2"}, {alike.HOST: 3}, "text", None])
+def test_a_host_that_does_not_say_what_it_is_is_sent_away(hello: Any) -> None:
+    with places(1, hosts=2) as (first,), socket.create_connection((LOOPBACK, first._port), 5) as connection:
+        line = rendezvous._Line(connection, SECRET.encode(), rendezvous.OTHER)
+        line.send(hello)
+        with pytest.raises(OSError, match=r"closed|reset"):
+            line.receive()
+        with pytest.raises(UsageError, match="1 of 2 hosts came"):
+            first.gather(FACTS, "run", limit_s=0.1)
 
 
 def test_a_host_that_never_comes_is_waited_for_until_the_limit() -> None:

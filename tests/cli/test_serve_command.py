@@ -48,6 +48,7 @@ def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monke
     assert argv[:5] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m")
     assert " ".join(argv[5:9]) == "--host 127.0.0.1 --port 9001"
     assert argv[argv.index("--worker-extension-cls") + 1] == "patches.worker.BridgeWorker"
+    assert argv[argv.index("--allowed-origins") + 1] == "[]"
     assert argv[argv.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.3"
     assert argv[-1] == "--enforce-eager"

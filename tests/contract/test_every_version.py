@@ -15,3 +15,5 @@ def test_every_pinned_symbol_fits(version: str, pytestconfig: pytest.Config) -> 
     pinned = pins.collect()
     root = fetch(version, frozenset(pin.module for pin in pinned))
     assert find_faults(lambda module: read_below(root, module), pinned) == []
+    of_origins = [pin.module for pin in pinned if pin.parts()["name"] == "FrontendArgs.allowed_origins"]
+    assert any(read_below(root, module) for module in of_origins), "nothing checks the default of --allowed-origins"

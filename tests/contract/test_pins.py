@@ -70,6 +70,14 @@ def test_what_bridge_can_do_without_must_fit_where_its_condition_is_defined() ->
     assert _faults("def load", "def load_weights", (beside_pool,))
 
 
+def test_a_default_that_changed_is_reported() -> None:
+    source = "class Flags:\n    pages: list[str] = field(default_factory=list)"
+    either = pin("if Flags: Flags.pages = field(default_factory=lambda: ['*']) | field(default_factory=list)")
+    assert find_faults({"m": source}.get, [either]) == []
+    assert find_faults({"m": source.replace("Flags", "Others")}.get, [either]) == []
+    assert find_faults({"m": source.replace("=list", "=set")}.get, [either])
+
+
 def test_the_pins_of_a_file_are_read_from_its_text(tmp_path: Path) -> None:
     (tmp_path / "patch.py").write_text('''PINS = """
 # A comment.

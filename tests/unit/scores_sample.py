@@ -35,6 +35,12 @@ class Sample:
     def raises(self, word: str = "seven") -> float:
         return float(word)
 
+    def reads(self, name: str) -> float:
+        return float(len(os.environ[name]))
+
+    def misses(self, name: str) -> float:
+        raise ValueError(f"the client needs {name}, or a key")
+
     def exits(self) -> None:
         sys.exit("enough")
 
@@ -225,6 +231,20 @@ class Several:
         return {"odd": (1.0,), "nan": (1.0, {"a": float("nan")}), "text": ("1", {})}.get(
             completion, (len(completion), {"length": len(completion), "format": 0.5})
         )
+
+
+class Judge:
+    """Needs a key to score."""
+
+    def score(self, _: Any, __: str) -> float:
+        if not os.getenv("JUDGE_KEY"):
+            raise PermissionError("401")
+        return 1.0
+
+
+def keyed() -> Any:
+    """Make what scores with a key."""
+    os.environ["JUDGE_KEY"]
 
 
 def broken() -> Sample:

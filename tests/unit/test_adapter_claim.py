@@ -33,7 +33,7 @@ def models() -> FakeModels:
 def http(lease: ServerLease, models: FakeModels) -> TestClient:
     app = FastAPI()
     routes.BridgeRoutes().attach_router(app)
-    app.state.bridge_rules = Rules.of(Namespace(api_key=None, host=None), {})
+    app.state.bridge_rules = Rules.of(Namespace(api_key=None, host=None, allowed_origins=[]), {})
     app.state.bridge_manifest, app.state.bridge_claim = manifest(), AdapterClaim(models, lease)
 
     @app.post("/{action}/{name}")

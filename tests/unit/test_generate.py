@@ -153,6 +153,7 @@ def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
         ('{"prompt": "a", "temprature": 1}', "/generate does not know temprature, only "),
         ('{"prompt": "a", "stream": true}', "/generate does not stream; /v1/completions does"),
         ("{}", "prompt must be one text"),
+        pytest.param("[" * 100_000, "the body is not JSON", id="deep"),
         ('{"prompt": []}', "with at least one token"),
         ('{"prompt": ["a", "b"]}', "prompt must be one text"),
         ('{"prompt": [[1], [2]]}', "prompt must be one text"),
@@ -166,6 +167,14 @@ def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: 
     assert words in answer.json()["detail"]
     assert "\n" not in answer.json()["detail"]
     assert vllm.asked == []
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "text/plain; a=application/json", "application/x-www-form-urlencoded"])
+def test_a_blind_request_of_a_web_page_is_refused(vllm: FakeVllm, kind: str) -> None:
+    answer = vllm.http.post("/generate", content=json.dumps(ASKED), headers={"content-type": kind})
+    assert (answer.status_code, vllm.asked) == (415, [])
+    assert "expected application/json" in answer.json()["detail"]
+    assert vllm.http.post("/generate", content=json.dumps(ASKED)).status_code == 415
 
 
 def test_what_vllm_refuses_is_refused_in_its_own_words(vllm: FakeVllm) -> None:
@@ -250,7 +259,8 @@ def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [(b"authorization", KEY.encode())]}
+    headers = [(b"authorization", KEY.encode()), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
     asyncio.run(vllm.app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send))
     assert vllm.aborted
     assert sent[0]["status"] == generate.CLIENT_GONE

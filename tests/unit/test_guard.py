@@ -24,7 +24,7 @@ def vllm(**args: Any) -> FastAPI:
     """Return an app with some of vLLM's routes beside ours, started with `args`."""
     app = FastAPI()
     app.state.bridge_rules = Rules.of(
-        Namespace(**{"api_key": None, "host": "127.0.0.1", "allowed_origins": ["*"], **args}), {}
+        Namespace(**{"api_key": None, "host": "127.0.0.1", "allowed_origins": [], **args}), {}
     )
     for path in {"/health", *CLOSED} - {"/openapi.json"}:
         app.add_api_route(path, lambda: "done", methods=["GET"])
@@ -99,7 +99,7 @@ def test_without_a_key_every_route_is_open() -> None:
 )
 def test_the_key_is_found_where_vllm_finds_it(given: Any, environment: str | None, opens: list[str]) -> None:
     variables = {} if environment is None else {"VLLM_API_KEY": environment}
-    rules = Rules.of(Namespace(api_key=given, host=None), variables)
+    rules = Rules.of(Namespace(api_key=given, host=None, allowed_origins=None), variables)
     assert rules.key_digests == tuple(admission._digest(key) for key in opens)
 
 
@@ -139,12 +139,31 @@ def test_elsewhere_any_name_is(listens_on: str | None) -> None:
     assert asked(vllm(host=listens_on), "/health", host="gpu7.example:9001") == 200
 
 
-def test_a_web_page_from_elsewhere_is_refused_on_loopback_unless_it_was_allowed() -> None:
-    pages = ["https://evil.example", "null", "http://[", "http://localhost.evil"]
-    assert {page: asked(vllm(), "/version", origin=page) for page in pages} == dict.fromkeys(pages, 403)
-    assert asked(vllm(), "/version", origin="http://localhost:3000") == 200
-    assert asked(vllm(allowed_origins=["https://ui.example"]), "/version", origin="https://ui.example") == 200
-    assert asked(vllm(host="0.0.0.0"), "/version", origin="https://ui.example") == 200
+PAGES = ["https://evil.example", "null", "http://[", "http://localhost.evil", ""]
+
+
+@pytest.mark.parametrize("listens_on", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("listed", [[], ["https://ui.example"], "https://ui.example", None])
+def test_a_web_page_is_refused_unless_it_is_listed(listens_on: str, listed: Any) -> None:
+    app = vllm(host=listens_on, allowed_origins=listed)
+    assert {page: asked(app, "/version", origin=page) for page in PAGES} == dict.fromkeys(PAGES, 403)
+    assert asked(app, "/version", origin="https://ui.example") == (200 if listed else 403)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "https://ui.example"])
+def test_a_star_lists_every_web_page(page: str) -> None:
+    assert asked(vllm(allowed_origins=["*"]), "/version", origin=page) == 200
+
+
+@pytest.mark.parametrize("page", ["http://localhost:3000", "http://127.0.0.1:8080"])
+def test_a_web_page_of_this_host_is_answered(page: str) -> None:
+    assert asked(vllm(), "/version", origin=page) == 200
+
+
+def test_a_web_page_of_the_server_itself_is_answered() -> None:
+    app, here = vllm(host="0.0.0.0"), "gpu7.example:9001"
+    assert asked(app, "/version", host=here, origin=f"http://{here}") == 200
+    assert asked(app, "/version", host=here, origin="http://gpu7.example:9002") == 403
 
 
 def test_a_refusal_says_what_to_do() -> None:

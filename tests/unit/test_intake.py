@@ -16,7 +16,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from patches.admission import Intake, Waiting, sweep_heads, swept
+from bridge.core import intake
+from bridge.core.intake import Waiting, limit_connections, swept
+from patches.admission import Intake
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"
@@ -42,11 +44,12 @@ def listening(served: FastAPI, *, head_limit_s: float = 60.0) -> Iterator[tuple[
     """Serve in a thread, as vLLM does: the sweeper runs in the server's loop."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(served, log_level="error"))
+        server.config.load()
 
         async def serve() -> None:
-            sweeping = asyncio.create_task(sweep_heads(lambda: server, limit_s=head_limit_s))
+            limiting = asyncio.create_task(limit_connections(lambda: server, limit_s=head_limit_s))
             await server.serve(sockets=[listener])
-            sweeping.cancel()
+            limiting.cancel()
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
@@ -98,6 +101,30 @@ def test_half_a_body_times_out(body: bytes) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.3 s"}
 
 
+def test_a_body_that_arrived_while_the_loop_stood_still_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "TICK_S", 0.05)
+
+    async def main() -> list[Any]:
+        arrived = asyncio.Queue[Any]()
+        reading = asyncio.create_task(intake.read_body([], arrived.get, limit_s=LIMIT_S))
+        await asyncio.sleep(0)
+        time.sleep(2 * LIMIT_S)  # noqa: ASYNC251  a step is computed
+        for left in (2, 1, 0):
+            arrived.put_nowait({"body": b"x", "more_body": left > 0})
+        return await reading
+
+    assert len(asyncio.run(main())) == 3
+
+
+def test_a_body_in_many_small_pieces_times_out() -> None:
+    async def piece() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"body": b"x", "more_body": True}
+
+    with pytest.raises(intake.RefusedBodyError, match=r"did not arrive within 0\.3 s"):
+        asyncio.run(asyncio.wait_for(intake.read_body([], piece, limit_s=LIMIT_S), 10))
+
+
 @pytest.mark.parametrize("sent", [b"", POST, b"GET /length HTTP/1.1\r\nhost: x\r\n\r\nGET /half"])
 def test_half_a_head_times_out(sent: bytes) -> None:
     with listening(app(), head_limit_s=0.3) as address:
@@ -119,6 +146,20 @@ def test_a_request_that_takes_long_to_answer_is_left_alone() -> None:
     assert asked.is_set()
 
 
+def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "most_waiting", lambda: 4)
+    with listening(app()) as address, contextlib.ExitStack() as opened, httpx.Client() as client:
+        url = f"http://{address[0]}:{address[1]}/length"
+        assert client.get(url).json() == {"length": 0}
+        silent = [opened.enter_context(socket.create_connection(address, timeout=30)) for _ in range(20)]
+        assert [one.recv(1) for one in silent[:16]] == [b""] * 16, "the oldest are closed"
+        assert client.get(url).json() == {"length": 0}, "one that has sent a request stays"
+        assert httpx.get(url).json() == {"length": 0}
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
 class Transport:
     def __init__(self) -> None:
         self.closed = False
@@ -130,6 +171,15 @@ class Transport:
 class Connection:
     def __init__(self, cycle: Any = None) -> None:
         self.cycle, self.transport, self.timeout_keep_alive = cycle, Transport(), 5
+
+
+def test_a_connection_is_kept_between_requests_alone() -> None:
+    waiting: Waiting = {}
+    silent, idle = Connection(), Connection(SimpleNamespace(response_complete=True))
+    silent.timeout_keep_alive = idle.timeout_keep_alive = 3600
+    for now in range(0, 21, 5):
+        waiting = swept([silent, idle], waiting, now, 10)
+    assert [each.transport.closed for each in (silent, idle)] == [True, False]
 
 
 def test_only_a_connection_that_has_waited_all_the_time_is_closed() -> None:

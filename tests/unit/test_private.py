@@ -1,6 +1,8 @@
 """What other users may see of choices, log lines and commands; complete files are readable by the owner only."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +76,27 @@ def test_events_of_an_older_bridge_are_shown_without_secrets(tmp_path: Path) -> 
     with run.events.open("a") as file:
         file.write(f"2026-11-22T10:00:00+0000 the server at {URL} died\n")
     assert all("hidden" not in event.text for event in record.read(run.path).events)
+
+
+HIDES = """
+import os, subprocess, sys
+from bridge.core import private
+os.environ.pop("BRIDGE_SECRET")
+os.environ["LATER_TOKEN"] = "set-later"
+before = dict(os.environ)
+private.hide_environment()
+private.hide_environment()
+assert dict(os.environ) == before
+sys.stdout.buffer.write(open("/proc/self/environ", "rb").read() + b"\\nchild\\n")
+sys.stdout.flush()
+subprocess.run(["env"])
+"""
+
+
+def test_nobody_reads_secrets_in_the_environment_that_a_process_was_started_with() -> None:
+    given = {"BRIDGE_SECRET": "hidden-1", "HF_TOKEN": "hidden-2", "HF_HOME": "shown-1", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([sys.executable, "-c", HIDES], env=given, capture_output=True, text=True, check=True)
+    own, _, child = done.stdout.partition("\nchild\n")
+    assert "shown-1" in own
+    assert not any(word in own for word in ("hidden", "SECRET", "TOKEN"))
+    assert {"HF_TOKEN=hidden-2", "HF_HOME=shown-1", "LATER_TOKEN=set-later"} <= set(child.split("\n"))

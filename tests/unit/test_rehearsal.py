@@ -101,6 +101,18 @@ def test_a_score_in_a_process_is_tried_there(model: Path, tmp_path: Path) -> Non
         tried(model, Task(), scores_sample.broken)
 
 
+def test_a_score_that_lacks_a_key_is_refused_with_the_way_to_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    with pytest.raises(RewardError, match="PermissionError: 401") as met:
+        tried(model, Task(), scores_sample.Judge)
+    assert "it cannot read " in met.value.remedy
+    assert "JUDGE_KEY" in met.value.remedy
+    with pytest.raises(RewardError, match="KeyError: 'JUDGE_KEY'") as met:
+        tried(model, Task(), scores_sample.keyed)
+    assert met.value.remedy.endswith("--worker-env JUDGE_KEY")
+    assert tried(model, Task(), scores_sample.Judge, worker_env="JUDGE_KEY") == []
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -13,10 +13,11 @@ import torch
 
 from bridge.errors import UsageError
 from bridge.passes.cut_layers import summed
-from bridge.ranks.watch import FAILED, PERIOD_S, Watch
+from bridge.ranks.watch import FAILED, PERIOD_S, Watch, failure
 from bridge.ranks.world import Ranks
 from tests.unit.several_ranks import on_ranks
 
+KEY = b"of the run"
 SOON_S = 20.0
 """The limit of a device's group is five minutes."""
 
@@ -101,9 +102,9 @@ class Endless:
         """Return at once, as on a GPU."""
 
 
-class Store(dict[str, str]):
+class Store(dict[str, bytes]):
     def set(self, key: str, value: str) -> None:
-        self[key] = value
+        self[key] = value.encode()
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
@@ -133,19 +134,50 @@ def broken(connection: socket.socket, *, within_s: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    "cause", ["failed", "failed before", "failed elsewhere", "ended", "ended, exchange done", "nothing"]
+    "cause",
+    [
+        "failed",
+        "failed before",
+        "failed elsewhere",
+        "ended",
+        "ended, exchange done",
+        "nothing",
+        "noise",
+        "noise, failed",
+    ],
 )
 def test_an_exchange_is_broken_off_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
     ((one, other), (its, gone)), store, work = pairs, Store(), Endless()
-    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
+    watch = Watch(store, torch.device("cpu"), 0, lambda: 7, KEY)
     watch.add(None, {one.fileno(), its.fileno()})
     watch.start()
     watch.wait(work, (0, 1))
     work.ends = cause.endswith("done")
     if cause.startswith("failed"):
-        store[f"{FAILED}2"] = "7"
-        store[f"{FAILED}1"] = {"failed": "7", "failed before": "6", "failed elsewhere": "5"}[cause]
+        phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
+        Watch(store, torch.device("cpu"), 2, lambda: 7, KEY).failed()
+        Watch(store, torch.device("cpu"), 1, lambda: phase, KEY).failed()
+    if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
+        for noise in (b"garbage", b"7", b"", b"\xff", failure(b"guessed", 1, 7).encode(), failure(KEY, 2, 7).encode()):
+            store[f"{FAILED}1"] = noise
+            assert not watch.is_lost({1})
+    if cause == "noise, failed":
+        time.sleep(2 * PERIOD_S)
+        Watch(store, torch.device("cpu"), 1, lambda: 7, KEY).failed()
     if cause.startswith("ended"):
         gone.close()
-    assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended"})
+    assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
+    watch.close()
+
+
+def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
+    ((one, other), _), store = pairs, Store()
+    store[f"{FAILED}1"] = None  # type: ignore[assignment]
+    watch = Watch(store, torch.device("cpu"), 0, lambda: 7, KEY)
+    watch.add(None, {one.fileno()})
+    watch.wait(Endless(), (0, 1))
+    watch.start()
+    time.sleep(2 * PERIOD_S)
+    Watch(store, torch.device("cpu"), 1, lambda: 7, KEY).failed()
+    assert broken(other, within_s=6 * PERIOD_S)
     watch.close()

@@ -50,6 +50,9 @@ class Bench:
     def _raises(self) -> None:
         raise ValueError("two\nlines")
 
+    def _searches(self) -> str:
+        return os.environ["SEARCH_API_KEY"]
+
     def _exits(self) -> None:
         sys.exit(3)
 
