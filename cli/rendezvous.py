@@ -112,7 +112,12 @@ class _Line:
         if not hmac.compare_digest(code, expected):
             raise _StrangerError
         self._received += 1
-        message: dict[str, Any] = json.loads(body)
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise _StrangerError from error
+        if not isinstance(message, dict):
+            raise _StrangerError
         return message
 
     def is_closed(self) -> bool:
@@ -279,6 +284,8 @@ class Rendezvous:
         try:
             line = _Line(connection, self.secret, FIRST)
             hello = line.receive()
+            if alike.HOST not in hello or not all(isinstance(fact, str) for fact in hello.values()):
+                raise _StrangerError
             line.send({})
         except (OSError, _StrangerError):
             self._strangers += 1
@@ -323,7 +330,8 @@ class Rendezvous:
         return Met(host, self._host, self._port, key, _interface(address), listener, lines, self._hosts)
 
     def _incomplete(self, count: int, limit_s: float) -> UsageError:
-        others = f"; {self._strangers} connections had another {HOSTS_KNOW}" if self._strangers else ""
+        strangers = f"had another {HOSTS_KNOW}, or were no `bridge run`"
+        others = f"; {self._strangers} connections {strangers}" if self._strangers else ""
         return UsageError(
             f"{count} of {self._hosts} hosts came to {self.name} within {limit_s:.0f} s{others}",
             remedy="start the same command on each host, and see that they can reach this address and port",

@@ -230,7 +230,7 @@ def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..
     size 3 ... does not broadcast". Without an adapter, too.
     Cause: the LoRA layer of the head takes its rows for one per request, each with that request's adapter. Here they
     are the tokens of one prompt. A single request works, because its index is broadcast.
-    Why this is safe: vLLM computes each request's log-probabilities by itself. All tokens of a request have one adapter.
+    Why this is safe: vLLM computes each request's log-probabilities by itself, and all its tokens have one adapter.
     Seen in vLLM 0.26 to 0.33, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
     """
 

@@ -151,6 +151,11 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     """Return why a step taught nothing, and the likely cause; None if at least one group has a signal."""
     if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
         return None
+    if metrics.unscored and math.isnan(metrics.reward_mean):
+        return (
+            f"step {metrics.step} has nothing to learn from: none of its {metrics.unscored} completions has a reward;"
+            " `unscored` in rollouts.jsonl says why, for each of them"
+        )
     if metrics.truncated_share > 0.5:
         cause = f"{metrics.truncated_share:.0%} of the completions were truncated; raise --max-new-tokens"
     elif metrics.reward_std == 0:
