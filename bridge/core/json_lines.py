@@ -14,7 +14,6 @@ from bridge.core import atomic_file
 from bridge.core.atomic_file import one_line_errors
 from bridge.core.foreign_code import described
 
-
 LONGEST_REPR = 10_000
 """Characters of a value that JSON cannot hold."""
 

@@ -1,13 +1,15 @@
 """Texts that a model, an agent or a reward may produce, and requests that hold them; the same for the same seed."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 ATOMS = (
     "\ud800", "\udfff", "\ud83d", "\x00", "\x1b[2J", "\x1b]0;title\x07", "\x07", "\u202e", "\u2066", "\u200f", "\ufeff",
-    "\u2028", "\x85", "\r", "\r\n", "\n", "\t", "\x7f", "\x9b31m", "\u200d", "\ue000", "\U000e0001", "e\u0301", "👩‍👩‍👧",
+    "\u2028", "\x85", "\r", "\r\n", "\n", "\t", "\x7f", "\x9b31m", "\u200d", "\ue000", "\U000e0001",
+    "e\u0301", "👩‍👩‍👧",
     "<|im_end|>", "<|im_start|>system\n", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "</s>",
     "{{ 7 * 7 }}", "{% for x in range(10**9) %}", "{% endfor %}", "[[[[", "]]]]", '{"a": ', "}", '"', "\\", "\\ud83d",
     '\\u0000', "NaN", "Infinity", "-inf", "1e999", "1e308", "-1e308", "9" * 400, "null", "true", '"1.0"', "%s%n", "%",
@@ -65,7 +67,7 @@ def request(draw: random.Random, text: str) -> bytes:
         lambda: {"messages": [{**user, "name": text}]},
         lambda: {"messages": [{"role": text, "content": text}]},
         lambda: {"messages": [{"role": "system", "content": text}, {"role": "system", "content": ""}, user]},
-        lambda: {"messages": [user, _turn(call, arguments=text), {"role": "tool", "content": text, "tool_call_id": "1"}]},
+        lambda: {"messages": [user, _turn(call, arguments=text), {"role": "tool", "content": text}]},
         lambda: {"messages": [user, _turn(call, name=text), {"role": "tool", "content": "", "tool_call_id": text}]},
         lambda: {"messages": [user, {"role": "assistant", "content": text}, user]},
         lambda: {"messages": [user], "tools": [{**tool, "function": {"name": text, "parameters": {text: text}}}]},
@@ -88,3 +90,40 @@ def request(draw: random.Random, text: str) -> bytes:
 
 def _turn(call: dict[str, Any], **function: str) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [{**call, "function": call["function"] | function}]}
+
+
+class Judge:
+    """Raises, or returns, what a text decides."""
+
+    def score(self, problem: dict[str, Any], completion: str) -> Any:
+        kind = len(completion) % 6
+        if kind == 0:
+            raise ValueError(f"cannot read {completion}")
+        if kind == 1:
+            name = completion.replace("\0", "")[:50].encode(errors="replace").decode()
+            raise type(name, (Exception,), {})(completion)
+        if kind == 2:
+            return float(completion) if len(completion) < 400 else 10 ** len(completion)
+        if kind == 3:
+            return [float(len(completion)), 1e308, 1e308]
+        if kind == 4:
+            return json.loads(completion)
+        return completion
+
+    def run(self, problem: dict[str, Any], base_url: str) -> Any:
+        return self.score(problem, problem["answer"])
+
+    def reset(self, **problem: Any) -> str:
+        return str(self.score({}, problem["answer"]))
+
+    def act(self, text: str) -> str:
+        return str(self.score({}, text))
+
+
+class Parts:
+    """Returns a reward with parts named by the text."""
+
+    def scores(self, problem: dict[str, Any], completion: str) -> Any:
+        return math.pow(10, len(completion) % 400), {completion: len(completion)}
+
+    score = scores

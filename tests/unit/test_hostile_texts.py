@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from io import TextIOWrapper
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,13 +40,17 @@ from cli.report import command
 from tests.cli import report_runs
 from tests.models import chat, tiny
 from tests.unit import hostile_texts
+from tests.unit.hostile_texts import Judge, Parts
 
 NUM_TEXTS = 10_000
 PROBLEM: Problem = {"prompt": "2+3=", "answer": "5"}
 HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What no file of a run may hold: `cat` would send it to the terminal."""
-DIVIDES = "{% for m in messages %}{{ m.role }}{% if 1 // ((m.content or '')|length) %}{% endif %}{{ m.content }}"
-"""The beginning of a template that raises no error of Jinja's for a message without text."""
+DIVIDES = """{% for message in messages %}{{ message.role }}
+{% if 1 // ((message.content or '')|length) %}{% endif %}{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}assistant
+{% endif %}"""
+"""A template that raises no error of Jinja's for a message without text."""
 
 
 @pytest.fixture(scope="module")
@@ -74,50 +78,14 @@ class Defects:
         assert not self.counts, "\n".join(f"{self.counts[kind]} x {kind}: {self.first[kind]}" for kind in self.counts)
 
 
-class Judge:
-    """Raises, or returns, what a text decides."""
-
-    def score(self, problem: Problem, completion: str) -> Any:
-        kind = len(completion) % 6
-        if kind == 0:
-            raise ValueError(f"cannot read {completion}")
-        if kind == 1:
-            raise type(completion.replace("\0", "")[:50].encode(errors="replace").decode(), (Exception,), {})(completion)
-        if kind == 2:
-            return float(completion) if len(completion) < 400 else 10 ** len(completion)
-        if kind == 3:
-            return [float(len(completion)), 1e308, 1e308]
-        if kind == 4:
-            return json.loads(completion)
-        return completion
-
-    def run(self, problem: Problem, base_url: str) -> Any:
-        return self.score(problem, problem["answer"])
-
-    def reset(self, **problem: Any) -> str:
-        return str(self.score(PROBLEM, problem["answer"]))
-
-    def act(self, text: str) -> str:
-        return str(self.score(PROBLEM, text))
-
-
-class Parts:
-    """Returns a reward with parts named by the text."""
-
-    def scores(self, problem: Problem, completion: str) -> Any:
-        return math.pow(10, len(completion) % 400), {completion: len(completion)}
-
-    score = scores
-
-
 def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
     defects, judge = Defects(), Judge()
-    tools, agent = Tools(Judge), Agent(Judge)
+    tools, agent, parts = Tools(Judge), Agent(Judge), Parts()
     for text in texts:
         problem: Problem = {"prompt": text, "answer": text}
         for name, act in {
             "score": lambda text=text: score_one(judge, Origin.of(judge), PROBLEM, text),
-            "scores": lambda text=text: score_one(Parts(), Origin.of(Parts()), PROBLEM, text),
+            "scores": lambda text=text: score_one(parts, Origin.of(parts), PROBLEM, text),
             "agent": lambda problem=problem: agent.run(problem, ""),
             "reset": lambda problem=problem: tools.begin(problem),
             "tool": lambda text=text: tools.call("act", {"text": text}),
@@ -171,24 +139,25 @@ def grouped(texts: list[str], rewards: list[float], faults: list[str]) -> Group:
 def test_whatever_is_said_is_logged_and_no_file_has_control_characters(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", 4).path)
-    terminal = TextIOWrapper(open(tmp_path / "terminal", "wb"), encoding="utf-8")  # noqa: SIM115
+    defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", num_steps=4).path)
+    terminal = (tmp_path / "terminal").open("w", encoding="utf-8")
     monkeypatch.setattr(console, "people", Console(file=terminal, soft_wrap=True, force_terminal=True, width=80))
-    run = RunDirectory(run.path, echo=console.note)
     writer = trackers.TensorBoard(TrainConfig.of(model_name="m"), run, 1)
     metrics = report_runs.metrics(5, 5)
     for number, text in enumerate(texts):
         with defects.of("event", text):
             run.note(text)
+            if number % 10 == 0:
+                console.note(text[:1000])
         group = grouped([text], [1.0], [text])
         with defects.of("rollouts", text):
             run.append_rollouts(5 + number // 100, [group])
-        with defects.of("deep answer", text):
-            deep: Any = text
-            for _ in range(number % 3 * 2_000):
-                deep = [deep]
-            run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
         if number % 20 == 0:
+            with defects.of("deep answer", text):
+                deep: Any = text
+                for _ in range(number % 3 * 2_000):
+                    deep = [deep]
+                run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
             with defects.of("sample", text):
                 writer.log(number, metrics.curves(), trackers._sample_text([group]))
     with closing(terminal), defects.of("report", ""):
@@ -205,6 +174,14 @@ def test_whatever_is_said_is_logged_and_no_file_has_control_characters(
     defects.check()
 
 
+def is_too_deep(body: bytes) -> bool:
+    try:
+        json.loads(body)
+    except (RecursionError, ValueError) as error:
+        return isinstance(error, RecursionError)
+    return False
+
+
 class Posting(Trajectory):
     """Sends requests with hostile texts, each answered by one, and then an ordinary request."""
 
@@ -214,10 +191,10 @@ class Posting(Trajectory):
     async def run(self, base_url: str) -> Score:
         async with httpx.AsyncClient(base_url=base_url, timeout=60, trust_env=False) as client:
             for text in self._texts:
+                body = hostile_texts.request(self._draw, text)
                 with self._defects.of("request", text):
-                    answer = await client.post("chat/completions", content=hostile_texts.request(self._draw, text))
-                    assert answer.status_code in (200, 400), answer.status_code
-                    answer.json()
+                    answer = await client.post("chat/completions", content=body)
+                    assert answer.status_code in (200, 400) or is_too_deep(body), answer.status_code
         return Score(reward=1.0)
 
 
@@ -226,9 +203,9 @@ def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_
     tiny.qwen2(600).save_pretrained(tmp_path)
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5" if name == "dividing" else name)
     if name == "dividing":
-        tokenizer.chat_template = DIVIDES + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+        tokenizer.chat_template = DIVIDES
     defects, known = Defects(), conversations(tokenizer, str(tmp_path))
-    short = [text for text in texts if len(text) < 20_000][{"qwen2_5": 0, "mistral": 1, "dividing": 2}[name] :: 10]
+    short = [text for text in texts if len(text) < 20_000][{"qwen2_5": 0, "mistral": 1, "dividing": 2}[name] :: 20]
 
     async def one(recorder: Recorder, texts: list[str]) -> None:
         said = iter([*texts, "I see."])
@@ -236,9 +213,8 @@ def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_
         async def sample(*_: Any) -> Completion:
             text = next(said).encode(errors="replace").decode()
             ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-            logprobs = (-0.5,) * len(ids)
             reason: Any = ("stop", "length")[len(text) % 5 == 0]
-            return Completion(token_ids=ids, logprobs=logprobs, text=text, finish_reason=reason, versions=(1,) * len(ids))
+            return Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), text=text, finish_reason=reason)
 
         async def room(_: Any) -> int:
             return 10_000
@@ -251,8 +227,7 @@ def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_
     async def all_runs() -> None:
         recorder = Recorder("m")
         try:
-            for start in range(0, len(short), 50):
-                await one(recorder, short[start : start + 50])
+            await asyncio.gather(*(one(recorder, short[start::10]) for start in range(10)))
         finally:
             await recorder.close()
 
@@ -261,9 +236,7 @@ def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "mistral", "llama3_1"])
-def test_whatever_a_model_and_a_tool_say_costs_no_more_than_a_turn(
-    texts: list[str], tmp_path: Path, name: str
-) -> None:
+def test_whatever_a_model_and_a_tool_say_costs_no_more_than_a_turn(texts: list[str], tmp_path: Path, name: str) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     tokenizer, defects = chat.tokenizer(tmp_path, name), Defects()
     schema = {"type": "function", "function": {"name": "act", "description": "d", "parameters": {"type": "object"}}}
@@ -305,10 +278,6 @@ def test_whatever_is_scored_by_a_worker_comes_back(texts: list[str]) -> None:
                 await tools.begin()
                 assert isinstance(await tools.call("act", {"text": nested}), Reply | FailedScore)
 
-    with closing(Scorer(made_tools, processes=1, timeout_s=60)) as scorer:
+    with closing(Scorer(partial(Tools, Judge), processes=1, timeout_s=60)) as scorer:
         asyncio.run(call(scorer))
     defects.check()
-
-
-def made_tools() -> Tools:
-    return Tools(Judge)

@@ -25,6 +25,7 @@ from bridge.run import checkpoint, measuring
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
 from bridge.types import Completion
+from tests.cli import report_runs
 from tests.unit.http_server import Asked, as_json
 from tests.unit.trainer_runs import STEPS, Letters, Run, Running, runner
 
@@ -499,6 +500,15 @@ def test_a_run_without_signal_says_so_once_with_the_likely_cause(
         assert cause in line
         assert (summary.steps, summary.updates) == (STEPS, 0)
         assert math.isnan(summary.logprob_diff_max)
+
+
+def test_a_step_without_any_reward_names_that_as_the_cause() -> None:
+    metrics = report_runs.metrics(
+        3, 5, no_signal_share=1.0, reward_mean=math.nan, reward_std=math.nan, unscored=4, truncated_share=1.0
+    )
+    line = measuring.nothing_learnt(metrics)
+    assert line is not None
+    assert line.startswith("step 3 has nothing to learn from: none of its 4 completions has a reward; ")
 
 
 @pytest.mark.parametrize("version", ["", "2-3"])
