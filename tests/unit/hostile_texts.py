@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bridge.types import Problem
+
+PROBLEM: Problem = {"prompt": "2+3=", "answer": "5"}
 ATOMS = (
     "\ud800", "\udfff", "\ud83d", "\x00", "\x1b[2J", "\x1b]0;title\x07", "\x07", "\u202e", "\u2066", "\u200f", "\ufeff",
     "\u2028", "\x85", "\r", "\r\n", "\n", "\t", "\x7f", "\x9b31m", "\u200d", "\ue000", "\U000e0001",
@@ -95,7 +98,7 @@ def _turn(call: dict[str, Any], **function: str) -> dict[str, Any]:
 class Judge:
     """Raises, or returns, what a text decides."""
 
-    def score(self, problem: dict[str, Any], completion: str) -> Any:
+    def score(self, problem: Problem, completion: str) -> Any:
         kind = len(completion) % 6
         if kind == 0:
             raise ValueError(f"cannot read {completion}")
@@ -110,20 +113,20 @@ class Judge:
             return json.loads(completion)
         return completion
 
-    def run(self, problem: dict[str, Any], base_url: str) -> Any:
+    def run(self, problem: Problem, base_url: str) -> Any:
         return self.score(problem, problem["answer"])
 
     def reset(self, **problem: Any) -> str:
-        return str(self.score({}, problem["answer"]))
+        return str(self.score(PROBLEM, problem["answer"]))
 
     def act(self, text: str) -> str:
-        return str(self.score({}, text))
+        return str(self.score(PROBLEM, text))
 
 
 class Parts:
     """Returns a reward with parts named by the text."""
 
-    def scores(self, problem: dict[str, Any], completion: str) -> Any:
+    def scores(self, problem: Problem, completion: str) -> Any:
         return math.pow(10, len(completion) % 400), {completion: len(completion)}
 
     score = scores

@@ -9,7 +9,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,9 @@ from cli.report import command
 from tests.cli import report_runs
 from tests.models import chat, tiny
 from tests.unit import hostile_texts
-from tests.unit.hostile_texts import Judge, Parts
+from tests.unit.hostile_texts import PROBLEM, Judge, Parts
 
 NUM_TEXTS = 10_000
-PROBLEM: Problem = {"prompt": "2+3=", "answer": "5"}
 HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What no file of a run may hold: `cat` would send it to the terminal."""
 DIVIDES = """{% for message in messages %}{{ message.role }}
@@ -79,18 +78,19 @@ class Defects:
 
 
 def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
-    defects, judge = Defects(), Judge()
-    tools, agent, parts = Tools(Judge), Agent(Judge), Parts()
+    defects, judge, parts = Defects(), Judge(), Parts()
+    tools, agent = Tools(Judge), Agent(Judge)
     for text in texts:
         problem: Problem = {"prompt": text, "answer": text}
-        for name, act in {
-            "score": lambda text=text: score_one(judge, Origin.of(judge), PROBLEM, text),
-            "scores": lambda text=text: score_one(parts, Origin.of(parts), PROBLEM, text),
-            "agent": lambda problem=problem: agent.run(problem, ""),
-            "reset": lambda problem=problem: tools.begin(problem),
-            "tool": lambda text=text: tools.call("act", {"text": text}),
-            "no tool": lambda text=text: tools.call(text, {}),
-        }.items():
+        acts: dict[str, Callable[[], Any]] = {
+            "score": partial(score_one, judge, Origin.of(judge), PROBLEM, text),
+            "scores": partial(score_one, parts, Origin.of(parts), PROBLEM, text),
+            "agent": partial(agent.run, problem, ""),
+            "reset": partial(tools.begin, problem),
+            "tool": partial(tools.call, "act", {"text": text}),
+            "no tool": partial(tools.call, text, {}),
+        }
+        for name, act in acts.items():
             with defects.of(name, text):
                 found = act()
                 assert isinstance(found, Score | FailedScore | Reply)
@@ -116,7 +116,7 @@ def test_whatever_is_scored_can_be_computed_with(texts: list[str]) -> None:
         groups.append(grouped([str(each) for each in accepted], accepted, []))
     for scale in ("group", "batch", "none", "leave_one_out"):
         with defects.of("advantages", scale):
-            filled = with_advantages(groups, scale)  # type: ignore[arg-type]
+            filled = with_advantages(groups, scale)
             assert all(math.isfinite(value) for group in filled for each in group.advantages or () for value in each)
             assert any(value for each in filled[0].advantages or () for value in each), "a group without a signal"
     with defects.of("metrics", "evaluation"):
@@ -166,8 +166,7 @@ def test_whatever_is_said_is_logged_and_no_file_has_control_characters(
     for file in [each for each in run.path.iterdir() if each.is_file()] + [tmp_path / "terminal"]:
         with defects.of(f"characters of {file.name}", ""):
             content = file.read_bytes().decode()
-            odd = HOSTILE.search(content)
-            assert not odd, f"{odd and content[odd.start() - 40 : odd.end() + 10]!r}"
+            assert [content[odd.start() - 40 : odd.end() + 10] for odd in HOSTILE.finditer(content)][:3] == []
     events = run.events.read_text().splitlines()
     with defects.of("events", ""):
         assert sum(bool(re.match(r"\d{4}-\d\d-\d\dT", line)) for line in events) == len(events), "a forged line"
