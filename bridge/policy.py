@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bridge.checks import verify
 from bridge.checks.result import Check
 from bridge.config import ComputeConfig, SamplingConfig, TrainConfig
+from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
 from bridge.errors import RewardError, UsageError
@@ -39,6 +40,7 @@ from bridge.rollouts import problems
 from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
+from bridge.scoring.score import LARGEST, limit
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -378,11 +380,11 @@ def _reward(score: Score | None, problem: Problem, text: str) -> float:
     found: Any = 0.0 if score is None else score(problem, text)
     try:
         reward = float(found)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         reward = math.nan
-    if not math.isfinite(reward):
+    if not abs(reward) <= LARGEST:
         raise RewardError(
-            f"the reward of {text[:80]!r} is {found!r}, expected a finite number",
+            f"the reward of {text[:80]!r} is {described(found)}, expected a finite number{limit(found)}",
             remedy="return a finite number from score",
         )
     return reward

@@ -2,20 +2,17 @@
 
 import contextlib
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.text import Text
 
+from bridge.core.text import cleaned
+
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Without colors if stderr is no terminal or NO_COLOR is set."""
 
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
-ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories of invisible characters: controls, marks of direction, halves of a pair."""
-JOINERS = dict.fromkeys(map(ord, "\u200c\u200d\ufe0e\ufe0f"))
-"""Left out: they join characters to a picture, whose width differs between terminals."""
 
 _view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
 """The live view's functions that print a line above it, and that show what is awaited; None: there is no live view."""
@@ -78,12 +75,3 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
     else:
         with people.status(Text(what), spinner="line") as status:
             yield lambda detail: status.update(Text(f"{what}  {cleaned(detail)}"[: people.width - 4]))
-
-
-def cleaned(text: str) -> str:
-    """Return `text` with control characters as visible escapes; line breaks stay."""
-    text = text.replace("\r\n", "\n").expandtabs(4).translate(JOINERS)
-    return "".join(
-        char.encode("unicode_escape").decode() if char != "\n" and unicodedata.category(char) in ACTING else char
-        for char in text
-    )

@@ -26,6 +26,7 @@ from bridge.checks.result import Check, any_failed, failed, passed
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT
 from bridge.core import memory
+from bridge.core.text import cleaned
 from bridge.errors import IncompatibleVersionError
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
@@ -194,7 +195,7 @@ def lines(check: Check, width: int) -> Iterator[Text]:
         parts.append((Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.remedy))
     for head, text in parts:
         wrapped = textwrap.fill(
-            console.cleaned(text), width, initial_indent=" " * len(head), subsequent_indent=" " * len(head),
+            cleaned(text), width, initial_indent=" " * len(head), subsequent_indent=" " * len(head),
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
         yield Text.assemble(head, wrapped[len(head) :])

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from bridge.core.text import cleaned
 from bridge.run import reporting
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
-from cli.console import cleaned
 from cli.steps import duration, or_dash, tokens_per_s
 
 NARROWEST, LOWEST = 80, 24

@@ -350,7 +350,8 @@ class Rendezvous:
         return Met(host, self._host, self._port, key, _interface(address), listener, lines, self._hosts)
 
     def _incomplete(self, count: int, limit_s: float) -> UsageError:
-        others = f"; {self._strangers} connections had another {HOSTS_KNOW}" if self._strangers else ""
+        strangers = f"had another {HOSTS_KNOW}, or were no `bridge run`"
+        others = f"; {self._strangers} connections {strangers}" if self._strangers else ""
         return UsageError(
             f"{count} of {self._hosts} hosts came to {self.name} within {limit_s:.0f} s{others}",
             remedy="start the same command on each host, and see that they can reach this address and port",

@@ -4,6 +4,7 @@ GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,13 +34,15 @@ vllm.lora.ops.torch_ops.lora_ops
     wrap bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
 vllm.lora.punica_wrapper.punica_cpu
     # Calls those kernels by names of its own module.
-    PunicaWrapperCPU: _expand_decode, _expand_slice_decode, add_lora_linear
+    PunicaWrapperCPU: _expand_decode, _expand_slice_decode, add_lora_linear, add_lora_logits
+vllm.lora.punica_wrapper.punica_base: PunicaWrapperBase: sampler_indices, token_lora_indices
 vllm.v1.sample.rejection_sampler
     replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)
 vllm.v1.worker.gpu_model_runner
     wrap GPUModelRunner.sample_tokens(grammar_output)  # inherited by the CPU's runner
-    GPUModelRunner: discard_request_mask, input_batch
-vllm.v1.worker.gpu_input_batch: InputBatch: generators, num_reqs
+    wrap GPUModelRunner._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+    GPUModelRunner: discard_request_mask, input_batch, num_prompt_logprobs, query_start_loc
+vllm.v1.worker.gpu_input_batch: InputBatch: generators, num_reqs, req_id_to_index
 vllm.v1.worker.cpu_model_runner: CPUModelRunner
 """
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
@@ -55,6 +58,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
 }
 """vLLM's names of the functions applied to the first half of the first product."""
+FIRST_TOKEN: ContextVar[int | None] = ContextVar("FIRST_TOKEN", default=None)
+"""Where the step has the first token of the request whose prompt's log-probabilities are computed."""
 
 
 def patch() -> None:
@@ -72,6 +77,8 @@ def patch() -> None:
         setattr(lora_ops, name, kernel)
         setattr(punica_cpu, name, kernel)
     CPUModelRunner.sample_tokens = without_unfinished_prompts(CPUModelRunner.sample_tokens)
+    CPUModelRunner._get_prompt_logprobs_dict = one_prompt_at_a_time(CPUModelRunner._get_prompt_logprobs_dict)
+    punica_cpu.PunicaWrapperCPU.sampler_indices = of_its_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
@@ -214,3 +221,46 @@ def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., An
             generators.update(unused)
 
     return sample_tokens
+
+
+def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return the runner's `_get_prompt_logprobs_dict`, called for one request at a time; with `of_its_request`.
+
+    Symptom: with LoRA, two requests for prompt log-probabilities in one step end the engine: "einsum(): subscript b has
+    size 3 ... does not broadcast". Without an adapter, too.
+    Cause: the LoRA layer of the head takes its rows for one per request, each with that request's adapter. Here they
+    are the tokens of one prompt. A single request works, because its index is broadcast.
+    Why this is safe: vLLM computes each request's log-probabilities by itself, and all its tokens have one adapter.
+    Seen in vLLM 0.26 to 0.33, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
+    """
+
+    @wraps(original)
+    def _get_prompt_logprobs_dict(self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+        requested, found = self.num_prompt_logprobs, dict[str, Any]()
+        try:
+            for request in [each for each in requested if each in num_scheduled_tokens]:  # others are preempted
+                self.num_prompt_logprobs = {request: requested[request]}
+                row = self.input_batch.req_id_to_index[request]
+                token = FIRST_TOKEN.set(int(self.query_start_loc.np[row]))
+                try:
+                    found |= original(self, hidden_states, num_scheduled_tokens)
+                finally:
+                    FIRST_TOKEN.reset(token)
+                if not self.num_prompt_logprobs:  # its prompt is complete
+                    del requested[request]
+        finally:
+            self.num_prompt_logprobs = requested
+        return found
+
+    return _get_prompt_logprobs_dict
+
+
+def of_its_request(original: property) -> property:
+    """Return the adapters of the rows of logits as `original` does; within `one_prompt_at_a_time`, its request's."""
+
+    def sampler_indices(self: Any) -> Tensor:
+        first = FIRST_TOKEN.get()
+        indices: Tensor = original.__get__(self) if first is None else self.token_lora_indices[first : first + 1]
+        return indices
+
+    return property(sampler_indices)

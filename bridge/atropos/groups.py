@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, WEIGHT_VERSIONS, Numbers, ScoredGroup
 from bridge.rollouts.distribution import changes, in_words
+from bridge.scoring.score import LARGEST, limit
 from bridge.types import Completion, Group, Unscored
 
 Decode = Callable[[Sequence[int]], str]
@@ -152,14 +153,14 @@ def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -
 
 def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
     num_tokens, sampled = len(group.tokens[index]), _sampled(group.masks[index])
-    if not math.isfinite(score := _number(group.scores[index])):
-        yield "scores", f"the score {score}"
+    if not abs(score := _number(group.scores[index])) <= LARGEST:
+        yield "scores", f"the score {score}, expected a finite number{limit(score)}"
     if group.advantages:
         given = group.advantages[index]
         if len(given) not in (1, num_tokens):
             yield "advantages", f"{num_tokens} tokens and {len(given)} advantages"
         used = map(_number, given if len(given) == 1 else compress(given, sampled))
-        yield from (("advantages", f"the advantage {value}") for value in used if not math.isfinite(value))
+        yield from (("advantages", f"the advantage {value}") for value in used if not abs(value) <= LARGEST)
     if (runs := _override(group, index, WEIGHT_VERSIONS)) is not None and not _are_runs(runs, sum(sampled)):
         yield "overrides", f"{WEIGHT_VERSIONS} that are no [version, count] for each run of its {sum(sampled)} tokens"
     if group.inference_logprobs:

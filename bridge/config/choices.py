@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bridge.config import borrowed
+from bridge.core.foreign_code import described, said
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
@@ -229,8 +230,10 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
         return tomllib.loads(path.read_text()) if path else {}
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UsageError(f"no file {path}", remedy="--config takes a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}", remedy="fix the line that it names") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} is nested too deeply", remedy="take out the brackets that no choice needs") from error
+    except ValueError as error:  # no TOML, no UTF-8, or an integer of too many digits
+        raise UsageError(f"{path} is not valid TOML{said(error)}", remedy="fix the line that it names") from error
 
 
 def _unknown(name: str, place: str, classes: tuple[type[Config], ...]) -> UsageError:
@@ -250,4 +253,4 @@ def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], places: Mapping[str,
     if fault["type"] == "missing":
         return f"{flag(key)} is missing"
     message = message.removeprefix("Input ").replace("should", "must", 1).partition(", unable")[0]
-    return f"{places.get(key, flag(key))}: {message}, found {fault['input']!r}"
+    return f"{places.get(key, flag(key))}: {message}, found {described(fault['input'])}"

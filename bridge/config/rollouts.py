@@ -26,7 +26,7 @@ def _from_json(given: Any) -> Any:
     """Return what a flag or a variable means as JSON; `given` itself if it is none."""
     try:
         return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
 
 

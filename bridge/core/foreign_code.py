@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from bridge.core.text import cleaned
 from bridge.errors import BridgeError, RewardError
 
 LIBRARIES = (
@@ -27,7 +28,7 @@ def foreign_code(doing: str, file: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # foreign code may raise anything, and even call sys.exit
         place = place_of(error, file) or Path(file).name
         raise RewardError(
-            f"{doing} raised {type(error).__name__}{said(error)} ({place})",
+            f"{doing} raised {shortened(type(error).__name__)}{said(error)} ({place})",
             remedy=f"fix {place}, then run the same command again",
         ) from error
 
@@ -42,9 +43,18 @@ def said(error: BaseException) -> str:
 
 
 def shortened(value: object, limit: int = 60) -> str:
-    """Return `value` as text on one line of at most `limit` characters."""
+    """Return `value` as text on one line of at most `limit` characters, without control characters."""
     line = " ".join(str(value).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    shown = cleaned(line[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def described(value: object, limit: int = 60) -> str:
+    """Return the `repr` of a foreign value as `shortened` does; its type if it has none, or a too long one."""
+    try:
+        return shortened(repr(value), limit)
+    except Exception:  # noqa: BLE001  a foreign __repr__, a nesting too deep, an integer of too many digits
+        return f"a {shortened(type(value).__name__)} that cannot be printed"
 
 
 def source_file(kind: type) -> str:
@@ -57,8 +67,8 @@ def source_file(kind: type) -> str:
 
 def place_of(error: BaseException, file: str) -> str | None:
     """Return the last line of `file`, or of any file outside the libraries, that ran before `error` was raised."""
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # no frame of the file ever ran
-        return f"{Path(error.filename).name} line {error.lineno}"
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
+        return place_in([(error.filename, error.lineno)], error.filename)  # no frame of the file ever ran
     frames = traceback.extract_tb(error.__traceback__)
     return place_in([(frame.filename, frame.lineno or 0) for frame in frames], file)
 
@@ -69,4 +79,4 @@ def place_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
     if not theirs:
         return None
     name, line = theirs[-1]
-    return f"{Path(name).name} line {line}"
+    return f"{shortened(Path(name).name)} line {line}"

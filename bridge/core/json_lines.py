@@ -12,6 +12,10 @@ from typing import Any
 
 from bridge.core import atomic_file
 from bridge.core.atomic_file import one_line_errors
+from bridge.core.foreign_code import described
+
+LONGEST_REPR = 10_000
+"""Characters of a value that JSON cannot hold."""
 
 
 def line(document: Mapping[str, Any]) -> str:
@@ -70,6 +74,16 @@ def settle(path: Path) -> None:
             os.fsync(file.fileno())
 
 
+def foreign(value: Any) -> Any:
+    """Return a value of foreign code as `plain` does; if it is nested too deeply, or cannot be read, as text."""
+    try:
+        found = plain(value)
+        json.dumps(found, allow_nan=False)
+    except Exception:  # noqa: BLE001  foreign code
+        return described(value, LONGEST_REPR)
+    return found
+
+
 def plain(value: Any) -> Any:
     """Return `value` as JSON can hold it: numbers that are not finite become null, unknown objects their repr."""
     if isinstance(value, float):
@@ -80,7 +94,7 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value if value is None or isinstance(value, str | int) else repr(value)
+    return value if value is None or isinstance(value, str | int) else described(value, LONGEST_REPR)
 
 
 def _step_of(line: bytes) -> float:

@@ -157,8 +157,16 @@ def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[f
 def _centered(rewards: Sequence[float]) -> list[float]:
     if not rewards or max(rewards) == min(rewards):  # their mean may differ from them by a rounding
         return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+    middle = mean(rewards)
+    return [reward - middle for reward in rewards]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value; their sum may be larger than any float."""
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)
 
 
 def _divisor(compared: Iterable[Sequence[float]]) -> float:

@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.config import TrainConfig
 from bridge.config.choices import flag
+from bridge.core.foreign_code import said
 from bridge.core.together import together
 from bridge.errors import UsageError
 from bridge.rollouts import chat_request
-from bridge.rollouts.chat_request import ChatRequest, Refusal
+from bridge.rollouts.chat_request import Refusal
 from bridge.rollouts.conversation import Conversation
 from bridge.rollouts.recorder import Document, Recorder
 from bridge.rollouts.recording import Asked, Recording, Tools, as_message
@@ -96,10 +97,10 @@ class AgentRuns:
         async def sample(turn: int, asked: Asked, most: int) -> Completion:
             index = number * max_turns + turn
             with trajectory.held():
-                (said,) = await self._sampler.one(
+                (completion,) = await self._sampler.one(
                     [server()], asked.token_ids, num_samples=1, seed=seed, index=index, max_tokens=most, **other
                 )
-            return said
+            return completion
 
         async with self._scorer.trajectory(problem) as trajectory:
             run = Run(Recording(self._conversation, self._note), sample, room, max_turns=max_turns, note=self._note)
@@ -128,12 +129,16 @@ async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem
     """Let the agent run to its end, and return its reward."""
     async with recorder.run(run.answer) as base_url:
         result = await run.unless_it_fails(trajectory.run(base_url))
-    if isinstance(result, FailedScore):
-        return result
-    if not run.recording.turns:
+    if run.unreadable:
+        return failed(problem, "", run.unreadable, run.unreadable)
+    turns = run.recording.turns
+    if isinstance(result, FailedScore):  # many clients raise when they get a truncated turn
+        is_truncated = bool(turns) and result.is_raised and run.is_truncated
+        return await trajectory.score(turns[-1].said.text) if is_truncated else result
+    if not turns:
         kind = "the agent's run ended without a turn of the model: it requested none from its base_url"
         return failed(problem, "", kind, kind)
-    return result if isinstance(result, Score) else await trajectory.score(run.recording.turns[-1].said.text)
+    return result if isinstance(result, Score) else await trajectory.score(turns[-1].said.text)
 
 
 class Run:
@@ -146,6 +151,8 @@ class Run:
         self._sample, self._room, self._max_turns, self._note = sample, room, max_turns, note
         self._num_turns = self._num_limited = 0
         """Requests that were sampled, and those beyond a limit."""
+        self.unreadable = ""
+        """Why a sampled turn could not be recorded; empty: all were."""
         self._fault: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def answer(self, body: Any) -> Document:
@@ -155,30 +162,44 @@ class Run:
             Refusal: it cannot be answered.
         """
         try:
-            return await self._answered(chat_request.read(body))
+            asked = self._begun(body)
         except Refusal:
             raise
+        except UsageError as error:
+            raise Refusal(error.message) from error
+        except Exception as error:  # an agent may send anything
+            raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
+        try:
+            completion = await self._sampled(asked)
         except Exception as error:  # not the agent's fault: whoever waits for the run gets it
             if not self._fault.done():
                 self._fault.set_exception(error)
             raise Refusal("the model cannot be sampled from", status=500) from error
+        if completion is None:
+            return self._limited(asked)
+        try:
+            return _document(asked, completion, self.recording.add(asked, completion))
+        except Exception as error:  # a model may say anything
+            self.unreadable = f"a turn of the model cannot be read: {type(error).__name__}{said(error)}"
+            raise Refusal(self.unreadable) from error
 
-    async def _answered(self, request: ChatRequest) -> Document:
+    def _begun(self, body: Any) -> Asked:
+        """Return a request as tokens; it may raise anything."""
+        request = chat_request.read(body)
         if request.ignored:
             self._note(
                 f"an agent sets {', '.join(request.ignored)} in a request, which is ignored: its turns are sampled, and"
                 f" learned from, with the run's own settings ({flag('temperature')} and others)"
             )
-        try:
-            asked = self.recording.begin(request)
-        except UsageError as error:
-            raise Refusal(error.message) from error
+        return self.recording.begin(request)
+
+    async def _sampled(self, asked: Asked) -> Completion | None:
+        """Return the model's turn; None at a limit of the run."""
         room = await self._room(asked)
         if room < 1 or self._num_turns >= self._max_turns:
-            return self._limited(asked)
+            return None
         self._num_turns += 1
-        said = await self._sample(self._num_turns - 1, asked, min(room, request.max_tokens or room))
-        return _document(asked, said, self.recording.add(asked, said))
+        return await self._sample(self._num_turns - 1, asked, min(room, asked.request.max_tokens or room))
 
     async def unless_it_fails(self, result: Awaitable[Result]) -> Result:
         """Return a result, or raise what went wrong with a request meanwhile."""
@@ -190,10 +211,16 @@ class Run:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of the run was reached, or the last turn was truncated."""
+        turns = self.recording.turns
+        return bool(self._num_limited) or (bool(turns) and turns[-1].said.finish_reason == "length")
+
     def written(self) -> list[Written]:
         """Return its sequences; the first one says why the run ended."""
         found = self.recording.sequences() or [Written()]
-        if self._num_limited:
+        if self.is_truncated:
             found[0].finish_reason = "length"
         elif self.recording.turns:
             found[0].finish_reason = self.recording.turns[-1].said.finish_reason
@@ -210,9 +237,9 @@ class Run:
         return _document(asked, empty, as_message("", ()))
 
 
-def _document(asked: Asked, said: Completion, message: dict[str, Any]) -> Document:
-    reason = "tool_calls" if message.get("tool_calls") else "stop" if said.finish_reason == "stop" else "length"
-    num_read, num_said = len(asked.token_ids), len(said.token_ids)
+def _document(asked: Asked, completion: Completion, message: dict[str, Any]) -> Document:
+    reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.finish_reason == "stop" else "length"
+    num_read, num_said = len(asked.token_ids), len(completion.token_ids)
     return {
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
         "usage": {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said},

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, NoReturn
 
-from jinja2 import TemplateError
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import shortened
+from bridge.core.foreign_code import said, shortened
 from bridge.errors import UsageError
 
 FORMATS: Mapping[str, re.Pattern[str]] = {
@@ -35,6 +34,8 @@ EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 NUM_PROVEN_TURNS = 3
 SHOWN = 40
 """Characters of a rendering on each side of a difference."""
+MOST_ROLES = 20
+"""Of the messages that a template rejects, named in the error."""
 KEEPS_TURNS = (
     "give the model a chat template that keeps earlier turns unchanged, as chat_template.jinja in its folder: TRL ships"
     " some in trl/chat_templates/*_training.jinja"
@@ -247,9 +248,12 @@ class Conversation:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=is_open, tokenize=False, **self.template
             )
-        except (TemplateError, TypeError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            self._refuse(f"rejects messages of the roles {roles}: {shortened(error)}", "use a model trained with tools")
+        except Exception as error:  # noqa: BLE001  a template computes with the messages, and may raise anything
+            roles = ", ".join(message["role"] for message in messages[:MOST_ROLES])
+            self._refuse(
+                f"rejects messages of the roles {roles}: {type(error).__name__}{said(error)}",
+                "use a model trained with tools",
+            )
         return encodable(text)
 
     def _refuse_difference(self, found: str, expected: str) -> NoReturn:
@@ -271,7 +275,7 @@ def parsed(text: str, form: str) -> tuple[Call, ...]:
     """Return the calls in the text of a turn, written as in `FORMATS`; none if any of them cannot be read."""
     try:
         return tuple(_calls(text.rpartition(THOUGHT_ENDS)[2], FORMATS[form])) if form else ()
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except Exception:  # noqa: BLE001  a model may write anything
         return ()
 
 

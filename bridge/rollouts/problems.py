@@ -8,10 +8,9 @@ from itertools import islice
 from operator import length_hint
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import shortened
+from bridge.core.foreign_code import described, said, shortened
 from bridge.errors import RewardError
 from bridge.types import Environment, Problem
 
@@ -94,13 +93,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
             ids = tokenizer.apply_chat_template(
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **template
             )
-        except TemplateError as error:
+        except Exception as error:  # a template computes with the messages, and may raise anything
             raise RewardError(
-                f"the model's chat template rejects the prompt {shortened(repr(prompt))}: {error.message}",
+                f"the model's chat template rejects the prompt {described(prompt)}: {type(error).__name__}"
+                f"{said(error)}",
                 remedy="use the roles that the model's template supports, in the order that it expects",
             ) from error
     if not ids:
         raise RewardError(
-            f"the prompt {prompt!r} has no tokens", remedy="give every problem a prompt of at least one token"
+            f"the prompt {described(prompt)} has no tokens", remedy="give every problem a prompt of at least one token"
         )
     return tuple(ids)

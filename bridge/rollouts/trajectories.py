@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.config import TrainConfig
 from bridge.core.together import together
+from bridge.errors import RewardError, UsageError
 from bridge.rollouts.conversation import Conversation, encodable
 from bridge.rollouts.problems import encode
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
-from bridge.scoring.score import FailedScore, Score
+from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.scoring.tools import WithTools
 from bridge.types import Completion, FinishReason, Problem
@@ -133,9 +134,10 @@ class Trajectories:
             begun = await tools.begin()
             if isinstance(begun, FailedScore):
                 return written, begun
-            written.prompt = encode(
-                self._tokenizer, as_chat(problem, encodable(begun.text)), **self._conversation.template
-            )
+            try:
+                written.prompt = self._prompt(problem, begun.text)
+            except RewardError as error:
+                return written, failed(problem, "", "what reset returned does not fit into the prompt", error.message)
             max_turns = self._config.rollouts.max_turns
             for turn in range(max_turns):
                 listed = servers()
@@ -149,7 +151,7 @@ class Trajectories:
                     **other,
                 )
                 written.add_turn(said)
-                added = await self._answered(written, said, tools)
+                added = await self._answered(problem, written, said, tools)
                 if isinstance(added, FailedScore):
                     return written, added
                 if not added:
@@ -161,7 +163,9 @@ class Trajectories:
                 written.add_answers(added)
             return written, await tools.score(written.last)
 
-    async def _answered(self, written: Written, said: Completion, tools: Trajectory) -> Sequence[int] | FailedScore:
+    async def _answered(
+        self, problem: Problem, written: Written, said: Completion, tools: Trajectory
+    ) -> Sequence[int] | FailedScore:
         """Return the tokens between this turn and the next; none if the turn is the last, because it calls no tool."""
         calls = self._conversation.calls(said.token_ids) if said.finish_reason == "stop" else ()
         answers = []
@@ -172,7 +176,13 @@ class Trajectories:
             written.tool_errors += reply.is_error
             written.lines.append(f"{call.name}: {reply.text}")
             answers.append(call.answered(reply.text))
-        return self._conversation.between(calls, answers, said.token_ids[-1]) if calls else ()
+        try:
+            return self._conversation.between(calls, answers, said.token_ids[-1]) if calls else ()
+        except UsageError as error:  # the template does not take what a tool answered
+            return failed(problem, said.text, "the chat template rejects a tool's answer", error.message)
+
+    def _prompt(self, problem: Problem, added: str) -> tuple[int, ...]:
+        return encode(self._tokenizer, as_chat(problem, encodable(added)), **self._conversation.template)
 
 
 def as_chat(problem: Problem, added: str = "") -> Problem:

@@ -16,7 +16,7 @@ import torch
 
 from bridge.learn.learner import Learnt
 from bridge.learn.mismatch import share
-from bridge.learn.samples import has_signal
+from bridge.learn.samples import has_signal, mean
 from bridge.rollouts.stream import Stream
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
@@ -155,6 +155,11 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     """Return why a step taught nothing, and the likely cause; None if at least one group has a signal."""
     if metrics.no_signal_share < 1 or math.isnan(metrics.no_signal_share):
         return None
+    if metrics.unscored and math.isnan(metrics.reward_mean):
+        return (
+            f"step {metrics.step} has nothing to learn from: none of its {metrics.unscored} completions has a reward;"
+            " `unscored` in rollouts.jsonl says why, for each of them"
+        )
     if metrics.truncated_share > 0.5:
         cause = f"{metrics.truncated_share:.0%} of the completions were truncated; raise --max-new-tokens"
     elif metrics.reward_std == 0:
@@ -184,7 +189,7 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "reward_mean": _mean(rewards),
         "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
-        "reward_parts": {name: statistics.fmean(values) for name, values in parts.items()},
+        "reward_parts": {name: mean(values) for name, values in parts.items()},
         "unscored": sum(len(group.unscored) for group in groups),
         "completion_tokens_mean": _mean([completion.num_sampled for completion in completions]),
         "truncated_share": share(sum(each.finish_reason == "length" for each in completions), len(completions)),
@@ -198,7 +203,7 @@ def _sequences(completions: Sequence[Completion]) -> list[Completion]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
+    return mean(values) if values else math.nan
 
 
 def _sampled(groups: Sequence[Group]) -> list[Completion]:

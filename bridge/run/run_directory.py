@@ -16,6 +16,7 @@ from typing import Any
 from bridge.config import TrainConfig
 from bridge.core import atomic_file, claim, json_lines, mark, private
 from bridge.core.atomic_file import one_line_errors
+from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.manifest import MANIFEST_NAME
@@ -23,6 +24,8 @@ from bridge.types import Completion, Group
 
 RUNS = Path("runs")
 REPORT = "report.html"
+LONGEST_EVENT = 10_000
+"""Characters of a line of `events.log`."""
 
 
 class _Place:
@@ -185,16 +188,17 @@ class RunDirectory:
         write_json(self.writable(self.summary), json_lines.plain(dataclasses.asdict(summary)))
 
     def record(self, line: str) -> None:
-        """Append an event, with the time."""
+        """Append an event, with the time; control characters, which text of a model may hold, become visible."""
         if self.is_writer:
-            with one_line_errors(self.events), self.events.open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {private.shown_line(line)}\n")
+            shown = shortened(private.shown_line(line[:LONGEST_EVENT]), LONGEST_EVENT)
+            with one_line_errors(self.events), self.events.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {shown}\n")
 
     def note(self, line: str) -> None:
         """Append an event, and show it to the person who started the run."""
         self.record(line)
         if self.echo is not None:
-            self.echo(private.shown_line(line))
+            self.echo(private.shown_line(line[:LONGEST_EVENT]))
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step, at once; a number that is not finite becomes null."""
@@ -251,7 +255,8 @@ def _group_record(step: int, group: Group) -> dict[str, Any]:
     return {
         "step": step,
         "number": group.number,
-        "problem": {key: problem[key] for key in ("prompt", "answer") if key in problem},  # others may be of any size
+        # others may be of any size
+        "problem": {key: json_lines.foreign(problem[key]) for key in ("prompt", "answer") if key in problem},
         "completions": [
             {
                 "text": completion.text,

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from bridge.config import TrainConfig
 from bridge.config.choices import flattened
 from bridge.core import atomic_file, private
-from bridge.core.foreign_code import shortened
+from bridge.core.foreign_code import said
 from bridge.errors import UsageError
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Reporter, prompt_text, sample
@@ -206,7 +206,7 @@ def _sample_text(groups: Sequence[Group]) -> str | None:
 
 
 def _in_a_line(error: Exception) -> str:
-    return shortened(f"{type(error).__name__}: {error}", 200)
+    return f"{type(error).__name__}{said(error)}"
 
 
 def _indented(text: str) -> str:

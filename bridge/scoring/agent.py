@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from bridge.core.foreign_code import place_of, said, shortened, source_file
-from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, returned, score_one
+from bridge.core.foreign_code import described, place_of, said, source_file
+from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, limit, returned, score_one
 from bridge.scoring.tools import Reply, awaited
 from bridge.types import Environment, Problem
 
@@ -47,19 +47,19 @@ class Agent:
         """Run it to its end; a reply means that `score` has the reward."""
         try:
             found = self._result(self._instance.run(problem, base_url))
+            if self._rewards or (found is None and self._scores is not None):
+                return Reply(text="")
+            score = returned(found)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  foreign code, in whose event loop a task may be cancelled
             kind, place = f"{self._name} raised {type(error).__name__}", place_of(error, self._file) or self._place
-            return failed(problem, "", f"{kind} ({place})", f"{kind}{said(error)} ({place})")
-        if self._rewards or (found is None and self._scores):
-            return Reply(text="")
-        if score := returned(found):
+            return failed(problem, "", f"{kind} ({place})", f"{kind}{said(error)} ({place})", is_raised=True)
+        if score is not None:
             return score
         kind = f"{self._name} returned something other than {EXPECTED}"
-        return failed(
-            problem, "", kind, f"{self._name} returned {shortened(repr(found))}, expected {EXPECTED} ({self._place})"
-        )
+        what = f"{self._name} returned {described(found)}, expected {EXPECTED}{limit(found)} ({self._place})"
+        return failed(problem, "", kind, what)
 
     def _result(self, found: Any) -> Any:
         """Return what a run returned, or awaits: in a worker always in the same event loop, as clients expect."""
@@ -80,5 +80,10 @@ class Agent:
         return self._runner.run(alone())
 
     def score(self, problem: Problem, completion: str) -> Any:
-        """Return the Score or FailedScore of the trajectory that ran last; `completion` is its last turn's text."""
+        """Return the Score or FailedScore of the trajectory that ran last; `completion` is its last turn's text.
+
+        It is 0 if nothing scores but the run itself, which raised.
+        """
+        if self._scores is None:
+            return Score(reward=0.0)
         return score_one(self._scores, self.origin, problem, completion)

@@ -5,11 +5,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self, SupportsFloat, SupportsIndex
+from typing import Any, Protocol, Self, SupportsFloat, SupportsIndex
 
-from bridge.core.foreign_code import place_of, said, shortened, source_file
+from bridge.core.foreign_code import described, place_of, said, shortened, source_file
 from bridge.errors import BridgeError, RewardError
 from bridge.types import Problem
+
+LARGEST = 1e30
+"""Size of a reward beyond which it is refused: the squares of such rewards, and their sums, would overflow."""
+LONGEST_NAME = 200
+"""Characters of the name of a part of a reward."""
+LONGEST_LINE = 400
+"""Characters of what happened, in the line about a completion without a reward."""
 
 
 class Scores(Protocol):
@@ -20,7 +27,7 @@ class Scores(Protocol):
     """
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the reward of one completion, a finite number."""
+        """Return the reward of one completion, a finite number of at most `LARGEST` in size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,8 @@ class FailedScore:
     """What happened and where: the same text for every completion that it happened to."""
     line: str
     """The same with the prompt and the completion, in one line."""
+    is_raised: bool = False
+    """Whether the run of an agent raised: its process is whole, and may still score the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,47 +88,59 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
         return score
     expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
     expected += " and a dict of finite numbers" if method == "scores" else ""
-    found = shortened(repr(value)) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
-    what = f"{origin.name} returned {found}, expected {expected} ({origin.place})"
+    found = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
+    what = f"{origin.name} returned {found}, expected {expected}{limit(value)} ({origin.place})"
     return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 
-def failed(problem: Problem, completion: str, kind: str, what: str) -> FailedScore:
+def failed(problem: Problem, completion: str, kind: str, what: str, *, is_raised: bool = False) -> FailedScore:
     """Return the failure "`what`, on prompt ... and completion ..."; `kind` is `what` without its variable parts."""
-    subject = f"on prompt {shortened(repr(problem['prompt']))} and completion {shortened(repr(completion))}"
-    return FailedScore(kind=kind, line=f"{what}, {subject}")
+    subject = f"on prompt {described(problem['prompt'])} and completion {described(completion)}"
+    line = f"{shortened(what, LONGEST_LINE)}, {subject}"
+    return FailedScore(kind=shortened(kind, LONGEST_LINE), line=line, is_raised=is_raised)
 
 
 def returned(value: object) -> Score | None:
-    """Return a reward, or its parts by name, as a score; None if they are not finite numbers."""
+    """Return a reward, or its parts by name, as a score; None if they are not numbers as `number` reads them."""
     if not isinstance(value, Mapping):
         return _read((value, {}))
-    parts = [_finite(part) for part in value.values()]
+    parts = [number(part) for part in value.values()]
     return _read((math.fsum(part or 0.0 for part in parts), value)) if parts else None
 
 
 def _read(value: object) -> Score | None:
-    """Return a reward, or a list of one per turn, and its parts as a score; None if they are not finite numbers."""
+    """Return a reward, or a list of one per turn, and its parts as a score; None as `returned`."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         return None
     per_turn = isinstance(value[0], list)
-    rewards = [_finite(each) for each in (value[0] if per_turn else value[:1])]
-    parts = {str(name): _finite(part) for name, part in value[1].items()}
-    if not rewards or None in (*rewards, *parts.values()):
-        return None
+    rewards = [number(each) for each in (value[0] if per_turn else value[:1])]
+    parts = {shortened(name, LONGEST_NAME): number(part) for name, part in value[1].items()}
     numbers = [each for each in rewards if each is not None]
     whole = {name: part for name, part in parts.items() if part is not None}
-    return Score(reward=math.fsum(numbers), parts=whole, turns=numbers if per_turn else [])
+    reward = number(math.fsum(numbers))
+    if not rewards or reward is None or (len(numbers), len(whole)) != (len(rewards), len(parts)):
+        return None
+    return Score(reward=reward, parts=whole, turns=numbers if per_turn else [])
 
 
-def _finite(value: object) -> float | None:
+def limit(value: object) -> str:
+    """Return what to add to "expected a finite number" if `value` is, or directly holds, one that is too large."""
+    several: Any = [value]
+    if type(value) in (dict, list, tuple):  # those of foreign classes may do anything
+        several = [*value.values()] if isinstance(value, dict) else value
+    are_too_large = (type(each) in (int, float) and LARGEST < abs(each) < math.inf for each in several)
+    return f" of at most {LARGEST:g} in size" if any(are_too_large) else ""
+
+
+def number(value: object) -> float | None:
+    """Return what a reward may be as a float; None for text, NaN, infinity, and what is larger than `LARGEST`."""
     if not isinstance(value, SupportsFloat | SupportsIndex):  # text is refused: "1.0" is a bug of the environment
         return None
     try:
-        number = float(value)
+        found = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or tensor of several elements
         return None
-    return number if math.isfinite(number) else None
+    return found if abs(found) <= LARGEST else None
 
 
 class FailedScores:

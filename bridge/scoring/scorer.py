@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from bridge.core import private
-from bridge.core.foreign_code import foreign_code
+from bridge.core.foreign_code import foreign_code, shortened
 from bridge.core.together import together
 from bridge.scoring.agent import Agent
 from bridge.scoring.score import FailedScore, Origin, Score, Scores, score_one
 from bridge.scoring.tools import Reply, Tools
-from bridge.scoring.wire import question
+from bridge.scoring.wire import NotPickledError, question
 from bridge.scoring.worker_process import WorkerProcess, direct_to_loopback
 from bridge.types import Problem
 
@@ -124,8 +124,11 @@ class Trajectory:
         return await self._ask("reset", "", "begin", self._problem, is_first=True)  # type: ignore[return-value]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply | FailedScore:
-        """Call a tool."""
-        return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[return-value]
+        """Call a tool, by a name and with arguments that a model wrote."""
+        try:
+            return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[return-value]
+        except NotPickledError:
+            return Reply(text=f"error: the arguments of {shortened(name)} are nested too deeply", is_error=True)
 
     async def run(self, base_url: str) -> Reply | Score | FailedScore:
         """Run an agent to its end; after a reply, `score` has the reward."""

@@ -4,7 +4,6 @@ A score may write anything to any descriptor, so answers are JSON of bounded siz
 """
 
 import json
-import math
 import pickle
 import struct
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 from bridge.core.foreign_code import said
 from bridge.errors import RewardError
 from bridge.scoring.score import FailedScore, Origin, Score
+from bridge.scoring.score import number as reward_of
 from bridge.scoring.tools import Reply
 
 HEADER = struct.Struct("!Q")
@@ -41,11 +41,15 @@ Answer = Origin | Score | FailedScore | Reply | CannotScore
 ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
     "Origin": (Origin, {"name": str, "file": str, "place": str}),
     "Score": (Score, {"reward": float, "parts": dict, "turns": list}),
-    "FailedScore": (FailedScore, {"kind": str, "line": str}),
+    "FailedScore": (FailedScore, {"kind": str, "line": str, "is_raised": bool}),
     "Reply": (Reply, {"text": str, "is_error": bool}),
     "CannotScore": (CannotScore, {"message": str, "remedy": str}),
 }
 """Name of an answer -> its class, and the exact type of each field."""
+
+
+class NotPickledError(RewardError):
+    """A question cannot be sent to another process."""
 
 
 class BadAnswerError(ValueError):
@@ -56,12 +60,12 @@ def question(content: object) -> bytes:
     """Return a recipe, or a problem and a completion, as workers read them.
 
     Raises:
-        RewardError: it cannot be pickled.
+        NotPickledError: it cannot be pickled.
     """
     try:
         pickled = pickle.dumps(content)
     except Exception as error:  # pickling runs code of the objects inside
-        raise RewardError(
+        raise NotPickledError(
             f"what scores completions, or a problem, cannot be sent to another process: {type(error).__name__}"
             f"{said(error)}",
             remedy=NOT_PICKLED,
@@ -84,10 +88,10 @@ def read(text: bytes) -> tuple[int, Answer]:
         kind, types = ANSWERS[name]
         found = {field: type(value) for field, value in fields.items()}
         numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values(), *fields.get("turns", ())]
-        is_finite = all(type(one) is float and math.isfinite(one) for one in numbers)  # JSON reads 1e999 as infinity
+        are_rewards = all(type(one) is float and reward_of(one) is not None for one in numbers)  # 1e999 is infinity
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadAnswerError("not the JSON of an answer") from error
-    if type(number) is not int or found != types or not is_finite:
+    if type(number) is not int or found != types or not are_rewards:
         raise BadAnswerError("other fields than an answer has")
     return number, kind(**fields)
 

@@ -22,6 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
+from bridge.core.text import cleaned
 from bridge.run.metrics import StepMetrics
 from bridge.types import Message
 from cli import console, live, panel, steps
@@ -139,9 +140,9 @@ def test_lines_are_broken_between_words_and_no_terminal_draws_one_too_wide() -> 
     assert list(panel.wrapped("    indented text", 12)) == ["    indented", "text"]
     assert list(panel.wrapped("abcdefgh", 3)) == ["abc", "def", "gh"]
     for width in (2, 7, 40):
-        lines = list(panel.wrapped(console.cleaned(PICTURES), width))
+        lines = list(panel.wrapped(cleaned(PICTURES), width))
         assert all(cells(line) <= width and cell_len(line) <= width for line in lines)
-        assert "".join("".join(lines).split()) == "".join(console.cleaned(PICTURES).split())
+        assert "".join("".join(lines).split()) == "".join(cleaned(PICTURES).split())
 
 
 def test_of_a_long_text_the_beginning_and_the_end_are_shown_and_of_a_long_prompt_the_end() -> None:

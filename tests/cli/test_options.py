@@ -2,6 +2,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -168,12 +169,24 @@ def test_all_faults_are_told_at_once_and_by_the_place_they_came_from(monkeypatch
     assert "BRIDGE_SEED: must be a valid integer, found 'many'" in message
 
 
-@pytest.mark.parametrize("text", ["lr = ", b"\xff\xfe"])
-def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
+NO_TOML = {
+    "unfinished": "lr = ",
+    "no UTF-8": b"\xff\xfe",
+    "brackets": "lr = " + "[" * 5000 + "]" * 5000,
+    "tables": "lr = " + "{a=" * 3000 + "1" + "}" * 3000,
+    "digits": "training_steps = " + "9" * 5000,
+}
+
+
+@pytest.mark.parametrize("case", NO_TOML)
+def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    text: Any = NO_TOML[case]
     toml = tmp_path / "c.toml"
     toml.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UsageError, match=r"c\.toml is not valid TOML"):
+    with pytest.raises(UsageError, match=r"c\.toml is (not valid TOML: |nested too deeply)") as refused:
         parse("--model", "m", "--config", str(toml))
+    assert "\n" not in refused.value.message
+    assert len(refused.value.message) < 400
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,17 @@ def test_what_is_not_a_host_is_not_listened_to() -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.parametrize("hello", [[1, 2], {"--gpus": "2"}, {alike.HOST: 3}, {alike.HOST: "one", "--gpus": ["2"]}])
+def test_a_hello_of_another_form_is_refused_in_one_line(hello: Any) -> None:
+    with places(3, hosts=2) as (first, odd, other):
+        with pytest.raises(UsageError, match=f"the host there has another {HOSTS_KNOW}"):
+            odd.attend(hello)
+        with in_background(other.attend, FACTS) as waiting:
+            assert first.gather(FACTS, "run").num_hosts == 2
+            assert waiting.result(LIMIT_S)[0].host == 1
+        assert first._strangers == 1
+
+
 def test_a_connection_that_says_nothing_keeps_no_host_waiting() -> None:
     with places(2) as (first, other), socket.create_connection((LOOPBACK, first._port)):
         began = time.monotonic()

@@ -171,6 +171,26 @@ def test_requests_for_both_names_at_once_leave_the_slot_alone(lora_llama: LiveSe
     assert_slot_holds(lora_llama, slot, model)
 
 
+def test_prompt_logprobs_of_several_requests_are_those_of_each_alone(lora_llama: LiveServer, tmp_path: Path) -> None:
+    with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
+        client.adapter("trained", saved(adapted(lora_llama, seed=13), tmp_path / "adapter"))
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9]
+    http = httpx.Client(base_url=lora_llama.manifest.url, headers=api_key.headers(), timeout=120, trust_env=False)
+
+    def scored(name: str, prompts: list[list[int]]) -> list[float]:
+        asked = {"model": name, "prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        choices = http.post("/v1/completions", json=asked).raise_for_status().json()["choices"]
+        positions = [place for choice in choices for place in choice["prompt_logprobs"] if place]
+        return [one["logprob"] for place in positions for one in place.values()]
+
+    names = (lora_llama.manifest.model, "trained")
+    with http, ThreadPoolExecutor() as background:
+        alone = [[one for prompt in prompts for one in scored(name, [prompt])] for name in names]
+        for _ in range(3):
+            for expected, found in zip(alone, background.map(lambda name: scored(name, prompts), names), strict=True):
+                assert found == pytest.approx(expected, abs=PARITY_LIMIT)
+
+
 def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
     lora_llama: LiveServer, tmp_path: Path
 ) -> None:

@@ -151,6 +151,22 @@ class Streaming(Problems):
         return float(len(said))
 
 
+class Parsing(Problems):
+    """Uses a client that raises when a turn is truncated."""
+
+    def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client = OpenAI(base_url=base_url, api_key="none")
+        client.chat.completions.parse(model="m", messages=[{"role": "user", "content": problem["prompt"]}])
+        return 1.0
+
+
+class ParsingScored(Parsing):
+    """The same with a score of its own."""
+
+    def score(self, problem: dict[str, Any], completion: str) -> float:
+        return 3.0 if completion and problem else -1.0
+
+
 class Misbehaving(Problems):
     """Does what the model says, by the problem's number."""
 

@@ -328,8 +328,26 @@ FAULTS = {
     "forgets": "Misbehaving.run returned None, expected a finite number, one per turn, or a dict of finite",
     "asks_two": "Misbehaving.run raised BadRequestError: Error code: 400 - n=2 is not supported while a run is recorded"
     " for training (agents_sample.py line ",
-    "spins": "Misbehaving.run raised BadRequestError: Error code: 400 - this run is at a limit: --max-turns 8, or",
 }
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(("kind", "reward"), [("Parsing", 0.0), ("ParsingScored", 3.0)])
+def test_a_client_that_raises_at_length_counts_as_truncated(
+    tmp_path: Path, kind: str, reward: float, processes: int
+) -> None:
+    choices: dict[str, Any] = {"max_new_tokens": 20, "reward_processes": processes, "batch_size": 4}
+    with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:{kind}", **choices) as ours:
+        (group,) = ours.stream.take(1, step=1)
+    assert group.rewards == (reward,) * 4
+    assert {each.finish_reason for each in group.completions} == {"length"}
+
+
+def test_a_client_that_goes_on_at_a_limit_counts_as_truncated(tmp_path: Path) -> None:
+    with spoken(tmp_path, lambda _: "spins<|im_end|>", environment=f"{FILE}:Misbehaving", batch_size=4) as ours:
+        (group,) = ours.stream.take(1, step=1)
+    assert group.rewards == (0.0,) * 4
+    assert {each.finish_reason for each in group.completions} == {"length"}
 
 
 @pytest.mark.parametrize("processes", [0, 2])

@@ -84,7 +84,7 @@ def test_what_a_model_writes_cannot_move_the_end_of_its_turn(tmp_path: Path) -> 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "thinking off": ("qwen3", {"enable_thinking": False}, "changes an earlier turn once another follows"),
     "thoughts are dropped": ("qwen3", {"answers": "user"}, "changes an earlier turn once another follows"),
-    "no tools": ("gemma3", {}, "rejects messages of the roles user, assistant, tool: Conversation roles must"),
+    "no tools": ("gemma3", {}, "rejects messages of the roles user, assistant, tool: TemplateError: Conv"),
     "calls are dropped": ("llama3", {}, "writes a call of a tool as"),
     "tools move": ("mistral", {"answers": "user"}, "changes an earlier turn once another follows"),
     "no template": ("none", {}, "is missing: its tokenizer has none"),

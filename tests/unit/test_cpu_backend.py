@@ -194,3 +194,50 @@ def test_generators_are_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         sample_tokens(runner, None)
     assert list(runner.input_batch.generators) == [0]
+
+
+class Punica:
+    """The part of vLLM's LoRA that gives each row of logits its adapter."""
+
+    token_lora_indices = torch.tensor([0, 0, 0, -1, -1, 1, 1])
+    sampler_indices = property(lambda _: torch.tensor([0, -1, 1]))
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        weights = torch.tensor([10.0, 20.0, 30.0])[self.sampler_indices]  # -1 is the last one
+        return torch.einsum("b,b->b", hidden_states, weights)
+
+
+class PatchedPunica(Punica):
+    sampler_indices = cpu_backend.of_its_request(Punica.sampler_indices)
+
+
+class Scoring:
+    """The part of vLLM's runner that computes the log-probabilities of prompts."""
+
+    def __init__(self, punica: Punica) -> None:
+        self.num_prompt_logprobs = {"c": 0, "gone": 0, "a": 0, "b": 0}
+        self.query_start_loc = SimpleNamespace(np=np.array([0, 3, 5, 7]))
+        self.input_batch = SimpleNamespace(req_id_to_index={"a": 0, "b": 1, "c": 2})
+        self.punica = punica
+
+    def _get_prompt_logprobs_dict(self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        found = {}
+        for name in self.num_prompt_logprobs:
+            if (count := num_scheduled_tokens.get(name)) is not None:
+                first = self.query_start_loc.np[self.input_batch.req_id_to_index[name]]
+                found[name] = self.punica.logits(hidden_states[first : first + count]).tolist()
+        for name in ("a", "c"):  # the prompt of b is prefilled in parts
+            if name in found:
+                del self.num_prompt_logprobs[name]
+        return found
+
+
+def test_prompts_of_several_requests_get_the_logits_of_each_requests_adapter() -> None:
+    hidden_states, scheduled = torch.arange(7.0), {"a": 3, "b": 2, "c": 2}
+    with pytest.raises(RuntimeError, match="einsum"):
+        Scoring(Punica())._get_prompt_logprobs_dict(hidden_states, scheduled)
+    runner = Scoring(PatchedPunica())
+    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict)(runner, hidden_states, scheduled)
+    assert found == {"a": [0, 10, 20], "b": [90, 120], "c": [100, 120]}
+    assert runner.num_prompt_logprobs == {"gone": 0, "b": 0}
+    assert runner.punica.sampler_indices.tolist() == [0, -1, 1]

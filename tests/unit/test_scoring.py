@@ -58,7 +58,7 @@ def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", {1.0}, np.ones(2), 1j, 10**400),
+        *(float("nan"), float("inf"), -float("inf"), np.float32("nan"), None, "1.0", {1.0}, np.ones(2), 1j),
         (1.0, {}),
     ],
 )
@@ -119,6 +119,44 @@ def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> Non
         assert "expected a finite number and a dict of finite numbers (" in fault(Several(), completion).line
 
 
+class Unprintable(list[int]):
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+class Number:
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1e308, "returned 1e+308, expected a finite number of at most 1e+30 in size (test_scoring.py line"),
+        (-1e31, "returned -1e+31, expected a finite number of at most 1e+30 in size (test_scoring.py line"),
+        (10**40, "of type int, expected a finite number of at most 1e+30 in size (test_scoring.py line"),
+        ([10**5000], "returned a list that cannot be printed of type list, expected one finite number per turn of at"),
+        ([1e308, 1e308], "expected one finite number per turn of at most 1e+30 in size (test_scoring.py line"),
+        ([1e30, 1e30], "expected one finite number per turn (test_scoring.py line"),
+        (Unprintable(), "returned a Unprintable that cannot be printed of type Unprintable, expected one finite"),
+        (Number(), "raised ZeroDivisionError (test_scoring.py line"),
+    ],
+)
+def test_rewards_beyond_bounds_or_print_cost_their_completion(value: Any, expected: str) -> None:
+    line = fault(scoring(value)).line
+    assert line.startswith("Task.score ")
+    assert expected in line
+
+
+def test_a_fault_is_one_line_without_control_characters() -> None:
+    class Task:
+        def score(self, problem: Problem, completion: str) -> float:
+            raise type("E\x1b[2J", (ValueError,), {})("half \ud800 \x07 rtl \u202e\nend")
+
+    line = fault(Task()).line
+    assert line.startswith(r"Task.score raised E\x1b[2J: half \ud800 \x07 rtl \u202e end (test_scoring.py line")
+
+
 def test_a_list_is_a_reward_per_turn_and_each_is_a_finite_number() -> None:
     assert scored(scoring([1, np.float32(0.5)])) == Score(reward=1.5, turns=[1.0, 0.5])
     for value in ([], [1.0, float("nan")], [[1.0]], ["1.0"]):
@@ -129,7 +167,7 @@ def test_a_list_is_a_reward_per_turn_and_each_is_a_finite_number() -> None:
     "answer",
     [
         Origin(name="Task.score", file="task.py", place="task.py line 3"),
-        Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e300}),
+        Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e29}),
         Score(reward=3.5, turns=[1.0, 2.5]),
         FailedScore(kind="k", line="l"),
         CannotScore(message="m", remedy="r"),
@@ -153,7 +191,9 @@ def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: Answer) -> None:
         '[1, "Score", {"reward": 1.0, "parts": {"a": "1"}}]',
         '[1, "Score", {"reward": 1.0, "parts": {"a": -1e999}}]',
         '[1, "Score", {"reward": 1.0, "parts": {}, "more": 1}]',
-        '[1, "FailedScore", {"kind": "k", "line": 3}]',
+        '[1, "Score", {"reward": 1e31, "parts": {}, "turns": []}]',
+        '[1, "Score", {"reward": 1.0, "parts": {"a": -1e300}, "turns": []}]',
+        '[1, "FailedScore", {"kind": "k", "line": 3, "is_raised": false}]',
     ],
 )
 def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:

@@ -25,6 +25,7 @@ from bridge.run import checkpoint, measuring
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
 from bridge.types import Completion, Problem
+from tests.cli import report_runs
 from tests.unit.http_server import Asked, as_json
 from tests.unit.trainer_runs import STEPS, Letters, Run, Running, runner
 
@@ -521,6 +522,15 @@ def test_metrics_of_rollouts_include_the_groups_that_were_replaced(running: Runn
             assert row["no_signal_share"] == sum(len(set(each)) == 1 for each in rewards) / len(rewards)
             assert row["tokens_generated"] == 24 / 2 * len(rewards)
             assert row["completion_tokens_mean"] == 3
+
+
+def test_a_step_without_any_reward_names_that_as_the_cause() -> None:
+    metrics = report_runs.metrics(
+        3, 5, no_signal_share=1.0, reward_mean=math.nan, reward_std=math.nan, unscored=4, truncated_share=1.0
+    )
+    line = measuring.nothing_learnt(metrics)
+    assert line is not None
+    assert line.startswith("step 3 has nothing to learn from: none of its 4 completions has a reward; ")
 
 
 @pytest.mark.parametrize("version", ["", "2-3"])

@@ -339,6 +339,26 @@ def test_what_a_tool_raises_is_its_answer(tmp_path: Path, processes: int) -> Non
             assert one.tool_errors == HARMLESS[how].startswith("error")
 
 
+def test_an_answer_that_the_template_rejects_costs_its_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = "{% for m in messages if m.role == 'tool' and m.content == '1' %}{{ 1 // 0 }}{% endfor %}"
+    template = picky + chat.template("qwen2_5")
+    monkeypatch.setattr(chat, "template", lambda _: template)
+
+    def say(number: int, turn: int) -> str:
+        return (
+            f"It is.{chat.ENDS['qwen']}" if turn else FORMS["qwen2_5"]("add", json.dumps({"text": "x" * (number < 1)}))
+        )
+
+    with rolled(tmp_path, say) as ours:
+        groups = ours.stream.take(2, step=1)
+    found = [one.fault for group in groups for one in group.unscored]
+    assert all("rejects messages of the roles user, assistant, tool: ZeroDivisionError: " in fault for fault in found)
+    assert found
+    assert len(found) + sum(len(group.rewards) for group in groups) == 8
+
+
 def test_a_tool_that_does_not_exist_and_an_answer_of_a_megabyte(tmp_path: Path) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", "misbehave is_long" if number % 2 else "nowhere")(number, turn)
