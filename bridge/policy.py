@@ -31,7 +31,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
 from bridge.errors import RewardError, UsageError
 from bridge.optimizers import factory
-from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, norm_of
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -218,13 +218,16 @@ class Policy:
         lr: float,
         weight_decay: float = 0.0,
         betas: tuple[float, float] | None = None,
+        eps: float = EPS,
         seed: int = 0,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> InPlaceOptimizer:
         """Return Bridge's own AdamW: bf16 weights in place, and none of its updates lost to rounding.
 
         `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
         bf16 step, which are most of them at learning rates of reinforcement learning. The state is allocated
-        in the first `update`, before the fence.
+        in the first `update`, before the fence. `params` are those to train, as torch's optimizers take them, such as
+        groups with a `weight_decay` of their own; by default all.
 
         Raises:
             UsageError: there is no such optimizer, or a number is out of range.
@@ -238,8 +241,10 @@ class Policy:
                 f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
                 remedy="policy.optimizer('adamw', lr=1e-6)",
             ) from error
-        group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
-        return factory.make(config, [group])
+        given = [*(self.parameters() if params is None else params)]
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        return factory.make(config, [{**defaults, **group} for group in groups])
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"

@@ -5,9 +5,11 @@ Not covered: what they do with a server (`tests/cpu/test_library.py`).
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from bridge.types import Completion, Group
 
 SURFACE = {
     "attach": "(path, *, sampling, compute, reads_only)",
-    "for_trl": "(policy, args)",
+    "for_trl": "(policy, args, *, callbacks, optimizers, processing_class)",
     "policy_loss": "(logprobs_N, batch, loss, *, old_logprobs_N)",
     "samples": "(groups, loss, *, max_new_tokens)",
     "serve": "(model, *vllm_flags, sampling, compute, **choices)",
@@ -25,7 +27,7 @@ SURFACE = {
     "Policy.device": "",
     "Policy.encode": "(self, prompt, completion, *, weight)",
     "Policy.logprobs": "(self, batch)",
-    "Policy.optimizer": "(self, name, *, lr, weight_decay, betas, seed)",
+    "Policy.optimizer": "(self, name, *, lr, weight_decay, betas, eps, seed, params)",
     "Policy.pack": "(self, samples, *, max_tokens)",
     "Policy.publish": "(self, write, *, in_flight)",
     "Policy.parameters": "(self)",
@@ -85,3 +87,19 @@ def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
         bridge.samples([group], loss)
     made = bridge.samples([group], loss, max_new_tokens=10)
     assert [(each.weight, each.advantages) for each in made] == [(1 / 20, (-0.5, -0.5)), (1 / 20, (0.5, 0.5))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": 5}, "SamplingConfig has no choice 'max_tokens'.*did you mean max_new_tokens?"),
+        ({"num_generations": 5}, "has no choice 'num_generations'.*did you mean group_size?"),
+        ({"nonsense": 5}, "has no choice 'nonsense'.*the choices are group_size, max_new_tokens"),
+        ({"temperature": 0}, "SamplingConfig: temperature must be greater than 0, found 0"),
+    ],
+)
+def test_a_wrong_choice_is_one_line(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        bridge.SamplingConfig(**wrong)
+    line = f"{caught.value.message} {caught.value.remedy}"
+    assert re.search(words, line) and "\n" not in line, line
