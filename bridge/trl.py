@@ -110,7 +110,7 @@ def for_trl(
 
 
 class Fence(TrainerCallback):  # type: ignore[misc]
-    """Changes a policy's weights inside the fence of its server: by any optimizer, and by checkpoints of the trainer."""
+    """Lets the trainer change the weights inside the fence alone: by an optimizer's step or by a checkpoint."""
 
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy, self._args = policy, args
@@ -128,7 +128,8 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         """
         if args is not self._args:
             raise UsageError(
-                "GRPOTrainer has other args than bridge.for_trl", remedy="GRPOTrainer(**for_trl(policy, args), args=args)"
+                "GRPOTrainer has other args than bridge.for_trl",
+                remedy="GRPOTrainer(**for_trl(policy, args), args=args)",
             )
         self._refuse_moved(model)
 
@@ -159,7 +160,9 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         """
         model = self._policy.model
         own = model.state_dict()
-        misfit = next((name for name, each in state_dict.items() if name in own and each.shape != own[name].shape), None)
+        misfit = next(
+            (name for name, each in state_dict.items() if name in own and each.shape != own[name].shape), None
+        )
         if misfit:
             self._pending.clear()
             raise UsageError(
