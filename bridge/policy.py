@@ -307,7 +307,7 @@ class Policy:
             self._loop.passed(times)
         return times
 
-    def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Mapping[str, float]) -> None:
+    def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
         """Write a line of metrics into the run directory, whose page `bridge report` makes.
 
         `groups` are those of the step, whose rewards, lengths and texts are written, too; `metrics` are numbers, or

@@ -72,6 +72,7 @@ def for_trl(
     `callbacks`, `optimizers` and `processing_class` of your own belong here and not into the call of `GRPOTrainer`,
     where Python reports "got multiple values for keyword argument": they are returned with Bridge's. `optimizers` is a
     pair as `GRPOTrainer` takes it: None as the optimizer is Bridge's AdamW, None as the scheduler is that of `args`.
+    An optimizer of your own has the parameters of `policy.parameters()`.
 
     Raises:
         UsageError: `args` has a setting that has no effect here, several processes or GPUs, or another device; or
@@ -80,24 +81,12 @@ def for_trl(
     """
     _check_version()
     optimizer, scheduler = optimizers
-    _refuse_unused(args, UNUSED if optimizer is not None else {**UNUSED, **UNUSED_BY_ADAMW})
-    if chosen := filters(policy.sampling):
+    _refuse_settings(policy, args, UNUSED if optimizer is not None else {**UNUSED, **UNUSED_BY_ADAMW})
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError(
-            f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
-            remedy="attach the policy without them",
+            "the scheduler is not of the optimizer beside it, and would have no effect",
+            remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
-    if args.world_size > 1:
-        raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
-    for name, reason in MOVING.items():
-        if value := getattr(args, name, None):
-            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", remedy=f"leave {name} out")
-    if getattr(args, "bf16_full_eval", False) and policy.model.dtype != torch.bfloat16:
-        raise UsageError(
-            f"GRPOConfig has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the server's"
-            " memory",
-            remedy="leave bf16_full_eval out",
-        )
-    _check_device(policy, args)
     tokenizer = _tokenizer(policy, processing_class)
     _end_as_the_server(policy)
     return {
@@ -264,6 +253,32 @@ def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
             f"a prompt has a part of the type {kind!r}, and bridge.for_trl samples from text alone",
             remedy="leave images and other media out of the data set",
         )
+
+
+def _refuse_settings(policy: Policy, args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse what has no effect here, and what would train something else than the server's weights.
+
+    Raises:
+        UsageError: a setting is one of these.
+    """
+    _refuse_unused(args, unused)
+    if chosen := filters(policy.sampling):
+        raise UsageError(
+            f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
+            remedy="attach the policy without them",
+        )
+    if args.world_size > 1:
+        raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
+    for name, reason in MOVING.items():
+        if value := getattr(args, name, None):
+            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", remedy=f"leave {name} out")
+    if getattr(args, "bf16_full_eval", False) and policy.model.dtype != torch.bfloat16:
+        raise UsageError(
+            f"GRPOConfig has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the server's"
+            " memory",
+            remedy="leave bf16_full_eval out",
+        )
+    _check_device(policy, args)
 
 
 def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:

@@ -47,9 +47,9 @@ def main() -> int:
                 "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(HERE),
             }  # fmt: skip
             command = [
-                sys.executable, "-m", "pytest", str(repository / SUITE), "-p", "trl_on_bridge",
-                "-p", "no:cacheprovider",                "--rootdir", str(repository), "-o", "addopts=", "-o", "timeout=300", "-q", "-rfE", "-k",
-                f"not ({OTHERS})", *sys.argv[2:],
+                sys.executable, "-m", "pytest", str(repository / SUITE), "--rootdir", str(repository),
+                "-p", "trl_on_bridge", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=300", "-q", "-rfE",
+                "-k", f"not ({OTHERS})", *sys.argv[2:],
             ]  # fmt: skip
             return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 

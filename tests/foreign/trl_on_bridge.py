@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 import bridge
 
@@ -32,7 +33,7 @@ class AnotherModelError(Exception):
 def on_bridge(policy: bridge.Policy) -> type[GRPOTrainer]:
     """Return a `GRPOTrainer` that trains the served model, and takes TRL's arguments."""
 
-    class OnBridge(GRPOTrainer):  # type: ignore[misc]
+    class OnBridge(GRPOTrainer):
         def __init__(self, model: Any, **given: Any) -> None:
             if model != SERVED:
                 raise AnotherModelError(f"{model!r}"[:100])

@@ -190,7 +190,8 @@ def test_another_device_is_refused(policy: bridge.Policy, changed: dict[str, Any
 
 
 def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy) -> None:
-    mine, sgd, schedule = TrainerCallback(), torch.optim.SGD(policy.parameters(), lr=1.0), object()
+    mine, sgd = TrainerCallback(), torch.optim.SGD(policy.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
     tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer.name_or_path)
     made = bridge.for_trl(
         policy, choices(optim="sgd"), callbacks=[mine], optimizers=(sgd, schedule), processing_class=tokenizer
@@ -199,9 +200,9 @@ def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy)
     assert isinstance(made["callbacks"][1], trl.Fence)
     assert made["optimizers"] == (sgd, schedule)
     assert made["processing_class"] is tokenizer
-    own = bridge.for_trl(policy, choices(), optimizers=(None, schedule))["optimizers"]
-    assert isinstance(own[0], InPlaceOptimizer)
-    assert own[1] is schedule
+    assert isinstance(bridge.for_trl(policy, choices())["optimizers"][0], InPlaceOptimizer)
+    with pytest.raises(UsageError, match="the scheduler is not of the optimizer beside it"):
+        bridge.for_trl(policy, choices(), optimizers=(None, schedule))
 
 
 def test_weight_decay_and_epsilon_are_trls(policy: bridge.Policy) -> None:
