@@ -11,6 +11,7 @@ import bridge
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 RUN = sys.argv[2] if len(sys.argv) > 2 else "runs/reinforce"
+SAVE_EVERY = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 
 
 def vowels(problem: dict, text: str) -> float:
@@ -30,7 +31,7 @@ with bridge.attach(sampling=bridge.SamplingConfig(max_new_tokens=16), run_dir=RU
             loss += part.item()
         policy.update(optimizer, max_norm=1.0)
         policy.log(step, groups, loss=loss)
-        if step % 2 == 0 or step == STEPS:
+        if step % SAVE_EVERY == 0 or step == STEPS:
             policy.save(step=step, optimizer=optimizer)
         share = sum(sum(each.rewards) for each in groups) / sum(len(each.rewards) for each in groups)
         print(f"version {policy.version}: {share:.3f} of the letters are vowels")

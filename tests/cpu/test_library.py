@@ -46,15 +46,15 @@ def test_an_example_updates_the_server(llama: LiveServer, example: str) -> None:
 
 def test_a_killed_loop_resumes_to_the_digit(servers: Servers, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("reinforce", servers.of("llama"), "5", str(whole))
+    run("reinforce", servers.of("llama"), "5", str(whole), "2")
     server = servers.of("llama")  # with its initial weights
-    command = [sys.executable, str(EXAMPLES / "reinforce.py"), "5", str(killed)]
+    command = [sys.executable, str(EXAMPLES / "reinforce.py"), "5", str(killed), "2"]
     with subprocess.Popen(command, cwd=server.path.parent, stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None
         for _ in range(3):  # the third step is lost: there is a checkpoint of every second one
             loop.stdout.readline()
         loop.kill()
-    assert len(run("reinforce", server, "5", str(killed))) == 3
+    assert len(run("reinforce", server, "5", str(killed), "2")) == 3
     one, other = (
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (whole, killed)
     )

@@ -22,6 +22,7 @@ from tests.models import chat, tiny
 HERE = Path(__file__).parent
 CLONE = "git clone --depth 1 --branch v1.16.0 https://github.com/huggingface/trl /path/to/trl"
 SUITE = "tests/test_grpo_trainer.py"
+"""Its imports must fit the installed TRL: another version's may not."""
 OTHERS = "VLM or Slow or vlm or image"
 """Tests of vision-language models, and those that TRL runs on GPUs alone."""
 NAMES = Path("trl-internal-testing")
@@ -44,6 +45,7 @@ def main() -> int:
         with scenarios.served(model, folder / "server") as server:
             environment = {
                 **os.environ, "BRIDGE_FOREIGN_SERVER": str(server.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+                "HF_DATASETS_CACHE": str(folder / "cache"),
                 "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(HERE),
             }  # fmt: skip
             command = [
