@@ -298,9 +298,12 @@ class Policy:
         """
         return self._publish(Update(write), in_flight)
 
-    def _publish(self, update: Update, in_flight: InFlight) -> FenceTimes:
+    def _refuse_to_write(self) -> None:
         if self._reads_only:
             raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
+
+    def _publish(self, update: Update, in_flight: InFlight) -> FenceTimes:
+        self._refuse_to_write()
         with deferred_interrupt():  # the new version is known before an interrupt acts
             times = fence.publish(self._client, update, in_flight=in_flight, served=self.version)
             self.version = times.version
@@ -361,6 +364,7 @@ class Policy:
             UsageError: no `run_dir` was given, it is in use, or the checkpoint is of another model.
             CheckpointError: it has no state of such an optimizer.
         """
+        self._refuse_to_write()
         found = self._loop.newest()
         if found is None:
             return 0

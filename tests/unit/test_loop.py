@@ -208,6 +208,10 @@ def test_resuming_without_a_folder_or_too_late_is_refused(attach: Attach) -> Non
     policy = attach(None)
     with pytest.raises(UsageError, match="no run to resume"):
         policy.resume(policy.optimizer(lr=1e-3))
+    reader = attach()
+    reader._reads_only = True
+    with pytest.raises(UsageError, match="only reads"):
+        reader.resume(reader.optimizer(lr=1e-3))
     late = attach()
     late.log(1, loss=0.0)
     with pytest.raises(UsageError, match="has begun already"):
