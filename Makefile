@@ -16,6 +16,7 @@ TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Set on the command line to overrule what is found: make setup PYTHON=/opt/python3.12/bin/python3 EXTRA=gpu
 PYTHON ?=
+TRL ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
 # Tests wait for servers and clocks half of the time, so there is one more process than cores. Those left to `test-all` each
@@ -25,7 +26,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loa
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 
-.PHONY: help setup verifiers lint type test test-unit test-all test-gpu test-verifiers several families contract soak demo compare bench docs clean
+.PHONY: help setup verifiers lint type test test-unit test-all test-gpu test-verifiers test-foreign several families contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +57,10 @@ test-gpu: $(INSTALLED) ## The same and more on a GPU
 
 test-verifiers: $(VERIFIERS)/.installed ## Train on environments of verifiers, OpenEnv and Reasoning Gym, on the CPU
 	@$(PYTEST) tests/cpu/test_packages.py
+
+test-foreign: $(INSTALLED) ## Tests of others on Bridge: TRL's (TRL=/path/to/its/repository), and what test-verifiers runs
+	@$(BIN)/python -m tests.foreign "$(TRL)"
+	$(MAKE) --no-print-directory test-verifiers
 
 several: $(INSTALLED) ## Every test of several GPUs and hosts, on few cores, too
 	@$(BIN)/python -m pytest tests/cpu/test_gpus.py tests/cpu/test_tensor_parallel.py tests/cpu/test_hosts.py --several

@@ -118,17 +118,20 @@ def prompts() -> list[str]:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return TRL's settings: Bridge's where both have them, otherwise the fastest."""
+    vllm = {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
+        "vllm_max_model_length": options.max_model_len, "vllm_enable_sleep_mode": options.sleep,
+        "vllm_importance_sampling_correction": not options.no_correction,
+        "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
+    }  # fmt: skip
     return {
+        **({} if options.no_vllm or options.on_bridge else vllm),
         "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
         "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": 0,
         "per_device_train_batch_size": options.batch,
         "gradient_accumulation_steps": options.completions // options.batch,
         "num_generations": options.group, "max_completion_length": options.tokens, "temperature": 1.0,
-        "use_vllm": not (options.no_vllm or options.on_bridge), "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": options.share, "vllm_max_model_length": options.max_model_len,
-        "vllm_enable_sleep_mode": options.sleep, "shuffle_dataset": False,
-        "vllm_importance_sampling_correction": not options.no_correction,
-        "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
+        "shuffle_dataset": False,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
         "learning_rate": 1e-6, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
         "optim": options.optim, "bf16": True,

@@ -21,12 +21,14 @@ def attach(
     sampling: SamplingConfig | None = None,
     compute: ComputeConfig | None = None,
     reads_only: bool = False,
+    run_dir: str | Path | None = None,
 ) -> Policy:
     """Attach to the live server whose manifest is at `path`; None: the only server that is found.
 
     One process at a time may update a server. With `reads_only` this one never does: such a policy is a teacher or a
     reference, or looks at a server that another process trains. `sampling` and `compute` are what the flags of
-    `bridge train` set. Progress is logged to the logger `bridge`.
+    `bridge train` set. Progress is logged to the logger `bridge`. `run_dir` is the folder of `Policy.log`, `save` and
+    `resume`; by default a new one under `runs/`, named by the time and the program, if one of them needs it.
 
     Raises:
         ManifestError: there is no such server on this host.
@@ -37,7 +39,7 @@ def attach(
     place = discovery.find(None if path is None else Path(path))
     return Policy(
         manifest.load(place), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
-        reads_only=reads_only,
+        reads_only=reads_only, run_dir=None if run_dir is None else Path(run_dir),
     )  # fmt: skip
 
 

@@ -3,18 +3,16 @@
 Its parameters are the server's memory. Sample from it, compute log-probabilities with gradients, and step any optimizer
 inside the fence; the server generates with the new weights from the next token on. Nothing is copied.
 
-Not covered: the whole of a run, with checkpoints, metrics and resuming (`bridge run`, `bridge.run.trainer`).
+Not covered: the run directory and the checkpoints that it writes (`bridge/run/loop.py`).
 """
 
-import inspect
 import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import count
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -32,7 +30,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
 from bridge.errors import RewardError, UsageError
 from bridge.optimizers import factory
-from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clipped
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -40,6 +38,7 @@ from bridge.rollouts import problems
 from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
+from bridge.run.loop import Loop, load_state
 from bridge.scoring.score import LARGEST, limit
 from bridge.server import fence
 from bridge.server.client import BridgeClient
@@ -71,14 +70,21 @@ class Policy:
     """Number of updates that were published since the server loaded its weights."""
 
     def __init__(
-        self, manifest: Manifest, *, sampling: SamplingConfig, compute: ComputeConfig, reads_only: bool
+        self,
+        manifest: Manifest,
+        *,
+        sampling: SamplingConfig,
+        compute: ComputeConfig,
+        reads_only: bool,
+        run_dir: Path | None = None,
     ) -> None:
         sampling = fitting(sampling, manifest.max_model_len, note)
         self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
-        self._calls, self._closed = count(), False
+        self._num_calls, self._closed = 0, False
         self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
         self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
+        self._loop = Loop(run_dir, manifest.model, sampling, note)
         try:
             status = self._client.status() if reads_only else self._lease()
             status.refuse_torn()
@@ -92,8 +98,12 @@ class Policy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self._loop.end()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Return the server to other trainers, and close the connections; a second time does nothing."""
@@ -144,22 +154,24 @@ class Policy:
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
         """
-        _check_prompts(prompts)
+        problems.check_prompts(prompts)
         whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
         ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
-        found = self._sampler.sample(
-            [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size,
-            seed=seed_of(0, next(self._calls)) if seed is None else seed_of(seed + 1, 0),
-        )  # fmt: skip
-        return [
-            Group(
-                problem=problem,
-                prompt_token_ids=prompt,
-                completions=completions,
-                rewards=tuple(_reward(score, problem, each.text) for each in completions),
+        chosen = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
+        self._num_calls += seed is None
+        with self._loop.sampling():
+            found = self._sampler.sample(
+                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=chosen
             )
-            for problem, prompt, completions in zip(whole, ids, found, strict=True)
-        ]
+            return [
+                Group(
+                    problem=problem,
+                    prompt_token_ids=prompt,
+                    completions=completions,
+                    rewards=tuple(_reward(score, problem, each.text) for each in completions),
+                )
+                for problem, prompt, completions in zip(whole, ids, found, strict=True)
+            ]
 
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
         """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
@@ -197,7 +209,7 @@ class Policy:
         shares_prompts = preparation.prepare(
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
-        self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+        self.model.register_forward_pre_hook(preparation.refuse_padding, with_kwargs=True)
         return self.model, shares_prompts
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -220,13 +232,16 @@ class Policy:
         lr: float,
         weight_decay: float = 0.0,
         betas: tuple[float, float] | None = None,
+        eps: float = EPS,
         seed: int = 0,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> InPlaceOptimizer:
         """Return Bridge's own AdamW: bf16 weights in place, and none of its updates lost to rounding.
 
         `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
         bf16 step, which are most of them at learning rates of reinforcement learning. The state is allocated
-        in the first `update`, before the fence.
+        in the first `update`, before the fence. `params` are those to train, as torch's optimizers take them, such as
+        groups with a `weight_decay` of their own; by default all.
 
         Raises:
             UsageError: there is no such optimizer, or a number is out of range.
@@ -240,8 +255,10 @@ class Policy:
                 f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
                 remedy="policy.optimizer('adamw', lr=1e-6)",
             ) from error
-        group = {"params": [*self.parameters()], "lr": lr, "weight_decay": weight_decay}
-        return factory.make(config, [group])
+        given = [*(self.parameters() if params is None else params)]
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        return factory.make(config, [{**defaults, **group} for group in groups])
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
@@ -258,7 +275,7 @@ class Policy:
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
-        norm = self._clipped(optimizer, max_norm)
+        norm = clipped(optimizer, max_norm, self._attached.parameters.values())
         if isinstance(optimizer, InPlaceOptimizer):
             optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
 
@@ -281,22 +298,85 @@ class Policy:
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
+        return self._publish(Update(write), in_flight)
+
+    def _refuse_to_write(self) -> None:
         if self._reads_only:
             raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
+
+    def _publish(self, update: Update, in_flight: InFlight) -> FenceTimes:
+        self._refuse_to_write()
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            times = fence.publish(self._client, Update(write), in_flight=in_flight, served=self.version)
+            times = fence.publish(self._client, update, in_flight=in_flight, served=self.version)
             self.version = times.version
+            self._loop.passed(times)
         return times
 
-    def save(self, folder: str | Path) -> Path:
-        """Write the weights and the tokenizer to a new folder, whole or not at all, as transformers loads them.
+    def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
+        """Write a line of metrics into the run directory, whose page `bridge report` makes.
+
+        `groups` are those of the step, whose rewards, lengths and texts are written, too; `metrics` are numbers, or
+        numbers by name. A name of `metrics.jsonl`, such as `loss` or `grad_norm`, has its chart, and any other
+        gets one. Times of rollouts, fences and the rest of the step are measured.
 
         Raises:
-            UsageError: there is something at `folder`, or the disk refuses.
+            UsageError: a value is no number, the step is not after the last one, or the run directory cannot be used.
         """
-        with written_whole(Path(folder), replaceable=lambda _: False, flag="policy.save(FOLDER)") as partial:
-            model_folder.save(self.model, self._manifest.model, partial)
-        return Path(folder)
+        self._loop.log(step, groups, metrics, version=self.version, device=self.device.type)
+
+    def save(
+        self,
+        folder: str | Path | None = None,
+        *,
+        step: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Path:
+        """Write the weights and the tokenizer to a folder, whole or not at all, as transformers loads them; return it.
+
+        With a `step` it is a checkpoint: with the optimizer's state, torch's random state and a checksum of every file,
+        in `checkpoints/step_N` of the run directory by default. `resume` loads it.
+
+        Raises:
+            UsageError: there is something at `folder`, neither a folder nor a step was given, or the disk refuses.
+        """
+        target = None if folder is None else Path(folder)
+
+        def write(scratch: Path) -> None:
+            model_folder.save(self.model, self._manifest.model, scratch)
+
+        if step is not None:
+            return self._loop.save(
+                target, step, write, model=self.model, optimizer=optimizer, version=self.version, calls=self._num_calls
+            )
+        if target is None or optimizer is not None:
+            raise UsageError(
+                "policy.save was given no step", remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)"
+            )
+        with written_whole(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
+            write(scratch)
+        return target
+
+    def resume(self, optimizer: torch.optim.Optimizer) -> int:
+        """Load the newest checkpoint of the run directory, and return its step; 0 if there is none.
+
+        The weights are loaded into the server's memory inside the fence, and the optimizer and torch continue as they
+        were; so do the seeds of `sample`. Lines of later steps are moved aside. Call it before the first step.
+
+        Raises:
+            UsageError: no `run_dir` was given, it is in use, or the checkpoint is of another model.
+            CheckpointError: it has no state of such an optimizer.
+        """
+        self._refuse_to_write()
+        found = self._loop.newest()
+        if found is None:
+            return 0
+        model_folder.check(self.model, found.folder)
+        load_state(found, self.model, optimizer)
+        load = partial(model_folder.load_into, self.model, found.folder)
+        version = found.progress.weight_version
+        self._publish(Update(load, version=version, takeover=True, last_checkpoint=found.folder), "keep")
+        self._num_calls = found.progress.samples_drawn
+        return found.progress.step
 
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
@@ -305,75 +385,6 @@ class Policy:
     def _lease(self) -> Status:
         program = Path(sys.argv[0]).name or "python"
         return fence.when_free(lambda: self._client.take_lease(f"{program} (pid {os.getpid()})"))
-
-    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: Any) -> float:
-        """Return the norm of the gradients, clipped where `optimizer` does not clip them itself.
-
-        Raises:
-            UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
-                nothing of the server's.
-        """
-        if not isinstance(max_norm, int | float) or not max_norm > 0:
-            raise UsageError(
-                f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
-            )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise UsageError(
-                f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
-                remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
-            )
-        own = {id(each) for each in self._attached.parameters.values()}
-        changed = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        if changed and not any(id(each) in own for each in changed):
-            raise UsageError(
-                f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
-                remedy="make it with policy.parameters(), before anything is added to policy.model",
-            )
-        if isinstance(optimizer, InPlaceOptimizer):
-            norm = optimizer.global_norm()
-        else:
-            norm = norm_of((each.grad, 1.0) for each in changed)
-            if math.isfinite(norm) and norm > max_norm:
-                torch._foreach_mul_([each.grad for each in changed], max_norm / norm)
-        if not math.isfinite(norm):
-            raise UsageError(
-                f"the gradient norm is {norm}, expected a finite number: no weight was changed",
-                remedy="optimizer.zero_grad() and go on with the next batch; if it happens again, lower the"
-                " learning rate",
-            )
-        return norm
-
-
-def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
-    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
-    if mask is not None and not bool(mask.all()):
-        raise UsageError(
-            "the batch has padding, and this model's attention is the one for packed sequences",
-            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
-        )
-
-
-def _check_prompts(prompts: object) -> None:
-    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts.
-
-    Raises:
-        UsageError: it is one, or a dictionary has no `prompt`.
-    """
-    alone = isinstance(prompts, str | Mapping)
-    entries = [] if alone or not isinstance(prompts, Sequence) else prompts
-    wrong = next((each for each in entries if isinstance(each, dict) and "prompt" not in each), None)
-    if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
-        raise UsageError(
-            f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
-            remedy="policy.sample([prompt])",
-        )
-    if wrong is not None:
-        raise UsageError(
-            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
-            remedy="add its text or messages as 'prompt'",
-        )
 
 
 def _reward(score: Score | None, problem: Problem, text: str) -> float:

@@ -1,7 +1,7 @@
 """Plain records that cross package borders, free of torch."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
@@ -47,7 +47,14 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled completion."""
+    """One sampled completion of T tokens.
+
+    token_ids        T token ids, the end-of-sequence token included if it was sampled
+    logprobs         T log-probabilities under the server's sampling distribution, in nats; NaN if unknown
+    versions         T versions of the weights that sampled each token, None if unknown
+    text             the decoded text, without special tokens
+    finish_reason    "stop", or "length" if it was truncated
+    """
 
     token_ids: tuple[int, ...]
     """Its tokens, including the end-of-sequence token if it was sampled."""
@@ -102,7 +109,16 @@ class Unscored:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The rollouts of one prompt."""
+    """The rollouts of one prompt: C completions of a prompt of P tokens, with their rewards.
+
+        problem             the dictionary that was sampled for, or {"prompt": the prompt}
+        prompt_token_ids    P token ids, as sent to the server
+        completions         C `Completion`s
+        rewards             C finite numbers
+        advantages          C tuples of one number, or of one per token; None: computed from the rewards by `samples`
+
+    Frozen: `with_advantages` returns a copy with advantages of your own.
+    """
 
     problem: Problem
     number: int | None = None
@@ -126,6 +142,16 @@ class Group:
     """For each completion one reward per turn, of which its reward is the sum; empty: none has them."""
     unscored: tuple[Unscored, ...] = ()
     """Sampled completions that are left out because their score failed."""
+
+    def with_advantages(self, advantages: Iterable[Any]) -> "Group":
+        """Return a copy with these advantages: for each completion a number, or one number per token."""
+        own = tuple(tuple(map(float, each)) if _is_several(each) else (float(each),) for each in advantages)
+        return replace(self, advantages=own)
+
+
+def _is_several(value: object) -> bool:
+    """Return whether these are numbers per token, and not one number: numpy's and torch's may have no dimension."""
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,14 @@ def serve(
     *vllm_flags: str,
     sampling: SamplingConfig | None = None,
     compute: ComputeConfig | None = None,
+    run_dir: str | Path | None = None,
     **choices: Any,
 ) -> Iterator[Policy]:
     """Start a server, attach to it, and stop it at the end of the block.
 
     `choices` are what the flags of `bridge serve-vllm` set, such as `max_model_len=2048`; `vllm_flags` are vLLM's own,
-    such as `"--enforce-eager"`. The server ends with this process, however that ends. Its log is kept after an error.
+    such as `"--enforce-eager"`; `run_dir` is that of `attach`. The server ends with this process, however that ends.
+    Its log is kept after an error.
 
     Raises:
         UsageError: a choice is unknown or cannot be used, or there is no such model.
@@ -42,7 +44,7 @@ def serve(
         raise
     with (
         StartedServer(command, folder / "server.log").running(),
-        attach(command.manifest, sampling=sampling, compute=compute) as policy,
+        attach(command.manifest, sampling=sampling, compute=compute, run_dir=run_dir) as policy,
     ):
         yield policy
     shutil.rmtree(folder, ignore_errors=True)

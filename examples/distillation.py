@@ -9,7 +9,6 @@ arXiv 2306.13649; each token's advantage is the reverse KL divergence's.
 """
 
 import sys
-from dataclasses import replace
 
 import torch
 
@@ -22,7 +21,7 @@ with bridge.attach(STUDENT) as student, bridge.attach(TEACHER, reads_only=True) 
     optimizer = student.optimizer("adamw", lr=1e-5)
     for _ in range(STEPS):
         groups = student.sample([f"Explain the number {number}." for number in range(8)])
-        every = [replace(group, advantages=((1.0,),) * len(group.completions)) for group in groups]
+        every = [group.with_advantages([1.0] * len(group.completions)) for group in groups]
         divergence = 0.0
         for batch in student.pack(bridge.samples(every)):  # weights are one over the number of tokens
             with torch.no_grad():

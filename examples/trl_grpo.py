@@ -5,12 +5,12 @@ Start a server first: bridge serve-vllm --model MODEL
 
 import sys
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import bridge  # +
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
 
 
@@ -20,7 +20,7 @@ def right(completions: list[str], answer: list[str], **_: object) -> list[float]
 
 args = GRPOConfig(
     output_dir="trl_grpo",
-    max_steps=STEPS,
+    max_steps=int(sys.argv[1]) if len(sys.argv) > 1 else 100,
     learning_rate=2e-4,
     per_device_train_batch_size=64,
     num_generations=8,
@@ -28,6 +28,7 @@ args = GRPOConfig(
     logging_steps=1,
     save_strategy="no",
     report_to="none",
+    use_cpu=not torch.cuda.is_available(),
 )
 with bridge.attach() as policy:  # +
     trainer = GRPOTrainer(

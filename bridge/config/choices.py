@@ -11,12 +11,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bridge.config import borrowed
+from bridge.config.borrowed import TRAIN_ALIASES
 from bridge.core.foreign_code import described, said
 from bridge.errors import UsageError
 
@@ -27,7 +28,33 @@ NO_CHOICES = {"BRIDGE_MANIFEST_PATH", HOSTS_KNOW}
 """Variables that are no choices of a command."""
 
 
-class Section(BaseModel):
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _InOneLine  # keeps the types of the fields
+else:
+
+    class _InOneLine(type(BaseModel)):
+        """Reports what a program calls wrongly, `SamplingConfig(max_tokens=5)`, in one line, as a command line does."""
+
+        def __call__(cls, *arguments, **choices):
+            try:
+                return super().__call__(*arguments, **choices)
+            except ValidationError as error:
+                if issubclass(cls, Config):  # whose callers add the place where a choice was made
+                    raise
+                fault = error.errors()[0]
+                name, known = str(fault["loc"][0]) if fault["loc"] else "", list(cls.model_fields)
+                if fault["type"] == "extra_forbidden":
+                    near = TRAIN_ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+                    remedy = f"did you mean {near}?" if near in known else f"the choices are {', '.join(known)}"
+                    raise UsageError(f"{cls.__name__} has no choice {name!r}", remedy=remedy) from error
+                message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+                raise UsageError(
+                    f"{cls.__name__}: {name} {message.replace('should', 'must', 1)}, found {fault['input']!r}",
+                    remedy=f"help(bridge.{cls.__name__}) has every choice and its default",
+                ) from error
+
+
+class Section(BaseModel, metaclass=_InOneLine):
     """The choices of one concern, frozen; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

@@ -17,7 +17,7 @@ from bridge.errors import UsageError
 
 NAME = ".bridge_folder.json"
 MADE_BY = "Bridge"
-Kind = Literal["run", "demo", "comparison", "export"]
+Kind = Literal["run", "loop", "demo", "comparison", "export"]
 SHOWN = 3
 """Most names in an error message; a folder may hold thousands of files."""
 

@@ -1,5 +1,6 @@
 """An optimizer that writes its updates into the parameters where they lie."""
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -194,6 +195,44 @@ def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
         each = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
         norms.append(factor * float(torch.linalg.vector_norm(each)))
     return math.hypot(*norms)
+
+
+def clipped(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:
+    """Return the norm of the gradients, clipped where `optimizer` does not clip them itself; `served` are the server's.
+
+    Raises:
+        UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
+            nothing of the server's.
+    """
+    if not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise UsageError(
+            f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
+            remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
+        )
+    own = {id(each) for each in served}
+    changed = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if changed and not any(id(each) in own for each in changed):
+        raise UsageError(
+            f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
+            remedy="make it with policy.parameters(), before anything is added to policy.model",
+        )
+    if isinstance(optimizer, InPlaceOptimizer):
+        norm = optimizer.global_norm()
+    else:
+        norm = norm_of((each.grad, 1.0) for each in changed)
+        if math.isfinite(norm) and norm > max_norm:
+            torch._foreach_mul_([each.grad for each in changed], max_norm / norm)
+    if not math.isfinite(norm):
+        raise UsageError(
+            f"the gradient norm is {norm}, expected a finite number: no weight was changed",
+            remedy="optimizer.zero_grad() and go on with the next batch; if it happens again, lower the learning rate",
+        )
+    return norm
 
 
 def _check_parameters(parameters: Iterable[Tensor]) -> None:

@@ -43,7 +43,14 @@ KEEP_ALL = float(np.finfo(np.float32).min), 0
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion to train on."""
+    """One completion to train on: N sampled tokens, of a completion of T tokens, behind a prompt.
+
+    prompt_token_ids    the prompt's token ids
+    token_ids           T token ids of the completion
+    sampled_logprobs    N log-probabilities of the server, in nats; NaN where unknown
+    advantages          N numbers
+    weight              factor of each token's term in the loss; in an average over all tokens, one over their number
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

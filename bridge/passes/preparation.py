@@ -10,6 +10,7 @@ Shape suffixes: T tokens, H hidden size.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
-from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.errors import BridgeError, UnsupportedModelError, UsageError
 from bridge.passes import attention, layers, wide_linear
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
@@ -301,3 +302,13 @@ def _checking(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
+    if mask is not None and not bool(mask.all()):
+        raise UsageError(
+            "the batch has padding, and this model's attention is the one for packed sequences",
+            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+        )

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bridge.core.foreign_code import described, said, shortened
-from bridge.errors import RewardError
+from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 
 WINDOW = 4096
@@ -104,3 +104,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
             f"the prompt {described(prompt)} has no tokens", remedy="give every problem a prompt of at least one token"
         )
     return tuple(ids)
+
+
+def check_prompts(prompts: object) -> None:
+    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts.
+
+    Raises:
+        UsageError: it is one, or a dictionary has no `prompt`.
+    """
+    alone = isinstance(prompts, str | Mapping)
+    entries = [] if alone or not isinstance(prompts, Sequence) else prompts
+    wrong = next((each for each in entries if isinstance(each, dict) and "prompt" not in each), None)
+    if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
+        raise UsageError(
+            f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
+            remedy="policy.sample([prompt])",
+        )
+    if wrong is not None:
+        raise UsageError(
+            f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
+            remedy="add its text or messages as 'prompt'",
+        )

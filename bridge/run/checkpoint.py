@@ -56,6 +56,8 @@ class Progress(_Record):
     """The weights were trained on every problem with a smaller number: a resumed run skips them."""
     problems_beyond: tuple[int, ...] = ()
     """Problems that they were trained on ahead of an earlier one; left out of the marker if there are none."""
+    samples_drawn: int = 0
+    """Calls of `Policy.sample` in a loop of a program's own; left out of the marker if there are none."""
     run_dir: Path
     """The run directory, absolute."""
 

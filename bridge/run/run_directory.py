@@ -112,14 +112,16 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(cls, path: Path, step: int, *, echo: Callable[[str], None] | None = None) -> "RunDirectory":
+    def reopen(
+        cls, path: Path, step: int, *, echo: Callable[[str], None] | None = None, kind: mark.Kind = "run"
+    ) -> "RunDirectory":
         """Return the directory of a run that resumes after `step`; lines of later steps are moved aside.
 
         Raises:
             UsageError: another process uses it, or the disk refuses.
         """
         run = cls(path, claim.make(path, what="run directory", flag="--run-dir"), echo)
-        mark.put(path, "run")
+        mark.put(path, kind)
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
         json_lines.cut(run.evaluations, step)

@@ -9,6 +9,7 @@ Not covered: hyperparameters, which come from the configuration, and the order o
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,14 +18,27 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bridge.errors import CheckpointError
-from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.run.whole_state import WholeState
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 
 FOLDER = "optimizer"
 STATE_NAME = "state.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest file, and its copy in host memory while it is written; a larger tensor has a file of its own."""
+
+
+class SavedState(Protocol):
+    """An optimizer's state, by parameter: an `InPlaceOptimizer`, or a `WholeState` of its parts."""
+
+    flags: str
+    """The flags of an optimizer with this kind of state."""
+
+    def num_updates(self, parameter: Tensor) -> int: ...
+
+    def reset(self, num_updates: Mapping[Tensor, int]) -> None: ...
+
+    def parts(self, parameter: Tensor) -> dict[str, Tensor]: ...
+
+    def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None: ...
 
 
 class _State(BaseModel):
@@ -40,7 +54,7 @@ class _State(BaseModel):
     """Random states of the GPUs that the process saw, in its order."""
 
 
-def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer | WholeState) -> None:
+def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: SavedState) -> None:
     """Write the state of the `trained` parameters and the random state into the existing `folder`.
 
     Several ranks call this together: each has a part of the state. Only one of them has a `folder`.
@@ -73,7 +87,7 @@ def _write(folder: Path, steps: dict[str, int], parts: Iterable[tuple[str, Tenso
     (place / STATE_NAME).write_text(state.model_dump_json(indent=1) + "\n")
 
 
-def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: InPlaceOptimizer | WholeState) -> None:
+def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: SavedState) -> None:
     """Load what `write` wrote; the hyperparameters stay the optimizer's own.
 
     Raises:

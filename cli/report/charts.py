@@ -1,6 +1,7 @@
 """Declare the charts of a page, and draw them with Bokeh, whose script goes into the page."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -8,8 +9,9 @@ from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, HoverTool
 from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 
+from bridge.run.metrics import StepMetrics
 from bridge.types import HEALTHY_NATS
-from cli.report.record import MOST_LAGS, Column, Run, visible
+from cli.report.record import MOST_LAGS, RATES, SUMS, Column, Run, visible
 
 
 class Chart(NamedTuple):
@@ -93,6 +95,8 @@ CHARTS: Mapping[str, Sequence[Chart]] = {
               {"peak_memory_gib": "peak"}, "plain"),
     ),
 }  # fmt: skip
+OWN = "Other metrics"
+KNOWN = {each.name for each in dataclasses.fields(StepMetrics)} | {*SUMS, *RATES, "sampling_s"}
 FACTORS = {"%": 100.0, "ms": 1e3}
 COLORS = ("#4a80dd", "#d9772b", "#239a72", "#a26be0", "#b58f1c", "#d8558c", "#1d9ab2", "#7c8797")
 RAMP = ("#a9c8f0", "#86b0e8", "#6397dd", "#4479c4", "#e5bd62", "#e08e3c", "#d2603a", "#a3312b")
@@ -100,6 +104,13 @@ TEXT, EVENT, ALARM, HEALTHY = "#757f8c", "#b87a1e", "#d0443a", "#239a72"
 """All colors are readable on a light page, on a dark one and on paper."""
 MOST_EVENTS = 40
 """Events marked in the charts; more would hide the curves."""
+
+
+def sections(runs: Iterable[Run]) -> dict[str, Sequence[Chart]]:
+    """Return the charts under their headings, with one for each metric that a loop of a program's own logged."""
+    names = sorted({name for run in runs for name in run.columns if name.partition("/")[0] not in KNOWN})
+    own = [Chart(name.replace("/", ": ", 1), "", "As it was logged.", {name: "value"}) for name in names]
+    return {**CHARTS, OWN: own} if own else dict(CHARTS)
 
 
 class Line(NamedTuple):

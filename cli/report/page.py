@@ -74,7 +74,7 @@ def html(views: Sequence[View]) -> str:
     artist = charts.Artist({each.name: each.run for each in views})
     sections = {
         title: [drawing for chart in group for drawing in artist.drawings(chart)]
-        for title, group in charts.CHARTS.items()
+        for title, group in charts.sections(each.run for each in views).items()
     }
     plots: dict[str, Any] = {
         drawing.title: drawing.plot for group in sections.values() for drawing in group if drawing.plot

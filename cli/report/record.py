@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import claim, private
+from bridge.core import claim, mark, private
 from bridge.errors import UsageError
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory
@@ -218,14 +218,15 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
 def _missing(
     files: RunDirectory, rows: Collection[Mapping[str, Any]], config: Mapping[str, Any], *, has_evaluations: bool
 ) -> Iterator[str]:
-    known = [field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float)]
+    is_loop = mark.kind_of(files.path) == "loop"  # which logs what it likes, and has no evaluations of Bridge's
+    known = [field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float) and not is_loop]
     if absent := [name for name in known if not any(name in row for row in rows)]:
         yield f"no step has {', '.join(absent)}: another version of Bridge wrote {files.metrics.name}"
     if not files.config.is_file():
         yield "no config.json: the configuration of the run is unknown"
-    if not has_evaluations and not files.summary.is_file() and config.get("eval_samples") != 0:
+    if not has_evaluations and not files.summary.is_file() and config.get("eval_samples") != 0 and not is_loop:
         yield "no evaluations.jsonl: the held-out reward is unknown"
-    if not files.rollouts.is_file() and config.get("save_rollouts") is not False:
+    if not files.rollouts.is_file() and config.get("save_rollouts") is not False and not is_loop:
         yield "no rollouts.jsonl: there are no completions to show"
     if lost := sum(1 for _ in json_objects(files.lost_metrics, [], has_step)):
         yield f"the run resumed from a checkpoint: {lost:,} steps were lost and repeated (metrics_lost.jsonl)"

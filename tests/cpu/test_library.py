@@ -1,5 +1,6 @@
 """`import bridge` on the real vLLM on the CPU: every example as a user runs it, and what the examples leave out."""
 
+import json
 import math
 import os
 import subprocess
@@ -13,9 +14,11 @@ import torch
 import bridge
 from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError, UsageError
+from bridge.run.run_directory import RunDirectory
 from tests import scenarios
+from tests.cpu.conftest import Servers
 from tests.models import tiny
-from tests.scenarios import LiveServer
+from tests.scenarios import LiveServer, different
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = bridge.SamplingConfig(max_new_tokens=8, group_size=4)
@@ -33,12 +36,36 @@ def run(example: str, server: LiveServer, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("example", ["own_loss", "own_optimizer", "reinforce", "two_tasks", "warm_up"])
+@pytest.mark.parametrize("example", ["own_loss", "own_optimizer", "two_tasks", "warm_up"])
 def test_an_example_updates_the_server(llama: LiveServer, example: str) -> None:
     before = llama.status().version
     lines = run(example, llama, str(STEPS))
     assert [line.partition(":")[0] for line in lines[:STEPS]] == [f"version {before + 1 + n}" for n in range(STEPS)]
     assert llama.status().version == before + STEPS
+
+
+def test_a_killed_loop_resumes_to_the_digit(servers: Servers, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("reinforce", servers.of("llama"), "5", str(whole), "2")
+    server = servers.of("llama")  # with its initial weights
+    command = [sys.executable, str(EXAMPLES / "reinforce.py"), "5", str(killed), "2"]
+    with subprocess.Popen(command, cwd=server.path.parent, stdout=subprocess.PIPE, text=True) as loop:
+        assert loop.stdout is not None
+        for _ in range(3):  # the third step is lost: there is a checkpoint of every second one
+            loop.stdout.readline()
+        loop.kill()
+    assert len(run("reinforce", server, "5", str(killed), "2")) == 3
+    one, other = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (whole, killed)
+    )
+    assert [line["step"] for line in other] == [1, 2, 3, 4, 5]
+    for name in ("loss", "reward_mean", "completion_tokens_mean"):
+        assert [line[name] for line in one] == [line[name] for line in other], name
+    last = RunDirectory(killed).checkpoints / "step_5"
+    assert different(server, last) == [], "the server has what the checkpoint has"
+    assert different(server, RunDirectory(whole).checkpoints / "step_5") == []
+    report = scenarios.bridge("report", killed, "--json", folder=tmp_path)
+    assert json.loads(report.stdout)
 
 
 def test_every_example_is_run_and_short() -> None:

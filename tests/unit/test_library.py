@@ -3,35 +3,42 @@
 Not covered: what they do with a server (`tests/cpu/test_library.py`).
 """
 
+import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import bridge
 from bridge.errors import UsageError
 from bridge.types import Completion, Group
 
 SURFACE = {
-    "attach": "(path, *, sampling, compute, reads_only)",
-    "for_trl": "(policy, args)",
+    "attach": "(path, *, sampling, compute, reads_only, run_dir)",
+    "for_trl": "(policy, args, *, callbacks, optimizers, processing_class)",
     "policy_loss": "(logprobs_N, batch, loss, *, old_logprobs_N)",
     "samples": "(groups, loss, *, max_new_tokens)",
-    "serve": "(model, *vllm_flags, sampling, compute, **choices)",
+    "serve": "(model, *vllm_flags, sampling, compute, run_dir, **choices)",
     "Policy.close": "(self)",
     "Policy.device": "",
     "Policy.encode": "(self, prompt, completion, *, weight)",
+    "Policy.log": "(self, step, groups, **metrics)",
     "Policy.logprobs": "(self, batch)",
-    "Policy.optimizer": "(self, name, *, lr, weight_decay, betas, seed)",
+    "Policy.optimizer": "(self, name, *, lr, weight_decay, betas, eps, seed, params)",
     "Policy.pack": "(self, samples, *, max_tokens)",
     "Policy.publish": "(self, write, *, in_flight)",
     "Policy.parameters": "(self)",
+    "Policy.resume": "(self, optimizer)",
     "Policy.sampling": "",
     "Policy.sample": "(self, prompts, score, *, seed, chat_template_kwargs)",
-    "Policy.save": "(self, folder)",
+    "Policy.save": "(self, folder, *, step, optimizer)",
     "Policy.update": "(self, optimizer, *, max_norm, in_flight)",
     "Policy.url": "",
     "Policy.verify": "(self)",
@@ -77,6 +84,35 @@ def test_the_types_are_marked() -> None:
     assert (Path(bridge.__file__).parent / "py.typed").is_file()
 
 
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ([1, 0.5], ((1.0,), (0.5,))),
+        ([[1, 2], (3, 4)], ((1.0, 2.0), (3.0, 4.0))),
+        (torch.tensor([1.0, 0.5]), ((1.0,), (0.5,))),
+        (np.array([[1.0, 2.0], [3.0, 4.0]]), ((1.0, 2.0), (3.0, 4.0))),
+    ],
+)
+def test_a_groups_advantages_can_be_ones_own(given: Any, held: object) -> None:
+    completion = Completion(token_ids=(1, 2), logprobs=(-1.0, -1.0), text="", finish_reason="stop")
+    group = Group(problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion,) * 2, rewards=(0.0, 1.0))
+    changed = group.with_advantages(given)
+    assert changed.advantages == held
+    assert group.advantages is None
+    assert len(bridge.samples([changed])) == 2
+    with pytest.raises(UsageError, match="they are for 3 completions, and the group has 2"):
+        bridge.samples([group.with_advantages([1, 2, 3])])
+
+
+@pytest.mark.parametrize("kind", [bridge.Group, bridge.Completion, bridge.Sample])
+def test_help_says_what_a_record_holds(kind: type) -> None:
+    text = kind.__doc__ or ""
+    for name in dict.fromkeys(re.findall(r"^        (\w+)  ", text, re.MULTILINE)):
+        assert name in {field.name for field in dataclasses.fields(kind)}
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    assert all(f"{name}  " in text for name in required if name != "reward_parts"), text
+
+
 def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
     completion = Completion(token_ids=(1, 2), logprobs=(-1.0, -1.0), text="", finish_reason="stop")
     group = Group(problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion,) * 2, rewards=(0.0, 1.0))
@@ -85,3 +121,20 @@ def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
         bridge.samples([group], loss)
     made = bridge.samples([group], loss, max_new_tokens=10)
     assert [(each.weight, each.advantages) for each in made] == [(1 / 20, (-0.5, -0.5)), (1 / 20, (0.5, 0.5))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": 5}, "SamplingConfig has no choice 'max_tokens'.*did you mean max_new_tokens?"),
+        ({"num_generations": 5}, "has no choice 'num_generations'.*did you mean group_size?"),
+        ({"nonsense": 5}, "has no choice 'nonsense'.*the choices are group_size, max_new_tokens"),
+        ({"temperature": 0}, "SamplingConfig: temperature must be greater than 0, found 0"),
+    ],
+)
+def test_a_wrong_choice_is_one_line(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        bridge.SamplingConfig(**wrong)
+    line = f"{caught.value.message} {caught.value.remedy}"
+    assert re.search(words, line), line
+    assert "\n" not in line

@@ -3,18 +3,23 @@
 Not covered: a training run (`tests/cpu/test_trl.py`).
 """
 
+import ast
+import dataclasses
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, TrainingArguments
 
 import bridge
 from bridge import policy as policy_module
 from bridge import trl
 from bridge.errors import UsageError
+from bridge.optimizers.in_place import InPlaceOptimizer
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.test_policy import FenceClient, calls
@@ -31,36 +36,220 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.P
         yield made
 
 
-def choices(**changed: Any) -> SimpleNamespace:
-    """Return what `for_trl` reads of a `GRPOConfig` that chooses nothing."""
-    plain: dict[str, Any] = {
-        "world_size": 1, "n_gpu": 1, "device": torch.device("cpu"), "learning_rate": 1e-6, "weight_decay": 0.0,
-        "adam_beta1": 0.9, "adam_beta2": 0.999, "seed": 42, "chat_template_kwargs": None, "max_completion_length": 8,
-        "temperature": 1.0, "fp16": False, "cast_lm_head_to_fp32": False,
-    }  # fmt: skip
-    return SimpleNamespace(**{**plain, **changed})
+def own_fields(file: str, name: str) -> list[tuple[str, Any, Any]]:
+    """Return name, type and default of each field of a dataclass of TRL; to import TRL takes seconds."""
+    source = Path(str(distribution("trl").locate_file(f"trl/trainer/{file}.py"))).read_text()
+    (found,) = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef) and each.name == name)
+    fields = (each for each in found.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Call))
+    return [
+        (each.target.id, Any, ast.literal_eval(next(arg.value for arg in each.value.keywords if arg.arg == "default")))
+        for each in fields
+        if isinstance(each.target, ast.Name) and isinstance(each.value, ast.Call)
+    ]
 
 
-def test_plain_choices_are_accepted_and_training_begins(policy: bridge.Policy) -> None:
-    (fence,) = bridge.for_trl(policy, choices())["callbacks"]
-    fence.on_train_begin(None, None, None, model=policy.model)
-    assert calls(policy)[-1] == "publish"
+GRPO_FIELDS = {name: default for name, _, default in own_fields("grpo_config", "GRPOConfig")}
+ALL_FIELDS = {each.name for each in dataclasses.fields(TrainingArguments) if each.init} | GRPO_FIELDS.keys()
+MADE: dict[str, Any] = {
+    "world_size": 1, "n_gpu": 1, "device": torch.device("cpu"), "weight_decay": 0.0, "adam_beta1": 0.9,
+    "adam_beta2": 0.999, "adam_epsilon": 1e-8, "seed": 42, "fp16": False, "optim": "adamw_torch_fused",
+}  # fmt: skip
+"""What `for_trl` reads of transformers' part of a `GRPOConfig`."""
+Config = dataclasses.make_dataclass(
+    "Config", [(name, Any, dataclasses.field(default=value)) for name, value in {**GRPO_FIELDS, **MADE}.items()]
+)
+
+
+def choices(**changed: Any) -> Any:
+    """Return a `GRPOConfig` that chooses nothing but `changed`."""
+    args = Config()
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return args
+
+
+def plain_trainer(policy: bridge.Policy) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(global_step=0), tools=[], environment_factories=None)
+
+
+REFUSED: dict[str, Any] = {
+    "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "generation_kwargs": {"length_penalty": 2.0},
+    "cache_implementation": "static", "use_vllm": True, "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"max_memory_percent": 0.2}, "use_transformers_paged": True,
+    "optim": "sgd", "optim_args": "a=1", "optim_target_modules": ["all"],
+    "cast_lm_head_to_fp32": True, "fp16": True, "fp16_full_eval": True, "deepspeed": {"zero_stage": 2},
+    "fsdp": "full_shard", "parallelism_config": object(),
+    "vllm_mode": "server", "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True,
+    "vllm_structured_outputs_regex": "[0-9]+", "vllm_server_base_url": "http://localhost:8000",
+    "vllm_server_host": "localhost", "vllm_server_port": 8001, "vllm_server_timeout": 10.0, "vllm_group_port": 1,
+    "vllm_gpu_memory_utilization": 0.5, "vllm_max_model_length": 512, "vllm_tensor_parallel_size": 2,
+    "vllm_importance_sampling_correction": False, "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.1,
+    "vllm_importance_sampling_cap": 2.0,
+}  # fmt: skip
+"""Setting of `GRPOConfig` -> a value that would have no effect, or train a copy."""
+PASSED_ON = {
+    "adam_beta1", "adam_beta2", "adam_epsilon", "chat_template_kwargs", "learning_rate", "max_completion_length",
+    "seed", "temperature", "weight_decay",
+}  # fmt: skip
+"""What `for_trl` reads, and gives to the optimizer and the server."""
+OF_THE_LOSS = {
+    "beta", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
+    "epsilon", "epsilon_high", "importance_sampling_level", "label_smoothing_factor", "loss_type",
+    "mask_truncated_completions", "multi_objective_aggregation", "num_iterations", "off_policy_mask_threshold",
+    "ref_model_mixup_alpha", "ref_model_sync_steps", "reward_weights", "router_aux_loss_coef", "sapo_temperature_neg",
+    "sapo_temperature_pos", "scale_rewards", "sync_ref_model", "top_entropy_quantile", "use_adaptive_entropy",
+    "use_bias_correction_kl", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos",
+}  # fmt: skip
+"""TRL computes these from the token ids and log-probabilities of a completion, wherever it was sampled. A reference
+(`beta`) is a second model, loaded from the folder or name that the server was started with."""
+OF_THE_PASSES = {
+    "average_tokens_across_devices", "bf16", "bf16_full_eval", "disable_dropout", "full_determinism",
+    "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "liger_kernel_config",
+    "max_grad_norm", "neftune_noise_alpha", "pad_to_multiple_of", "tf32", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode", "torch_empty_cache_steps", "use_cache", "use_cpu", "use_liger_kernel",
+}  # fmt: skip
+"""They change how the trainer computes with the parameters, and not where these lie: `Fence` checks that."""
+OF_THE_SCHEDULE_AND_THE_DATA = {
+    "accelerator_config", "auto_find_batch_size", "data_seed", "dataloader_drop_last", "dataloader_in_order",
+    "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers",
+    "dataloader_pin_memory", "dataloader_prefetch_factor", "generation_batch_size", "ignore_data_skip", "label_names",
+    "length_column_name", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_generations",
+    "num_generations_eval", "num_train_epochs", "per_device_eval_batch_size", "per_device_train_batch_size",
+    "remove_unused_columns", "shuffle_dataset", "steps_per_generation", "train_sampling_strategy", "warmup_steps",
+    "model_init_kwargs", "trust_remote_code",
+}  # fmt: skip
+"""The last two are for a reference and for reward models; TRL warns that the trained model does not use them."""
+OF_LOGS_AND_CHECKPOINTS = {
+    "batch_eval_metrics", "debug", "disable_tqdm", "do_eval", "do_predict", "do_train", "enable_jit_checkpoint",
+    "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_steps", "eval_strategy",
+    "eval_use_gather_object", "greater_is_better", "hub_always_push", "hub_model_id", "hub_private_repo",
+    "hub_revision", "hub_strategy", "hub_token", "include_for_metrics", "include_num_input_tokens_seen",
+    "load_best_model_at_end", "log_completions", "log_completions_hub_repo", "log_level", "log_level_replica",
+    "log_multimodal", "log_on_each_node", "log_unique_prompts", "logging_first_step", "logging_nan_inf_filter",
+    "logging_steps", "logging_strategy", "metric_for_best_model", "num_completions_to_print", "output_dir",
+    "prediction_loss_only", "project", "push_to_hub", "report_to", "restore_callback_states_from_checkpoint",
+    "resume_from_checkpoint", "run_name", "save_on_each_node", "save_only_model", "save_steps", "save_strategy",
+    "save_total_limit", "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id",
+}  # fmt: skip
+"""`load_best_model_at_end` and resuming load weights inside the fence."""
+WITHOUT_EFFECT_ALONE = {
+    "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
+    "ddp_timeout", "ds3_gather_for_generation", "fsdp_config", "local_rank", "max_tool_calling_iterations",
+}  # fmt: skip
+"""Details of several processes and of tools, which are refused themselves."""
+WORKS = (
+    PASSED_ON | OF_THE_LOSS | OF_THE_PASSES | OF_THE_SCHEDULE_AND_THE_DATA | OF_LOGS_AND_CHECKPOINTS
+    | WITHOUT_EFFECT_ALONE
+)  # fmt: skip
+TRAINER_ARGUMENTS = {
+    "model": "for_trl's", "rollout_func": "for_trl's", "args": "must be for_trl's", "peft_config": "refused",
+    "tools": "refused", "environment_factory": "refused", "processing_class": "of for_trl", "callbacks": "of for_trl",
+    "optimizers": "of for_trl", "reward_funcs": "TRL's", "train_dataset": "TRL's", "eval_dataset": "TRL's",
+    "reward_processing_classes": "TRL's", "quantization_config": "for a reference; TRL warns",
+}  # fmt: skip
+"""Argument of `GRPOTrainer` -> whose it is; the tests below show each refusal."""
+
+
+def test_every_setting_of_trl_works_or_is_refused() -> None:
+    assert WORKS.isdisjoint(REFUSED)
+    assert WORKS | REFUSED.keys() == ALL_FIELDS
+    source = Path(str(distribution("trl").locate_file("trl/trainer/grpo_trainer.py"))).read_text()
+    (trainer,) = (each for each in ast.parse(source).body if getattr(each, "name", "") == "GRPOTrainer")
+    (init,) = (each for each in trainer.body if getattr(each, "name", "") == "__init__")  # type: ignore[attr-defined]
+    assert {each.arg for each in init.args.args} - {"self"} == TRAINER_ARGUMENTS.keys()
+
+
+def test_plain_settings_are_accepted_and_training_begins(policy: bridge.Policy) -> None:
+    args = choices()
+    (fence,) = bridge.for_trl(policy, args)["callbacks"]
+    fence.on_init_end(args, None, None, model=policy.model)
+    fence.on_train_begin(args, None, None, model=policy.model)
+    assert "publish" not in calls(policy)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_without_effect_is_refused_by_name(policy: bridge.Policy, name: str) -> None:
+    with pytest.raises(UsageError, match=f"GRPOConfig has {name}=") as caught:
+        bridge.for_trl(policy, choices(**{name: REFUSED[name]}))
+    assert f"leave {name} out" in str(caught.value.remedy)
+
+
+def test_all_settings_without_effect_are_refused_at_once(policy: bridge.Policy) -> None:
+    with pytest.raises(UsageError, match=r"use_vllm=True.*vllm_mode='server'|vllm_mode='server'.*use_vllm=True"):
+        bridge.for_trl(policy, choices(use_vllm=True, vllm_mode="server"))
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [
-        ({"n_gpu": 2}, "2 GPUs"),
-        ({"device": torch.device("cuda:0")}, "would use cuda:0, and the server's weights are on cpu"),
-        ({"fp16": True}, "fp16=True"),
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
-    ],
+    [({"n_gpu": 2}, "2 GPUs"), ({"device": torch.device("cuda:0")}, "would use cuda:0, and .* weights are on cpu")],
 )
-def test_choices_that_would_train_a_copy_are_refused(
-    policy: bridge.Policy, changed: dict[str, Any], words: str
-) -> None:
+def test_another_device_is_refused(policy: bridge.Policy, changed: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         bridge.for_trl(policy, choices(**changed))
+
+
+def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy) -> None:
+    mine, sgd = TrainerCallback(), torch.optim.SGD(policy.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
+    tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer.name_or_path)
+    made = bridge.for_trl(
+        policy, choices(optim="sgd"), callbacks=[mine], optimizers=(sgd, schedule), processing_class=tokenizer
+    )
+    assert made["callbacks"][0] is mine
+    assert isinstance(made["callbacks"][1], trl.Fence)
+    assert made["optimizers"] == (sgd, schedule)
+    assert made["processing_class"] is tokenizer
+    assert isinstance(bridge.for_trl(policy, choices())["optimizers"][0], InPlaceOptimizer)
+    with pytest.raises(UsageError, match="the scheduler is not of the optimizer beside it"):
+        bridge.for_trl(policy, choices(), optimizers=(None, schedule))
+
+
+def test_weight_decay_and_epsilon_are_trls(policy: bridge.Policy) -> None:
+    adamw = bridge.for_trl(policy, choices(weight_decay=0.1, adam_epsilon=1e-6))["optimizers"][0]
+    decaying, others = adamw.param_groups
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {group["eps"] for group in adamw.param_groups} == {1e-6}
+    norms = {id(each) for name, each in policy.model.named_parameters() if "norm" in name}
+    assert norms == {id(each) for each in others["params"]}
+    assert len(decaying["params"]) + len(norms) == len([*policy.parameters()])
+
+
+def test_a_tokenizer_with_other_ids_is_refused(policy: bridge.Policy, tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path / "other", 200)
+    with pytest.raises(UsageError, match="other ids than the server's model for 101 tokens"):
+        bridge.for_trl(policy, choices(), processing_class=AutoTokenizer.from_pretrained(tmp_path / "other"))
+    with pytest.raises(UsageError, match="processing_class is a str, expected a tokenizer"):
+        bridge.for_trl(policy, choices(), processing_class=cast("Any", "a processor"))
+
+
+def test_what_ends_a_completion_is_what_the_server_takes(policy: bridge.Policy) -> None:
+    """Gemma has its end of a turn there alone: every completion would be taken for truncated, and masked."""
+    GenerationConfig(eos_token_id=[2, 77]).save_pretrained(policy.tokenizer.name_or_path)
+    bridge.for_trl(policy, choices())
+    assert policy.model.generation_config.eos_token_id == [2, 77]
+
+
+@pytest.mark.parametrize(
+    ("changed", "prompt", "words"),
+    [
+        ({"tools": [print]}, "a", "GRPOTrainer has tools"),
+        ({"environment_factories": {None: dict}, "tools": [print]}, "a", "GRPOTrainer has environment_factory"),
+        ({}, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}], "the type 'image'"),
+    ],
+)
+def test_what_the_model_would_not_see_is_refused(
+    policy: bridge.Policy, changed: dict[str, Any], prompt: Any, words: str
+) -> None:
+    trainer = SimpleNamespace(**{**vars(plain_trainer(policy)), **changed})
+    with pytest.raises(UsageError, match=words):
+        bridge.for_trl(policy, choices())["rollout_func"]([prompt], trainer)
+
+
+def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
+    (fence,) = bridge.for_trl(policy, choices())["callbacks"]
+    with pytest.raises(UsageError, match=r"GRPOTrainer has other args than bridge\.for_trl"):
+        fence.on_init_end(choices(), None, None, model=policy.model)
 
 
 def test_filters_are_refused_because_trl_does_not_know_what_they_kept(
@@ -71,23 +260,51 @@ def test_filters_are_refused_because_trl_does_not_know_what_they_kept(
         bridge.for_trl(policy, choices())
 
 
-def test_parameters_outside_the_servers_memory_are_refused_when_training_begins(policy: bridge.Policy) -> None:
+def test_parameters_outside_the_servers_memory_are_refused_at_once(policy: bridge.Policy) -> None:
     """As with `peft_config`, or a model that was moved: its updates would never reach the server."""
-    (fence,) = bridge.for_trl(policy, choices())["callbacks"]
+    args = choices()
+    (fence,) = bridge.for_trl(policy, args)["callbacks"]
     policy.model.adapter = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"2 of the trainer's parameters .* adapter\.weight"):
-        fence.on_train_begin(None, None, None, model=policy.model)
+        fence.on_init_end(args, None, None, model=policy.model)
+    with pytest.raises(UsageError, match="pass neither peft_config nor another model"):
+        fence.on_train_begin(args, None, None, model=policy.model)
     assert "publish" not in calls(policy)
 
 
-@pytest.mark.parametrize(
-    ("loads", "best", "num_published"), [(True, "step_1", 1), (True, None, 0), (False, "step_1", 0)]
-)
-def test_the_best_checkpoint_is_published_when_training_ends(
-    policy: bridge.Policy, loads: bool, best: str | None, num_published: int
-) -> None:
-    """The trainer loads it into the server's memory, whose prefix cache is of the last step's weights."""
+def checkpoint(policy: bridge.Policy) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint as its file holds them: a tied one once, and all of them zero."""
+    return {name: torch.zeros_like(each) for name, each in policy.model.named_parameters()}
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_files: int) -> None:
+    """By this method the trainer resumes, and loads its best checkpoint; vLLM may serve no half of it."""
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
-    args, state = SimpleNamespace(load_best_model_at_end=loads), SimpleNamespace(best_model_checkpoint=best)
-    fence.on_train_end(args, state, None, model=policy.model)
-    assert calls(policy).count("publish") == num_published
+    names = [*checkpoint(policy)]
+    for number in range(num_files):
+        assert "pause" not in calls(policy)
+        found = {name: each for name, each in checkpoint(policy).items() if name in names[number::num_files]}
+        result = policy.model.load_state_dict(found, False)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert [each for each in calls(policy) if each != "lease"] == ["pause", "publish"]
+    assert not any(each.any() for each in policy.parameters())
+    fence.on_train_begin(None, None, None, model=policy.model)
+    fence.on_train_end(None, None, None)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+    (fence,) = bridge.for_trl(policy, choices())["callbacks"]
+    (name, _), *others = checkpoint(policy).items()
+    policy.model.load_state_dict(dict(others), False)
+    with pytest.raises(UsageError, match=f"lacks 1 of the model's parameters, the first: {name}"):
+        fence.on_train_end(None, None, None)
+    assert "pause" not in calls(policy)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+    bridge.for_trl(policy, choices())
+    name = next(iter(checkpoint(policy)))
+    with pytest.raises(UsageError, match=f"of another model: {name} has shape"):
+        policy.model.load_state_dict({name: torch.zeros(3)}, False)
+    assert "pause" not in calls(policy)

@@ -1,0 +1,276 @@
+"""What a loop of a program's own leaves behind: a run directory with metrics, completions and checkpoints.
+
+They are those of `bridge train`: `bridge report`, `export` and `restore` read them.
+
+Not covered: loading weights into the server (`bridge/policy.py`).
+"""
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from bridge.config import SamplingConfig
+from bridge.core import json_lines
+from bridge.errors import CheckpointError, UsageError
+from bridge.learn.mismatch import share
+from bridge.learn.samples import has_signal
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.run import checkpoint, measuring, trainer_state
+from bridge.run.checkpoint import Found, Progress
+from bridge.run.run_directory import RunDirectory, write_json
+from bridge.server.fence import FenceTimes
+from bridge.types import Group
+
+KIND: Final = "loop"
+PREFIX = "step_"
+"""Name of a checkpoint's folder without the number of its step, as in mode `shared_vllm`."""
+POSITIONS = "by_position.pt"
+"""The state of an optimizer that is not Bridge's: one entry for each parameter, in the optimizer's order."""
+
+
+class Loop:
+    """The run directory of one loop; it is made when the first thing is written, or opened again by `newest`."""
+
+    def __init__(self, given: Path | None, model: str, sampling: SamplingConfig, note: Callable[[str], None]) -> None:
+        """Prepare `given`, or a new folder under `runs/`."""
+        self._given, self._model, self._sampling, self._note = given, model, sampling, note
+        self._run: RunDirectory | None = None
+        self._step: int | None = None
+        """The last step that was logged or loaded."""
+        self._begun, self._sampled_s = time.perf_counter(), 0.0
+        """When the step began, and the time in it that was spent on sampling."""
+        self._fences: list[FenceTimes] = []
+        """The fences since the last step that was logged; the newest ones if it never is."""
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run directory; UsageError if it holds another run, or cannot be made."""
+        if self._run is None:
+            given = self._given
+            if given is not None and (
+                RunDirectory(given).metrics.exists() or checkpoint.numbered(_saved(given), PREFIX)
+            ):
+                raise UsageError(
+                    f"{given} holds another run",
+                    remedy="resume it with policy.resume(OPTIMIZER) before the first step, or name another run_dir",
+                )
+            run = RunDirectory.create(given, environment=Path(sys.argv[0]).stem or KIND, echo=self._note, kind=KIND)
+            self._run = self._opened(run)
+        return self._run
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Count the time of a block as spent on rollouts."""
+        start = time.perf_counter()
+        yield
+        self._sampled_s += time.perf_counter() - start
+
+    def passed(self, times: FenceTimes) -> None:
+        """Count a fence to the step that is logged next."""
+        self._fences = [*self._fences[-99:], times]
+
+    def log(self, step: int, groups: Sequence[Group], given: Mapping[str, Any], *, version: int, device: str) -> None:
+        """Append the line of `step`: what is measured, and then what was `given`, which replaces it.
+
+        Raises:
+            UsageError: a value is no number, or `step` is not after the last one.
+        """
+        if type(step) is not int or step < 0:
+            raise UsageError(f"step is {step!r}, expected an integer from 0", remedy="policy.log(STEP, loss=loss)")
+        if self._step is not None and step <= self._step:
+            raise UsageError(f"step {step} comes after step {self._step}", remedy="log each step once, in order")
+        values = {name: _number(name, value) for name, value in given.items()}
+        line = {"step": step, "weight_version": version, "device": device, **self._times(), **_measured(step, groups)}
+        run = self.run
+        if groups:
+            run.append_rollouts(step, groups)
+        json_lines.append(run.metrics, [{**line, **values}])
+        self._step, self._begun, self._sampled_s, self._fences = step, time.perf_counter(), 0.0, []
+
+    def save(
+        self,
+        folder: Path | None,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        version: int,
+        calls: int,
+    ) -> Path:
+        """Save a checkpoint of `step`, with the weights that `write` puts into a folder, and return its folder.
+
+        Raises:
+            UsageError: the disk refuses, something else is at `folder`, or the optimizer's state cannot be saved.
+        """
+        run = self.run
+        run.settle()
+        progress = Progress(
+            step=step, weight_version=version, problems_drawn=0, samples_drawn=calls, run_dir=run.path.absolute()
+        )
+
+        def fill(scratch: Path) -> None:
+            write(scratch)
+            if optimizer is not None:
+                _write_state(scratch, model, optimizer)
+
+        return checkpoint.save(folder or run.checkpoints / f"{PREFIX}{step}", fill, progress)
+
+    def newest(self) -> Found | None:
+        """Open the run directory again, and return its newest whole checkpoint; lines of later steps are moved aside.
+
+        Raises:
+            UsageError: no folder was given, or it is used or holds something else.
+        """
+        if self._given is None:
+            raise UsageError("there is no run to resume", remedy='name its folder: bridge.attach(run_dir="runs/NAME")')
+        if self._run is not None:
+            raise UsageError(
+                "this run has begun already", remedy="call policy.resume before policy.log and policy.save"
+            )
+        found, passed_over = checkpoint.newest(_saved(self._given), PREFIX)
+        for line in passed_over:
+            self._note(f"passed over: {line}")
+        if found is None and not RunDirectory(self._given).metrics.exists():
+            return None
+        step = 0 if found is None else found.progress.step
+        self._run = self._opened(RunDirectory.reopen(self._given, step, echo=self._note, kind=KIND))
+        self._step = None if found is None else step
+        self._note(f"{self._given}: resuming after step {step}")
+        return found
+
+    def end(self) -> None:
+        """Note that the loop ended by itself, if it logged anything."""
+        if self._run is not None and self._step is not None:
+            write_json(self._run.summary, {"steps": self._step})
+
+    def _opened(self, run: RunDirectory) -> RunDirectory:
+        choices = self._sampling.model_dump(mode="json")
+        document = {"model_name": self._model, **choices, "save_path": str(run.checkpoints.absolute())}
+        write_json(run.writable(run.config), document, mode=0o600)
+        return run
+
+    def _times(self) -> dict[str, float]:
+        pause, write, publish = (
+            sum(getattr(times, name) for times in self._fences) for name in ("pause_s", "write_s", "publish_s")
+        )
+        others = time.perf_counter() - self._begun - self._sampled_s - pause - write - publish
+        times = {"fence_pause_s": pause, "fence_write_s": write, "fence_publish_s": publish}
+        return {"rollout_s": self._sampled_s, "train_s": max(0.0, others), **times}
+
+
+def load_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimizer's state and torch's random state from a checkpoint; hyperparameters stay the optimizer's own.
+
+    Raises:
+        CheckpointError: the checkpoint has no state, or that of another kind of optimizer.
+        UsageError: it is of other parameters; nothing was loaded.
+    """
+    if isinstance(optimizer, InPlaceOptimizer):
+        trainer_state.read(found.folder, _trained(model, optimizer), optimizer)
+        return
+    path = found.folder / trainer_state.FOLDER / POSITIONS
+    states = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else []
+    parameters = _parameters(optimizer)
+    if path.is_file() and [shape for shape, _ in states] != [[*each.shape] for each in parameters]:
+        raise CheckpointError(
+            f"{path} is of other parameters than {type(optimizer).__name__}'s", remedy="make the optimizer as before"
+        )
+    trainer_state.read(found.folder, {}, _OfAProgram(optimizer))
+    for parameter, (_, state) in zip(parameters, states, strict=True):
+        on_device = {
+            key: each.to(parameter.device) if _is_beside(each, parameter) else each for key, each in state.items()
+        }
+        optimizer.state[parameter] = on_device
+
+
+class _OfAProgram:
+    """The part that `trainer_state` writes of an optimizer that is not Bridge's: its kind, and no state by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.flags = f"an optimizer {type(optimizer).__qualname__}"
+
+    def num_updates(self, parameter: Tensor) -> int:
+        raise AssertionError(parameter)
+
+    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
+        raise AssertionError(parameter)
+
+    def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
+        raise AssertionError(parameter, parts)
+
+    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
+        assert not num_updates
+
+
+def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, InPlaceOptimizer):
+        trainer_state.write(folder, _trained(model, optimizer), optimizer)
+        return
+    states = [([*each.shape], dict(optimizer.state.get(each, {}))) for each in _parameters(optimizer)]
+    odd = next(((key, value) for _, state in states for key, value in state.items() if not _is_plain(value)), None)
+    if odd:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps {odd[0]!r} as a {type(odd[1]).__name__}, expected a tensor or a number",
+            remedy="save that optimizer yourself, and policy.save(step=STEP) without it",
+        )
+    trainer_state.write(folder, {}, _OfAProgram(optimizer))
+    torch.save(states, folder / trainer_state.FOLDER / POSITIONS)
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    own = {id(each) for each in _parameters(optimizer)}
+    return {name: each for name, each in model.named_parameters() if id(each) in own}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, Tensor | int | float | str)
+
+
+def _is_beside(value: object, parameter: Tensor) -> bool:
+    """Return whether a part of the state lies on its parameter's device; torch keeps a count of steps on the CPU."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what `bridge train` reports of a step's groups, under the same names."""
+    if not groups:
+        return {}
+    whole = dataclasses.asdict(measuring.evaluation(groups, step=step, version=0, seconds=0.0))
+    others = ("step", "weight_version", "seconds", "num_problems", "pass_at_k")
+    completions = [each for group in groups for each in group.completions]
+    return {
+        **{name: value for name, value in whole.items() if name not in others},
+        "no_signal_share": share(sum(not has_signal(group) for group in groups), len(groups)),
+        "tokens_generated": sum(each.num_sampled for each in completions),
+    }
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return a metric as JSON holds it: a number, or numbers by name; a tensor of one element is one."""
+    if isinstance(value, Mapping):
+        return {str(key): _number(f"{name}[{key!r}]", each) for key, each in value.items()}
+    try:
+        number = value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"{name} is {str(value)[:80]!r}, expected a number, or numbers by name", remedy="policy.log(STEP, loss=0.5)"
+        ) from None
+    return int(number) if isinstance(number, bool) else number if math.isfinite(number) else None
+
+
+def _saved(run_dir: Path) -> Path:
+    run = RunDirectory(run_dir)
+    return run.save_path or run.checkpoints

@@ -1,0 +1,87 @@
+"""Run TRL's own tests of `GRPOTrainer` with every trainer on one live server: `make test-foreign TRL=/path/to/trl`.
+
+TRL's packages hold no tests, so its repository must be there. Models and data that its tests load by name from the hub
+are tiny stand-ins here, in folders of the same names.
+
+Not covered: what a test's result means (`tests/foreign/trl_on_bridge.py`), and tests of images and of GPUs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests import scenarios
+from tests.models import chat, tiny
+
+HERE = Path(__file__).parent
+CLONE = "git clone --depth 1 --branch v1.16.0 https://github.com/huggingface/trl /path/to/trl"
+SUITE = "tests/test_grpo_trainer.py"
+"""Its imports must fit the installed TRL: another version's may not."""
+OTHERS = "VLM or Slow or vlm or image"
+"""Tests of vision-language models, and those that TRL runs on GPUs alone."""
+NAMES = Path("trl-internal-testing")
+COLORS = ("Red", "Blue", "Green", "White", "Black", "Brown", "Pink", "Gray", "Gold", "Cyan", "Teal", "Navy", "Plum")
+PROMPTS = [f"{color} is better than" for color in (*COLORS, "Ruby", "Rose", "Sand", "Mint", "Lime", "Sky")]
+NUM_TRAIN = 17
+"""Rows of the data set of the same name on the hub; it has two more to evaluate on."""
+
+
+def main() -> int:
+    """Run the suite in the repository that the first argument names, and return pytest's exit code."""
+    repository = Path(sys.argv[1] if len(sys.argv) > 1 else "").absolute()
+    if not (repository / SUITE).is_file():
+        named = f"{repository} has no {SUITE}" if len(sys.argv) > 1 and sys.argv[1] else "TRL's repository is not named"
+        sys.stderr.write(f"error: {named}\nhint: {CLONE}, and make test-foreign TRL=/path/to/trl\n")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="bridge-foreign-") as name:
+        folder = Path(name)
+        model = stand_ins(folder)
+        with scenarios.served(model, folder / "server") as server:
+            environment = {
+                **os.environ, "BRIDGE_FOREIGN_SERVER": str(server.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+                "HF_DATASETS_CACHE": str(folder / "cache"),
+                "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(HERE),
+            }  # fmt: skip
+            command = [
+                sys.executable, "-m", "pytest", str(repository / SUITE), "--rootdir", str(repository),
+                "-p", "trl_on_bridge", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=300", "-q", "-rfE",
+                "-k", f"not ({OTHERS})", *sys.argv[2:],
+            ]  # fmt: skip
+            return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+def stand_ins(folder: Path) -> Path:
+    """Write what the tests load by name below `folder`, and return the model to serve."""
+    names = folder / NAMES
+    model = names / "tiny-Qwen2ForCausalLM-2.5"
+    vocabulary = len(chat.tokenizer(model, "qwen2_5"))
+    tiny.write(tiny.qwen2(vocabulary), model, std=0.06)
+    config = tiny.qwen2(vocabulary)
+    tokenizer = chat.tokenizer(model, "qwen2_5")  # instead of the one that came with the weights
+    config.num_labels, config.pad_token_id = 1, tokenizer.eos_token_id
+    torch.manual_seed(1)
+    reward = names / "tiny-Qwen2ForSequenceClassification-2.5"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(reward)
+    tokenizer.save_pretrained(reward)
+    data = names / "zen"
+    data.mkdir()
+    configs = []
+    for kind in ("standard", "conversational"):
+        rows = [{"prompt": each if kind == "standard" else [{"role": "user", "content": each}]} for each in PROMPTS]
+        files = {"train": rows[:NUM_TRAIN], "test": rows[NUM_TRAIN:]}
+        for split, chosen in files.items():
+            (data / f"{kind}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        places = "".join(f"      - split: {split}\n        path: {kind}_{split}.jsonl\n" for split in files)
+        configs.append(f"  - config_name: {kind}_prompt_only\n    data_files:\n{places}")
+    (data / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

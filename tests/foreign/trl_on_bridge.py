@@ -1,0 +1,97 @@
+"""A plugin of pytest that makes every `GRPOTrainer` of a test module one on a live Bridge server.
+
+A test that fails runs again on stock TRL. Its outcome is one of `OUTCOMES`; only `broken` fails.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+import bridge
+
+SERVER = Path(os.environ["BRIDGE_FOREIGN_SERVER"])
+SERVED = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
+OUTCOMES = ("passed", "refused by name", "fails on stock TRL, too", "needs another model", "skipped by TRL", "broken")
+GIVEN = ("callbacks", "optimizers", "processing_class")
+"""Arguments of `GRPOTrainer` that belong to `for_trl`."""
+counts: Counter[str] = Counter()
+first: list[torch.Tensor] = []
+"""The initial weights, with which every test begins."""
+
+
+class AnotherModelError(Exception):
+    """The test trains a model that is not the served one."""
+
+
+def on_bridge(policy: bridge.Policy) -> type[GRPOTrainer]:
+    """Return a `GRPOTrainer` that trains the served model, and takes TRL's arguments."""
+
+    class OnBridge(GRPOTrainer):
+        def __init__(self, model: Any, **given: Any) -> None:
+            if model != SERVED:
+                raise AnotherModelError(f"{model!r}"[:100])
+            args = given.pop("args", None) or GRPOConfig("unnamed")
+            own = {name: given.pop(name) for name in GIVEN if name in given}
+            super().__init__(**bridge.for_trl(policy, args, **own), args=args, **given)
+
+    return OnBridge
+
+
+@pytest.fixture(autouse=True)
+def on_the_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with bridge.attach(SERVER) as policy, torch.no_grad():
+        first[:] = first or [each.clone() for each in policy.parameters()]
+        policy.publish(lambda: [own.copy_(kept) for own, kept in zip(policy.parameters(), first, strict=True)])
+        begun = policy.version
+        with torch.enable_grad():
+            monkeypatch.setattr(request.module, "GRPOTrainer", on_bridge(policy))
+            yield
+        counts["fences"] += policy.version - begun
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    try:
+        result = yield
+    except bridge.BridgeError as error:
+        counts["refused by name"] += 1
+        pytest.xfail(f"refused: {error.message}")
+    except AnotherModelError as error:
+        counts["needs another model"] += 1
+        pytest.xfail(f"another model: {error}")
+    except Exception:
+        if _fails_on_stock(pyfuncitem):
+            counts["fails on stock TRL, too"] += 1
+            pytest.xfail("fails on stock TRL, too")
+        counts["broken"] += 1
+        raise
+    counts["passed"] += 1
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        counts["skipped by TRL"] += 1
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    found = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
+    terminalreporter.write_line(f"TRL's tests on Bridge: {found}; {counts['fences']} fences")
+
+
+def _fails_on_stock(item: pytest.Function) -> bool:
+    on_bridges, item.module.GRPOTrainer = item.module.GRPOTrainer, GRPOTrainer
+    try:
+        item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
+    except Exception:  # noqa: BLE001  whatever it is, the same is not Bridge's
+        return True
+    finally:
+        item.module.GRPOTrainer = on_bridges
+    return False
