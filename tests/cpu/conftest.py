@@ -1,7 +1,7 @@
 """Servers shared between tests: one of each kind is started, and every test finds it with its initial weights.
 
-Within a kind, tests marked `kills_the_server` run last. In `make test` at most two vLLMs run at a time: that of `llama`,
-and beside it first those of tests that start their own, then that of `lora_llama`. Slow tests run in parallel.
+Within a kind, tests marked `kills_the_server` run last. In `make test` at most two vLLMs run at a time: that of
+`llama`, and beside it first those of tests that start their own, then that of `lora_llama`. Slow tests run in parallel.
 """
 
 from collections.abc import Callable, Iterator
