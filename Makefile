@@ -48,7 +48,7 @@ test: $(INSTALLED) ## Every test that needs no GPU, with the real vLLM on the CP
 test-unit: $(INSTALLED) ## Those of them that need no vLLM
 	@$(PYTEST) $(MANY) -m "not slow" --ignore=tests/cpu
 
-test-core: $(INSTALLED) ## One slow test of each kind: the demo, two ranks, a killed trainer, a restart, five architectures
+test-core: $(INSTALLED) ## One slow test of each kind: the demo, two ranks, a killed trainer, a resumed run, five architectures
 	@$(PYTEST) $(FEW) -m "slow and core"
 
 test-all: test ## All of the slow ones, before a release: every architecture, learning, long runs, every restart of vLLM

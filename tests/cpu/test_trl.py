@@ -73,6 +73,8 @@ def test_trl_steps_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> N
     assert all(check.status == "PASS" for check in checks), checks
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_a_resumed_trainer_goes_on_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> None:
     saving = EXAMPLE.replace("attach()", f"attach({str(llama.path)!r})")
     saving = saving.replace("float(text.strip() == wanted)", "len(text) + 0.0 * len(wanted)")
