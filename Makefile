@@ -19,14 +19,14 @@ PYTHON ?=
 TRL ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
-# Tests wait for servers and clocks half of the time, so there is one more process than cores. Those left to `test-all` each
-# have a vLLM, and at most four of them run at once. Models are tiny: a second thread only costs.
+# Tests wait for servers and clocks half of the time, so there is one more process than cores. Slow ones each have a vLLM, and
+# at most four of them run at once. Models are tiny: a second thread only costs. CI runs `test` and `test-core`.
 CORES := $(shell nproc)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loadgroup
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 
-.PHONY: help setup verifiers lint type test test-unit test-all test-gpu test-verifiers test-foreign several families contract soak demo compare bench docs clean
+.PHONY: help setup verifiers lint type test test-unit test-core test-all test-gpu test-verifiers test-foreign several families contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,7 +49,10 @@ test: $(INSTALLED) ## Every test that needs no GPU, with the real vLLM on the CP
 test-unit: $(INSTALLED) ## Those of them that need no vLLM
 	@$(PYTEST) $(MANY) -m "not slow" --ignore=tests/cpu
 
-test-all: test ## The slow ones, too: every architecture, learning, long runs, restarts of vLLM
+test-core: $(INSTALLED) ## One slow test of each kind: the demo, two ranks, a killed trainer, a resumed run, five architectures
+	@$(PYTEST) $(FEW) -m "slow and core"
+
+test-all: test ## All of the slow ones, before a release: every architecture, learning, long runs, every restart of vLLM
 	@$(PYTEST) $(FEW) -m slow
 
 test-gpu: $(INSTALLED) ## The same and more on a GPU

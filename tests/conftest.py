@@ -3,6 +3,9 @@
 import os
 import shutil
 import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +27,25 @@ for ignored in (signal.SIGHUP, signal.SIGQUIT):
 
 # TRL, once imported, silences each vLLM that this process starts later, and some tests read what their server logs.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _constants_stay() -> Iterator[None]:
+    """Fail if a module's tests leave a constant of the product changed: those after them would run with it."""
+    before = _constants()
+    yield
+    after = _constants()
+    assert {name: (value, after[name]) for name, value in before.items() if after[name] != value} == {}
+
+
+def _constants() -> dict[str, object]:
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in {"bridge", "cli", "patches"}]
+    return {
+        f"{module.__name__}.{name}": dict(value) if isinstance(value, dict) else value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str | int | float | tuple | dict | timedelta)
+    }
 
 
 @pytest.fixture(autouse=True)

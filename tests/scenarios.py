@@ -343,11 +343,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def verifies(server: LiveServer, folder: Path, *, cold: bool = False) -> None:
+def verifies(server: LiveServer, folder: Path) -> None:
     """Run `bridge verify --json` and check that every line passes and nothing was changed."""
     attached = attach(server.manifest)
     before = digests(attached)
-    printed = bridge("verify", "--json", "--vllm-config-path", server.path, folder=folder, cold=cold).stdout
+    printed = bridge("verify", "--json", "--vllm-config-path", server.path, folder=folder).stdout
     rows: list[dict[str, Any]] = [json.loads(line) for line in printed.splitlines()]
     assert [row["status"] for row in rows] == ["PASS"] * len(rows), rows
     assert len(rows) >= 7, rows

@@ -1,7 +1,7 @@
 """Servers shared between tests: one of each kind is started, and every test finds it with its initial weights.
 
-Tests are grouped by kind; within a kind, those marked `kills_the_server` run last. In `make test` at most two vLLMs run
-at a time: a shared one, and one of a test that starts its own. Slow tests run in parallel.
+Within a kind, tests marked `kills_the_server` run last. In `make test` at most two vLLMs run at a time: that of
+`llama`, and beside it first those of tests that start their own, then that of `lora_llama`. Slow tests run in parallel.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Path], AbstractContextManager[LiveServer]]] = {"llama
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and (_kind(item) or item.get_closest_marker("slow") is None):
-            item.add_marker(pytest.mark.xdist_group("shared vllm" if _kind(item) else "own vllm"))
+            item.add_marker(pytest.mark.xdist_group("first vllm" if _kind(item) == "llama" else "second vllm"))
     items.sort(key=_place)
 
 

@@ -33,6 +33,8 @@ LR = "3e-5"
 ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer, tmp_path: Path) -> None:
     with api(tmp_path) as url:
         with environment(tmp_path, url, llama) as player:

@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests import scenarios
 
 STEPS = 24
 """Fewer than the default, and enough to pass."""
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_the_demo_passes(tmp_path: Path) -> None:
     done = scenarios.bridge("demo", "--out", "demo", "--steps", str(STEPS), "--json", folder=tmp_path, cold=True)
     found = json.loads(done.stdout)

@@ -15,9 +15,13 @@ from tests.models import tiny
 from tests.models.families import FAMILIES, VARIANTS
 
 pytestmark = pytest.mark.slow
+ONE_OF_EACH_KIND = "Mixtral", "Phi-2", "Phi-3", "Gemma 3 (text)", "DeepSeek-V2-Lite"
+"""Experts; biases and layer norms; fused layers; windows and norms of queries and keys; latent attention."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.core) if name in ONE_OF_EACH_KIND else name for name in FAMILIES]
+)
 def test_a_family_trains_in_place_and_equals_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

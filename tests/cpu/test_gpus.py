@@ -195,6 +195,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
     assert load_file(Path(saved, "model.safetensors"))
 
 
+@pytest.mark.core
 def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(model: Path, tmp_path: Path) -> None:
     choices = "--training-steps", "60", "--save-interval", "1", "--keep-last", "2", "--restarts", "1"
     process = started(command(model, tmp_path, *choices), tmp_path / "out")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ import bridge
 from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError, UsageError
 from bridge.run.run_directory import RunDirectory
-from tests import scenarios
+from tests import forked, scenarios
 from tests.cpu.conftest import Servers
 from tests.models import tiny
 from tests.scenarios import LiveServer, different
@@ -27,11 +26,8 @@ STEPS = 3
 
 def run(example: str, server: LiveServer, *arguments: str) -> list[str]:
     """Run an example in the server's folder, and return its lines."""
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=server.path.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    program = (EXAMPLES / f"{example}.py").read_text()
+    done = forked.ended(arguments, server.path.parent, program=program, limit_s=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -77,6 +73,7 @@ def test_every_example_is_run_and_short() -> None:
         assert len(file.read_text().splitlines()) <= 40, file.name
 
 
+@pytest.mark.slow
 def test_a_teacher_pulls_a_student(llama: LiveServer, tmp_path: Path) -> None:
     """The teacher has the same sizes here, and other weights: the divergence from it falls."""
     teacher = tiny.write(tiny.llama(), tmp_path / "teacher", seed=1, std=0.06)
@@ -121,9 +118,8 @@ def test_the_same_seed_samples_the_same_completions(llama: LiveServer) -> None:
 def test_one_process_updates_and_others_read(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         program = "import sys, bridge; bridge.attach(sys.argv[1])"
-        second = subprocess.run(
-            [sys.executable, "-c", program, str(llama.path)], capture_output=True, text=True, timeout=120, check=False
-        )
+        second = forked.ended([llama.path], llama.path.parent, program=program, limit_s=120)
+        assert second.returncode != 0
         assert AttachError.__name__ in second.stderr
         with bridge.attach(llama.path, sampling=SHORT, reads_only=True) as reader:
             weight = next(iter(reader.parameters()))
@@ -163,6 +159,8 @@ def test_padding_is_computed_right_or_refused(llama: LiveServer) -> None:
         policy.model(input_ids=ids[:, 2:], attention_mask=mask[:, 2:])
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_serve_starts_a_server_and_stops_it(tmp_path: Path) -> None:
     model = tiny.write(tiny.llama(), tmp_path / "model")
     with bridge.serve(model, *scenarios.EAGER, sampling=SHORT, device="cpu", max_model_len=256) as policy:

@@ -36,7 +36,7 @@ def test_a_llama_trains_in_place_and_equals_its_checkpoint(llama: LiveServer, tm
 
 
 def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path: Path) -> None:
-    scenarios.verifies(llama, tmp_path, cold=True)
+    scenarios.verifies(llama, tmp_path)
 
 
 def test_training_never_touches_the_padding_rows_of_the_vocabulary(llama: LiveServer) -> None:

@@ -217,6 +217,7 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
     assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
 
 
+@pytest.mark.core
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
         run.finishes()
@@ -231,6 +232,7 @@ def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
     assert "restarting vLLM" in run.said()
 
 
+@pytest.mark.core
 def test_nothing_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, environment={}) as run:
         run.wait_for(2)
@@ -252,9 +254,8 @@ def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
         run.until(lambda: "restarting vLLM" in run.said())
         run.process.send_signal(signal.SIGINT)
-        interrupted = time.monotonic()
         assert run.process.wait(timeout=RUN_LIMIT_S) == 130, run.said()
-        assert time.monotonic() - interrupted < LEFT_LIMIT_S
-        assert run.left_after(1) == []
+        assert run.left_after(LEFT_LIMIT_S) == []
+    assert run.said().count("vLLM is ready") == 1, "it waited for the restarted server"
     assert "Traceback" not in run.said()
     assert [folder.name for folder in (tmp_path / "saved").iterdir()] == ["step_2"]

@@ -121,7 +121,9 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.core) if name == "one head" else name for name in FAMILIES]
+)
 def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: str, tmp_path: Path) -> None:
     config, limit = FAMILIES[family]
     model = tiny.write(config(), tmp_path / "model", std=0.06)

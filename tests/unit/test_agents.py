@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from bridge.errors import ServerUnreachableError
@@ -26,7 +25,7 @@ from bridge.types import Completion, Group
 from tests.models import chat
 from tests.unit import agents_sample
 from tests.unit.several_ranks import on_ranks
-from tests.unit.test_trajectories import ANSWERED, FORMS, Rolled, spoken
+from tests.unit.test_trajectories import ANSWERED, FORMS, Rolled, sleepers, spoken
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
 FILE = Path(__file__).parent / "agents_sample.py"
@@ -370,8 +369,9 @@ def test_what_goes_wrong_in_a_run_costs_it_alone(tmp_path: Path, processes: int)
     assert len(ours.told) == len(FAULTS) - 1, "two of them return something other than a reward"
 
 
-@pytest.mark.xdist_group("sleepers")  # each looks for what an agent has started, by its command line
-def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path) -> None:
+def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTED_IN", str(tmp_path))
+
     def words(prompt: str) -> str:
         how = {"Begin at 3": "hangs", "Begin at 4": "dies"}
         return f"{next((does for text, does in how.items() if text in prompt), 'returns')}<|im_end|>"
@@ -380,8 +380,7 @@ def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path) -> None
         tmp_path, words, environment=f"{FILE}:Misbehaving", reward_processes=3, tool_timeout_s=4.0, batch_size=24
     ) as ours:
         groups = ours.stream.take(6, step=1)
-        processes = [each for each in psutil.process_iter(["cmdline"]) if "1234.5" in (each.info["cmdline"] or ())]
-        assert not processes, "what it started has ended, too"
+        assert not sleepers(tmp_path), "what it started has ended, too"
     faults = {group.problem["start"]: {each.fault[:55] for each in group.unscored} for group in groups}  # type: ignore[typeddict-item]
     assert {key for key, found in faults.items() if found} == {3, 4}
     assert faults[3] == {"the agent's run took longer than 4 s (agents_sample.py "}

@@ -39,6 +39,14 @@ OFFLOADED = "offloaded"
 LIMIT_S = 240.0
 
 
+@pytest.fixture(autouse=True)
+def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiny models be stepped in several slabs and pieces, and gathered in several chunks."""
+    monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", 9000)
+    monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", 4000)
+    monkeypatch.setattr(parts_, "CHUNK", 3000)
+
+
 def mesh(ranks: Ranks) -> dict[str, Any]:
     number = torch.tensor([1.0 + ranks.rank])
     return {
@@ -123,7 +131,6 @@ def cuts_of(model: PreTrainedModel) -> Sequence[Mapping[str, Cut]]:
 
 def in_parts(ranks: Ranks, config: PretrainedConfig) -> tuple[PreTrainedModel, Parts]:
     """Make the part of this rank; its weights lie somewhere inside a storage, as a server's do."""
-    parts_.CHUNK = 3000  # several for a large parameter
     model = whole_model(config)
     parts = Parts(cuts=cuts_of(model), within=ranks.within)
     for name, parameter in model.named_parameters():
@@ -139,7 +146,6 @@ def gradients_of(model: PreTrainedModel, replica: int, step: int) -> dict[str, T
 
 def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
     """Step one part of a replica, or the whole with the gradients of all replicas added up."""
-    slabs.SMALL_ELEMENTS["cpu"], slabs.PIECE_ELEMENTS["cpu"] = 9000, 4000
     config = tiny.llama()
     whole, (model, parts) = (
         whole_model(config),

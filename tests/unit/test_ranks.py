@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Trainer
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.several_ranks import KEY, on_ranks
+from tests.unit.several_ranks import KEY, LIMIT_S, START, on_ranks
 from tests.unit.test_learner import (
     FAR,
     base,
@@ -51,13 +52,12 @@ from tests.unit.test_learner import (
     made_by,
     moved,
     same,
+    updated,
     weights,
     with_equal_rewards,
 )
 from tests.unit.trainer_runs import Letters, runner
 
-ROUNDED = 0.1
-"""Relative to the distance that bf16 weights moved, what the order of their gradients' sums makes in two steps."""
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
 STEPS = 3
 OFFLOADED = "offloaded"
@@ -76,9 +76,15 @@ def gradients_of(rank: int, step: int) -> list[Tensor | None]:
     return made
 
 
+@pytest.fixture(autouse=True)
+def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let optimizers of tiny models work in several slabs, pieces and chunks."""
+    monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", 3000)
+    monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", 2000)
+    monkeypatch.setattr(offload, "CHUNK_ELEMENTS", 1024)
+
+
 def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> SharedOptimizer:
-    """Make one that works in several slabs, pieces and chunks."""
-    slabs.SMALL_ELEMENTS["cpu"], slabs.PIECE_ELEMENTS["cpu"], offload.CHUNK_ELEMENTS = 3000, 2000, 1024
     if name == OFFLOADED:
         return OffloadedAdamW(weights, lr=1e-2, weight_decay=0.1, ranks=ranks)
     return SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
@@ -289,11 +295,9 @@ def test_an_interrupt_and_a_bug_end_all_ranks_too() -> None:
 def ends(ranks: Ranks, who: int) -> str:
     if ranks.rank == who:
         os._exit(9)
-    began = time.monotonic()
     with pytest.raises(RankError) as met:
         ranks.agreed(lambda: None)
     assert ranks.is_broken
-    assert time.monotonic() - began < 30
     return met.value.message
 
 
@@ -331,21 +335,19 @@ def test_a_rank_that_is_gone_ends_what_another_one_takes_long_for() -> None:
     assert "lost another rank" in first
 
 
-def waits_in_vain(ranks: Ranks) -> float:
-    """Let one rank stop in the middle of a fence."""
+def waits_in_vain(ranks: Ranks, is_over: Event) -> bool:
+    """Let one rank stop in the middle of a fence until the other one has given up."""
     if ranks.rank == 1:
-        time.sleep(20)
-        return 0.0
-    began = time.monotonic()
+        return is_over.wait(LIMIT_S / 2)
     with pytest.raises(RankError, match="lost another rank"), ranks.in_fence():
         ranks.together(lambda: None)
-    return time.monotonic() - began
+    is_over.set()
+    return True
 
 
 def test_a_rank_that_hangs_in_the_fence_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "FENCE_LIMIT", timedelta(seconds=2))
-    first, _ = on_ranks(2, waits_in_vain)
-    assert 1 < first < 15
+    assert on_ranks(2, waits_in_vain, START.Event()) == [True, True]
 
 
 def stays_out(ranks: Ranks, who: int) -> str:
@@ -368,17 +370,20 @@ def test_a_rank_that_fails_outside_a_fence_is_heard_inside(who: int) -> None:
     assert on_ranks(2, stays_out, who, limit_s=20) == ["no", "no"]
 
 
-def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
+def trained(
+    ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     """Train two steps on one of several ranks."""
-    model = base(dtype=torch.bfloat16)
-    learner, learnt = learner_of(model, ranks=ranks, **choices), []
+    model = base(dtype=dtype)
+    learner, learnt, before = learner_of(model, ranks=ranks, **choices), [], []
     for step in (1, 2):
+        before.append(weights(model))
         learner.take(groups, step=step)
         learner.prepare()
         learner.prepare()  # a publication that is tried again: nothing is exchanged twice
         learner.write()
         learnt.append(learner.learnt())
-    return {"weights": weights(model), "learnt": learnt, "share": learner.optimizer.changed_weight_share}
+    return {"weights": weights(model), "before": before, "learnt": learnt}
 
 
 def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str, Tensor]:
@@ -444,24 +449,41 @@ def groups() -> list[Group]:
         (2, {"optimizer": "adamw-4bit", **RELEASED}), (2, {"top_entropy": 0.3, **RELEASED}),
     ],
 )  # fmt: skip
-def test_ranks_train_what_one_process_trains_on_the_same_batches_to_the_bit(
+def test_ranks_train_what_their_summed_gradients_train_to_the_bit(
     groups: list[Group], size: int, choices: dict[str, Any]
 ) -> None:
     results = on_ranks(size, trained, groups, choices)
     expected = summed_alone(groups, size, **{**choices, "gradient_release": False})
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
     assert all(same(each["weights"], expected) for each in results)
-    alone, first = trained(ALONE, groups, choices), weights(base(dtype=torch.bfloat16))
-    for each in results:
-        if "optimizer" not in choices:  # stochastic rounding draws other bits
-            assert distance(moved(each["weights"], first), moved(alone["weights"], first)) < ROUNDED
-        for ours, theirs in zip(each["learnt"], alone["learnt"], strict=True):
-            assert ours.num_tokens == theirs.num_tokens
-            assert ours.loss == pytest.approx(theirs.loss, abs=1e-3)
-            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=0.02)
-            assert ours.entropy == pytest.approx(theirs.entropy, rel=1e-3)
-            assert ours.mismatch.mean == pytest.approx(theirs.mismatch.mean, rel=0.02)
-        assert each["learnt"] == results[0]["learnt"]
+    assert all(each["learnt"] == results[0]["learnt"] for each in results)
+
+
+def learnt_from(before: dict[str, Tensor], groups: Sequence[Group], choices: dict[str, Any]) -> Learnt:
+    """Return what one process learns of the whole batch with these weights."""
+    model = base()
+    model.load_state_dict(before, strict=False)  # the head is tied to the embeddings
+    return updated(model, groups, **choices)
+
+
+@pytest.mark.parametrize(
+    ("size", "choices"), [(2, {}), (3, RELEASED), (2, {"optimizer": "adamw-4bit", "top_entropy": 0.3, **RELEASED})]
+)
+def test_ranks_measure_what_one_process_does(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
+    """Each step is compared from equal weights: only the order of float32 additions differs.
+
+    A sum of n terms is off by less than n * 2^-24 of their sizes. A loss or a mean has a term for each of about 50
+    tokens (3e-6), an element of a gradient for each token and word (a few hundred: 2e-5). From other weights nothing
+    could be derived: stochastic rounding turns a difference in the last bit into one of the random bits.
+    """
+    results = on_ranks(size, trained, groups, choices, torch.float32)
+    for before, ours in zip(results[0]["before"], results[0]["learnt"], strict=True):
+        theirs = learnt_from(before, groups, choices)
+        assert ours.num_tokens == theirs.num_tokens
+        assert ours.loss == pytest.approx(theirs.loss, abs=3e-6)
+        assert ours.entropy == pytest.approx(theirs.entropy, rel=1e-5)
+        assert ours.mismatch.mean == pytest.approx(theirs.mismatch.mean, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["all", "twice", "silent"])
@@ -628,30 +650,35 @@ def test_tokens_are_dealt_out_evenly_and_prompts_stay_together_if_they_can() -> 
     assert math.isnan(busiest([many], 1))
 
 
-def interrupt_soon() -> None:
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-
-
-def interrupted(ranks: Ranks, groups: Sequence[Group]) -> float:
+def interrupted(ranks: Ranks, groups: Sequence[Group], has_been: Event) -> None:
     """Interrupt the first rank while it waits for the gradients of the other one."""
     learner = learner_of(base(dtype=torch.bfloat16), ranks=ranks)
-    exchange = learner._exchange
+    prepare, exchange = learner._prepare, learner._exchange
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        has_been.set()
+
+    def prepare_and_be_interrupted() -> None:
+        prepare()
+        threading.Timer(0.5, interrupt).start()
+
+    def exchange_late() -> None:
+        assert has_been.wait(LIMIT_S / 2)
+        exchange()
+
     if ranks.rank == 0:
-        own = learner._prepare
-        learner._prepare = lambda: (own(), interrupt_soon())[0]  # type: ignore[method-assign,func-returns-value]
+        learner._prepare = prepare_and_be_interrupted  # type: ignore[method-assign]
     else:
-        learner._exchange = lambda: (time.sleep(3.0), exchange())[0]  # type: ignore[method-assign,func-returns-value]
+        learner._exchange = exchange_late  # type: ignore[method-assign]
     learner.take(groups)
     with pytest.raises(KeyboardInterrupt):
         ranks.together(lambda: [act() for act in (learner.prepare, lambda: ranks.told(None))])
     assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
-    return time.monotonic()
 
 
 def test_an_interrupt_between_two_ranks_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
-    began = time.monotonic()
-    for ended in on_ranks(2, interrupted, groups):
-        assert ended - began < 30
+    assert on_ranks(2, interrupted, groups, START.Event()) == [None, None]
 
 
 def told_apart(ranks: Ranks) -> str:
@@ -720,12 +747,10 @@ def test_a_message_is_valid_once() -> None:
 
 
 def test_the_first_rank_does_not_wait_for_one_that_ended() -> None:
-    began = time.monotonic()
     listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
     port = listener.getsockname()[1]
     with pytest.raises(RankError, match="ended before it was ready"):
         Ranks.join(0, 2, port=port, device=cpu, key=b"", listener=listener, can_come=lambda: False)
-    assert time.monotonic() - began < 10
 
 
 class Interrupting(Reporter):

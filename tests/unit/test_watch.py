@@ -18,13 +18,10 @@ from bridge.ranks.world import Ranks
 from tests.unit.several_ranks import on_ranks
 
 KEY = b"of the run"
-SOON_S = 20.0
-"""The limit of a device's group is five minutes."""
 
 
-def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool, float]:
+def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
     """Raise on one rank what the others do not, where all exchange tensors; return what each raised."""
-    began = time.monotonic()
 
     def act() -> None:
         for those in {id(each): each for each in (ranks, ranks.within, ranks.peers)}.values():
@@ -35,21 +32,19 @@ def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool, float]:
 
     with pytest.raises(type(error)) as met:
         ranks.together(lambda: ranks.together(act))
-    return str(met.value), ranks.is_broken, time.monotonic() - began
+    return str(met.value), ranks.is_broken
 
 
 @pytest.mark.parametrize(("size", "num_parts", "who"), [(3, 1, 0), (3, 1, 2), (4, 2, 3)])
 def test_all_ranks_raise_the_error_of_one_that_failed_inside_an_exchange(size: int, num_parts: int, who: int) -> None:
     error = UsageError("no room for the gradients of this slab", remedy="--micro-batch-tokens 512")
-    for message, is_broken, seconds in on_ranks(size, fails, who, error, num_parts=num_parts):
+    for message, is_broken in on_ranks(size, fails, who, error, num_parts=num_parts):
         assert message.startswith("no room for the gradients of this slab")
         assert is_broken
-        assert seconds < SOON_S
 
 
-def computes(ranks: Ranks, who: int, error: Exception) -> tuple[str, float]:
+def computes(ranks: Ranks, who: int, error: Exception) -> str:
     """Raise on one part of a replica what the other does not, where both compute a layer; return what each raised."""
-    began = time.monotonic()
 
     def act() -> None:
         with ranks.bound():
@@ -60,14 +55,13 @@ def computes(ranks: Ranks, who: int, error: Exception) -> tuple[str, float]:
 
     with pytest.raises(type(error)) as met:
         ranks.together(act)
-    return str(met.value), time.monotonic() - began
+    return str(met.value)
 
 
 def test_all_ranks_raise_the_error_of_a_part_that_failed_inside_a_layer() -> None:
     error = UsageError("no layer like this", remedy="another one")
-    for message, seconds in on_ranks(4, computes, 2, error, num_parts=2):
+    for message in on_ranks(4, computes, 2, error, num_parts=2):
         assert message.startswith("no layer like this")
-        assert seconds < SOON_S
 
 
 def goes_on(ranks: Ranks) -> float:
