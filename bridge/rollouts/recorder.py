@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from bridge.rollouts import responses_api
 from bridge.rollouts.chat_request import Refusal
 
 PATH = re.compile(r"/(\w+)/v1/(.+)")
@@ -26,7 +27,7 @@ KEPT_S = 3600
 """How long a connection without requests is kept: an agent's tools may take long."""
 CLOSING_S = 1
 ENDED = "this run has ended, or never was"
-ROUTES = "expected POST chat/completions or GET models"
+ROUTES = "expected POST chat/completions, POST responses or GET models"
 Document = Mapping[str, Any]
 Answer = Callable[[Any], Awaitable[Document]]
 """The body of a request -> the fields `choices` and `usage`; it may raise a Refusal."""
@@ -114,12 +115,15 @@ class Recorder:
         if (method, found[2]) == ("GET", "models"):
             model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "bridge"}
             return {}, {"object": "list", "data": [model]}
-        if (method, found[2]) != ("POST", "chat/completions"):
+        if method != "POST" or found[2] not in ("chat/completions", "responses"):
             raise Refusal(f"there is no {method} {found[2]} here, {ROUTES}", status=404)
         try:
             asked = json.loads(body)
         except ValueError as error:
             raise Refusal("the request is no JSON") from error
+        if found[2] == "responses":
+            answer = await self._in_time(run, responses_api.as_chat(asked), receive)
+            return asked, responses_api.as_response(asked, answer)
         choices = await self._in_time(run, asked, receive)
         named = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.get("model")}
         return asked, {**named, "object": "chat.completion", **choices}
@@ -166,6 +170,8 @@ async def _send(send: Any, status: int, text: str, kind: str) -> None:
 
 def _as_stream(document: Document, options: Any) -> str:
     """Return an answer as a stream of events: everything in one chunk, then the usage if requested, then the end."""
+    if document["object"] == "response":
+        return responses_api.as_stream(document)
     (choice,) = document["choices"]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):

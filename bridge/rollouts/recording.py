@@ -95,8 +95,13 @@ class Recording:
         return Asked(request=request, before=None, added=conversation.prompt(messages), messages=messages)
 
     def add(self, asked: Asked, said: Completion) -> dict[str, Any]:
-        """Record the answer to a request, and return it as a message."""
-        text, calls = self._conversation(asked.request.tools).read(said.token_ids)
+        """Record the answer to a request, and return it as a message.
+
+        A text of the request's `stop` that ended it is left out of its text; its tokens stay, as they were sampled.
+        """
+        until = asked.request.stop_in(said)
+        said = replace(said, text=said.text.partition(until)[0]) if until else said
+        text, calls = self._conversation(asked.request.tools).read(said.token_ids, until=until)
         if said.finish_reason != "stop":
             text, calls = said.text, ()
         calls = tuple(self._named(place, call) for place, call in enumerate(calls))

@@ -99,8 +99,11 @@ def spoken(
         prompt = asked.body["prompt"]
         text = words(tokenizer.decode(prompt))
         ids = scattered(tokenizer, text, random.Random(asked.body["seed"]))[: asked.body["max_tokens"]]
+        texts = asked.body.get("stop", [])
+        cuts = [n for n in range(len(ids)) if any(each in tokenizer.decode(ids[: n + 1]) for each in texts)]
+        ids = ids[: cuts[0] + 1] if cuts else ids
         said.append((prompt, ids))
-        is_whole = ids[-1:] == [tokenizer.eos_token_id]
+        is_whole = bool(cuts) or ids[-1:] == [tokenizer.eos_token_id]
         (one,) = document["choices"]
         one |= {
             "token_ids": ids,
