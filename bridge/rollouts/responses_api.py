@@ -134,7 +134,8 @@ def _message(item: Item) -> dict[str, Any] | None:
 
 
 def _is_text(item: Item) -> bool:
-    return item.get("type", "message") == "message" and item["role"] == "assistant"
+    is_message: bool = item.get("type", "message") == "message"
+    return is_message and item["role"] == "assistant"
 
 
 def _add(turn: dict[str, Any], item: Item) -> None:
@@ -170,20 +171,22 @@ def _items(message: Item, status: str) -> Iterator[dict[str, Any]]:
         yield {"type": "reasoning", "id": _id("rs"), "summary": [], "content": parts, "status": status}
     calls: Sequence[Item] = message.get("tool_calls", ())
     if message["content"] or not calls:
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}
+        text = message["content"] or ""
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         yield {"type": "message", "id": _id("msg"), "role": "assistant", "status": status, "content": [part]}
     for call in calls:
         yield {"type": "function_call", "id": _id("fc"), "call_id": call["id"], **call["function"], "status": status}
 
 
 def _events(response: Item) -> Iterator[dict[str, Any]]:
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    nothing_yet = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = {**response, **nothing_yet}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(response["output"]):
         at = {"output_index": index}
-        empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"content": []}}
-        yield {"type": "response.output_item.added", **at, "item": {**item, **empty[item["type"]]}}
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield {"type": "response.output_item.added", **at, "item": {**item, **empty}}
         yield from ({**event, **at, "item_id": item["id"]} for event in _pieces(item))
         yield {"type": "response.output_item.done", **at, "item": item}
     yield {"type": f"response.{response['status']}", "response": response}
@@ -198,7 +201,7 @@ def _pieces(item: Item) -> Iterator[dict[str, Any]]:
         return
     (part,) = item["content"]
     at, kind = {"content_index": 0}, f"response.{part['type']}"
-    logprobs = {"logprobs": []} if part["type"] == "output_text" else {}
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
     yield {"type": f"{kind}.delta", **at, "delta": part["text"], **logprobs}
     yield {"type": f"{kind}.done", **at, "text": part["text"], **logprobs}

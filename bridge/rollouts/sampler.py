@@ -152,17 +152,15 @@ class Sampler:
         num_samples: int,
         seed: int,
         index: int = 0,
-        stop: Sequence[str] = (),
-        **other: float,
+        **other: Any,
     ) -> tuple[Completion, ...]:
         """Return `num_samples` completions of the prompt that has this index among those that share a seed.
 
-        `stop` are texts that end a completion besides the run's, `other` sampling parameters in place of the run's.
+        `other` are sampling parameters in place of the run's; a `stop` is added to the run's.
         """
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
-        body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other}
-        if texts := list(dict.fromkeys((*self._config.stop, *stop))):
-            body["stop"] = texts
+        stop = list(dict.fromkeys((*self._config.stop, *other.pop("stop", ()))))
+        body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other} | ({"stop": stop} if stop else {})
         async with self._places:
             return await self._completions(servers, body)
 

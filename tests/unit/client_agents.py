@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,16 @@ class Smolagents(Problems):
     kind: str
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
-        import smolagents
+        smolagents: Any = import_module("smolagents")
 
         @smolagents.tool
-        def add(text: str) -> int:
+        def add(text: str) -> int:  # type: ignore[untyped-decorator]
             """Add the length of a text.
 
             Args:
                 text: The text.
             """
-            return problem["start"] + len(text)
+            return int(problem["start"]) + len(text)
 
         model = smolagents.OpenAIModel(model_id="any", api_base=base_url, api_key="any")
         agent = getattr(smolagents, self.kind)(tools=[add], model=model, max_steps=4, verbosity_level=0)
@@ -61,10 +62,10 @@ class AgentsSdk(Problems):
     is_streamed = False
 
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
-        import agents
+        agents: Any = import_module("agents")
 
         @agents.function_tool
-        def add(text: str) -> str:
+        def add(text: str) -> str:  # type: ignore[untyped-decorator]
             """Add the length of a text.
 
             Args:
@@ -106,7 +107,7 @@ class Replayed:
             if request["body"].get("stream"):
                 check_stream(answer.text)
                 continue
-            kind = {"chat/completions": ChatCompletion, "responses": Response}[request["route"]]
+            kind: Any = {"chat/completions": ChatCompletion, "responses": Response}[request["route"]]
             kind.model_validate(answer.json(), strict=True)
         return 1.0
 

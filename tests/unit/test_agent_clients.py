@@ -6,7 +6,7 @@ again (smolagents 1.26.0, openai-agents 0.24.0).
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_an_agent_of_another_package_runs_unchanged(
         assert fields(found) == fields(recorded[client]), "record the requests again"
 
 
-def fields(requests: list[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def fields(requests: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     return [(request["route"], sorted(request["body"])) for request in requests]
 
 

@@ -197,7 +197,8 @@ def test_a_turn_ends_at_the_stop_that_vllm_looks_for_first() -> None:
     request = chat_request.read({"messages": [USER], "stop": ["c", "bc"]})
     cases = {("abc", "stop"): "c", ("ab", "stop"): "", ("abc", "length"): "", ("abcd", "stop"): "c"}
     for (text, reason), expected in cases.items():
-        said: Any = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason=reason)
+        chosen: Any = reason
+        said = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason=chosen)
         assert request.stop_in(said) == expected
 
 
