@@ -179,13 +179,13 @@ def _items(message: Item, status: str) -> Iterator[dict[str, Any]]:
 
 
 def _events(response: Item) -> Iterator[dict[str, Any]]:
-    nothing_yet = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    nothing_yet: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     begun = {**response, **nothing_yet}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(response["output"]):
         at = {"output_index": index}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield {"type": "response.output_item.added", **at, "item": {**item, **empty}}
         yield from ({**event, **at, "item_id": item["id"]} for event in _pieces(item))
         yield {"type": "response.output_item.done", **at, "item": item}

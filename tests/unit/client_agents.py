@@ -34,8 +34,8 @@ class Smolagents(Problems):
     def run(self, problem: dict[str, Any], base_url: str) -> float:
         smolagents: Any = import_module("smolagents")
 
-        @smolagents.tool
-        def add(text: str) -> int:  # type: ignore[untyped-decorator]
+        @smolagents.tool  # type: ignore[untyped-decorator]
+        def add(text: str) -> int:
             """Add the length of a text.
 
             Args:
@@ -64,8 +64,8 @@ class AgentsSdk(Problems):
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         agents: Any = import_module("agents")
 
-        @agents.function_tool
-        def add(text: str) -> str:  # type: ignore[untyped-decorator]
+        @agents.function_tool  # type: ignore[untyped-decorator]
+        def add(text: str) -> str:
             """Add the length of a text.
 
             Args:
