@@ -36,13 +36,14 @@ REPOSITORY = "ATROPOS_REPOSITORY"
 """Variable with the path of a checkout of https://github.com/NousResearch/atropos: the package has no environments."""
 GSM8K = """
 import datasets, runpy, sys
-rows = [{"question": f"What is {n}?", "answer": f"It is {n % 3}. #### {n % 3}"} for n in range(30)]
+rows = [{"question": f"What is {n} - {n - 1}?", "answer": "It is 1. #### 1"} for n in range(30)]
 datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_list(rows)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs an environment's file with these rows in place of the hub's dataset."""
-BOXED = tuple(f"{letter}\\boxed{{{number}}}" for number in range(3) for letter in "abcdefghijklmnopqrstuvwxyz")
+SOME_RIGHT = ("\\boxed{1}", *(f"{one}{other} " for one in "bdfgklmnpr" for other in "aeiouyst"))
+"""Words of a model whose completions are right if they have the first: about half of them."""
 
 
 def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer, tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_gsm8k_of_atropos_is_trained_on_unmodified(tmp_path: Path) -> None:
     file = Path(os.environ.get(REPOSITORY, "")) / "environments" / "gsm8k_server.py"
     if not os.environ.get(REPOSITORY) or not file.is_file():
         pytest.skip(f"no Atropos: git clone https://github.com/NousResearch/atropos, and {REPOSITORY}=atropos")
-    model = answering.write(tmp_path / "model", answers=BOXED)
+    model = answering.write(tmp_path / "model", answers=SOME_RIGHT)
     with scenarios.served(model, tmp_path / "server") as server, api(tmp_path) as url:
         program = ("-c", GSM8K, str(file))
         with environment(tmp_path, url, server, program, max_token_length=100, steps_per_eval=1000) as player:
