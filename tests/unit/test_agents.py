@@ -185,7 +185,7 @@ def test_runs_with_several_sequences_share_a_reward_and_count_once(tmp_path: Pat
     turns = written["turns"]
     assert sum(turn["tokens"] for turn in turns if "tokens" in turn) == one.num_sampled
     assert {turn["sequence"] for turn in turns} == {0, 1, 2, 3}
-    assert [turn["messages"] for turn in turns if turn["role"] == "repeated"] == [2]
+    assert [turn["messages"] for turn in turns if turn["role"] == "repeated"] == [3]
     assert sum(turn["text"] == "And then?" for turn in turns) == 2
     assert written["text"] == turns[-1]["text"] == TEXT
 
