@@ -74,6 +74,9 @@ class Completion:
 
     tool_errors: int = 0
     """Calls of tools that failed."""
+    transcript: tuple[Mapping[str, Any], ...] = ()
+    """With tools or an agent, every message that its text has: `role`, `text`, and what else `turns` in
+    `rollouts.jsonl` holds; else empty."""
     others: tuple["Completion", ...] = ()
     """Further token sequences of the same run of an agent; they share its reward, and it counts once."""
 

@@ -26,6 +26,12 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """Seconds between two requests for a batch, half as long again each time."""
 HEALTH_INTERVAL_S = 5.0
 """Seconds between two checks of the server that samples: environments wait forever for one that died."""
+POLLED_PORTS = range(9004, 9008)
+"""Where an environment whose `config_init` returns one server, and not a list, looks for servers on this host.
+
+It ignores every other address, and waits forever if there is none.
+Source: atroposlib 0.4.0, `ServerManager.__init__`.
+"""
 FIRST_REPORT_S = 30.0
 """Seconds without a batch after which the reason is reported, and again whenever the time has doubled."""
 
@@ -131,7 +137,7 @@ class AtroposStream:
                         f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {found}", remedy=hint
                     )
                 report_s *= 2
-                self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {found}")
+                self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {found}; {hint}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
         yield self._fetched
@@ -284,7 +290,9 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
         found = f"environments have registered, and {waiting}"
         hint = (
             "check that they still run, and read their logs: they end at a total_steps of their own, and leave out"
-            " groups whose scores are all equal or with too long a sequence; or raise --atropos-timeout-s"
+            " groups whose scores are all equal or with too long a sequence. One that sends no request to the server"
+            f" may poll ports {POLLED_PORTS[0]} to {POLLED_PORTS[-1]} whatever --openai.base_url says: name the server"
+            " twice, in a list under `openai:` of a --config servers.yaml. Or raise --atropos-timeout-s"
         )
     else:
         largest = environment.max_group_size

@@ -74,16 +74,6 @@ def settle(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def foreign(value: Any) -> Any:
-    """Return a value of foreign code as `plain` does; if it is nested too deeply, or cannot be read, as text."""
-    try:
-        found = plain(value)
-        json.dumps(found, allow_nan=False)
-    except Exception:  # noqa: BLE001  foreign code
-        return described(value, LONGEST_REPR)
-    return found
-
-
 def plain(value: Any) -> Any:
     """Return `value` as JSON can hold it: numbers that are not finite become null, unknown objects their repr."""
     if isinstance(value, float):

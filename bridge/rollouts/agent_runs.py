@@ -98,8 +98,9 @@ class AgentRuns:
             index = number * max_turns + turn
             with trajectory.held():
                 (completion,) = await self._sampler.one(
-                    [server()], asked.token_ids, num_samples=1, seed=seed, index=index, max_tokens=most, **other
-                )
+                    [server()], asked.token_ids, num_samples=1, seed=seed, index=index, stop=asked.request.stop,
+                    max_tokens=most, **other,
+                )  # fmt: skip
             return completion
 
         async with self._scorer.trajectory(problem) as trajectory:
@@ -190,6 +191,11 @@ class Run:
             self._note(
                 f"an agent sets {', '.join(request.ignored)} in a request, which is ignored: its turns are sampled, and"
                 f" learned from, with the run's own settings ({flag('temperature')} and others)"
+            )
+        if request.forces_call:
+            self._note(
+                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled, and"
+                " learned from, as the model writes them; one without a call reaches the agent as text"
             )
         return self.recording.begin(request)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.foreign_code import shortened
+from bridge.rollouts.problems import LONE_SURROGATE
+from bridge.types import Completion
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -20,12 +22,11 @@ WITHOUT_EFFECT = (
     "verbosity", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "stop": ([], ""), "logit_bias": ({},),
-    "stream": (True, False), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
-    "modalities": (["text"],),
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
+    "stream": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
 """Field -> its values that can be had."""
-READ = ("messages", "tools", "max_tokens", "max_completion_tokens")
+READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role in a request -> role for the chat template; templates do not know `developer`."""
 
@@ -48,6 +49,17 @@ class ChatRequest:
     max_tokens: int | None
     ignored: tuple[str, ...]
     """Fields about sampling that it sets."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn, in the order in which vLLM looks for them."""
+    forces_call: bool = False
+    """Whether it asks for a call of a tool whatever the model wants."""
+
+    def stop_in(self, said: Completion) -> str:
+        """Return the text of `stop` that ended a turn; empty if none did.
+
+        vLLM ends a turn at the first token that completes one of them, so an earlier token completed none.
+        """
+        return next((text for text in self.stop if text in said.text), "") if said.finish_reason == "stop" else ""
 
 
 def read(body: Any) -> ChatRequest:
@@ -66,15 +78,19 @@ def read(body: Any) -> ChatRequest:
     read_messages = tuple(_message(message) for message in messages)
     if read_messages[-1]["role"] == "assistant":
         raise Refusal("the last message is the assistant's, expected one that it answers")
-    tools = given.get("tools", []) if given.get("tool_choice") != "none" else []
+    tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refusal("tools is no list of objects")
+    choice = given.get("tool_choice", "auto")
+    _check_tool_choice(choice, tools)
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     return ChatRequest(
         messages=read_messages,
-        tools=tuple(tools),
+        tools=tuple(tools) if choice != "none" else (),
         max_tokens=min(limits, default=None),
         ignored=tuple(name for name in SAMPLING if name in given),
+        stop=_stop(given.get("stop") or []),
+        forces_call=choice not in ("auto", "none"),
     )
 
 
@@ -88,6 +104,29 @@ def _check_fields(given: Mapping[str, Any]) -> None:
             raise Refusal(f"the field {name} is not supported")
         if name in ("max_tokens", "max_completion_tokens") and (type(value) is not int or value < 1):
             raise Refusal(f"{name} is no positive number")
+
+
+def _check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    if choice in ("auto", "none") or (choice == "required" and tools):
+        return
+    if choice == "required":
+        raise Refusal('tool_choice="required" needs tools, and the request has none')
+    try:
+        name = choice["function"]["name"]
+        names = [tool["function"]["name"] for tool in tools]
+    except (KeyError, TypeError) as error:
+        shown = shortened(json.dumps(choice))
+        raise Refusal(f"tool_choice={shown} is not supported, expected auto, none, required or a function") from error
+    if name not in names:
+        raise Refusal(f"tool_choice names {shortened(repr(name))}, which is none of the request's tools")
+
+
+def _stop(given: Any) -> tuple[str, ...]:
+    """Return the texts that end a turn, without those that no model can write."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise Refusal(f"stop={shortened(json.dumps(given))} is no text, and no list of texts")
+    return tuple(text for text in texts if not LONE_SURROGATE.search(text))
 
 
 def key(message: Mapping[str, Any]) -> str:

@@ -114,12 +114,20 @@ class Conversation:
         """Return the calls in a sampled turn; none if it has none, or any that cannot be read."""
         return self.read(token_ids)[1]
 
-    def read(self, token_ids: Sequence[int]) -> tuple[str, tuple[Call, ...]]:
-        """Return the text of a sampled turn without its calls, and the calls; all of the text if it has none."""
+    def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
+        """Return the text of a sampled turn without its calls, and the calls; all of the text if it has none.
+
+        Both are read up to the text `until`, unless it is empty.
+        """
         said = [each for each in token_ids if each not in self._stops]
-        text = self._tokenizer.decode(said, clean_up_tokenization_spaces=False)
+
+        def decoded(**how: bool) -> str:
+            text: str = self._tokenizer.decode(said, clean_up_tokenization_spaces=False, **how)
+            return text.partition(until)[0] if until else text
+
+        text = decoded()
         if not (calls := parsed(text, self._format)):
-            return self._tokenizer.decode(said, clean_up_tokenization_spaces=False, skip_special_tokens=True), ()
+            return decoded(skip_special_tokens=True), ()
         thought, end, rest = text.rpartition(THOUGHT_ENDS)
         return thought + end + FORMATS[self._format].sub("", rest), calls
 

@@ -104,16 +104,18 @@ class Vocabulary:
         return dict(found)
 
 
-def request(dialect: Dialect, config: SamplingConfig) -> dict[str, Any]:
-    """Return the fields that all requests to a server share; only Bridge's own route gets filters."""
+def request(dialect: Dialect, config: SamplingConfig, *, has_stop: bool = False) -> dict[str, Any]:
+    """Return the fields that all requests to a server share, with or without a `stop`.
+
+    Only Bridge's own route gets filters.
+    """
     fields: dict[str, Any] = {"max_tokens": config.longest, "temperature": config.temperature}
-    fields |= {"stop": list(config.stop)} if config.stop else {}
     if dialect == "bridge":
         return fields | filters(config)
     fields |= {name: WHOLE[name] for name in PROTOCOL} | {"logprobs": 1}
     if dialect == "openai":
         return fields
-    return fields | BEYOND_THE_PROTOCOL | ({"include_stop_str_in_output": True} if config.stop else {})
+    return fields | BEYOND_THE_PROTOCOL | ({"include_stop_str_in_output": True} if has_stop else {})
 
 
 def in_order(answer: Completions, num_samples: int) -> list[Choice]:

@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from bridge.core import intake
+from bridge.rollouts import responses_api
 from bridge.rollouts.chat_request import Refusal
 
 PATH = re.compile(r"/(\w+)/v1/(.+)")
@@ -32,7 +33,7 @@ ACCEPTED_AT_ONCE = 64
 QUEUED = 2048
 """Connections that wait in the kernel while the event loop stands still."""
 ENDED = "this run has ended, or never was"
-METHODS = {"chat/completions": "POST", "models": "GET"}
+METHODS = {"chat/completions": "POST", "responses": "POST", "models": "GET"}
 """Route -> its method."""
 EXPECTED = f"expected {' or '.join(f'{method} {route}' for route, method in METHODS.items())}"
 NO_HEADERS: Mapping[str, str] = {}
@@ -147,6 +148,9 @@ class Recorder:
             raise Refusal("the request is no JSON") from error
         if (run := self._runs.get(name)) is None:  # it ended while the body arrived
             raise Refusal(ENDED, status=404)
+        if route == "responses":
+            answer = await self._in_time(run, responses_api.as_chat(asked), receive)
+            return asked, responses_api.as_response(asked, answer)
         choices = await self._in_time(run, asked, receive)
         named = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.get("model")}
         return asked, {**named, "object": "chat.completion", **choices}
@@ -200,6 +204,8 @@ async def _send(send: Any, status: int, text: str, kind: str, more: Mapping[str,
 
 def _as_stream(document: Document, options: Any) -> str:
     """Return an answer as a stream of events: everything in one chunk, then the usage if requested, then the end."""
+    if document["object"] == "response":
+        return responses_api.as_stream(document)
     (choice,) = document["choices"]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):

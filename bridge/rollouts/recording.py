@@ -15,7 +15,7 @@ from typing import Any
 from bridge.rollouts import chat_request
 from bridge.rollouts.chat_request import ChatRequest
 from bridge.rollouts.conversation import THOUGHT_ENDS, Call, Conversation, made_up
-from bridge.rollouts.trajectories import Written
+from bridge.rollouts.trajectories import Written, as_turn, shallow
 from bridge.types import Completion
 
 THOUGHT_BEGINS = "<think>"
@@ -30,6 +30,7 @@ class Turn:
     said: Completion
     key: tuple[str, ...]
     """The tools, and each message up to this turn's own: what another request has to begin with to continue it."""
+    calls: tuple[Call, ...]
     history: tuple[Mapping[str, Any], ...]
     """The same messages for the chat template, with made-up turns in place of those that were sampled."""
 
@@ -95,8 +96,13 @@ class Recording:
         return Asked(request=request, before=None, added=conversation.prompt(messages), messages=messages)
 
     def add(self, asked: Asked, said: Completion) -> dict[str, Any]:
-        """Record the answer to a request, and return it as a message."""
-        text, calls = self._conversation(asked.request.tools).read(said.token_ids)
+        """Record the answer to a request, and return it as a message.
+
+        A text of the request's `stop` that ended it is left out of its text; its tokens stay, as they were sampled.
+        """
+        until = asked.request.stop_in(said)
+        said = replace(said, text=said.text.partition(until)[0]) if until else said
+        text, calls = self._conversation(asked.request.tools).read(said.token_ids, until=until)
         if said.finish_reason != "stop":
             text, calls = said.text, ()
         calls = tuple(self._named(place, call) for place, call in enumerate(calls))
@@ -110,6 +116,7 @@ class Recording:
             asked=asked,
             said=said,
             key=_key(asked.request, (*asked.request.messages, own)),
+            calls=calls,
             history=(*past, *asked.messages, shown),
         )
         self.turns.append(turn)
@@ -125,13 +132,13 @@ class Recording:
             own = [turn for turn in turns if turn not in seen]
             written = Written(prompt=own[0].asked.token_ids)
             for turn in turns:
-                written.lines += [f"{message['role']}: {message['content']}" for message in turn.asked.messages]
+                written.transcript += map(_read, turn.asked.messages)
                 if turn in seen:
-                    written.lines.append(f"assistant: {turn.said.text}")
+                    written.transcript.append(as_turn(turn.said.text, turn.calls))
                     continue
                 if turn is not own[0]:
                     written.add_answers(turn.asked.added)
-                written.add_turn(turn.said)
+                written.add_turn(turn.said, turn.calls)
             seen.update(turns)
             found.append(written)
         return found
@@ -140,6 +147,16 @@ class Recording:
         """Return a call with an id that no other of the run has, unless the model wrote one."""
         is_numbered = call.id == f"call{place:05d}"
         return replace(call, id=f"call{next(self._call_numbers):05d}") if is_numbered else call
+
+
+def _read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of a request for a transcript."""
+    made = {"role": message["role"], "text": message["content"]}
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [{"id": call["id"], **shallow(call["function"])} for call in calls]
+    if "tool_call_id" in message:
+        made["id"] = message["tool_call_id"]
+    return made
 
 
 def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:

@@ -152,17 +152,17 @@ class Sampler:
         num_samples: int,
         seed: int,
         index: int = 0,
-        **other: float,
+        **other: Any,
     ) -> tuple[Completion, ...]:
         """Return `num_samples` completions of the prompt that has this index among those that share a seed.
 
-        `other` are sampling parameters in place of the run's.
+        `other` are sampling parameters in place of the run's; a `stop` is added to the run's.
         """
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
+        stop = list(dict.fromkeys((*self._config.stop, *other.pop("stop", ()))))
+        body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other} | ({"stop": stop} if stop else {})
         async with self._places:
-            return await self._completions(
-                servers, {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other}
-            )
+            return await self._completions(servers, body)
 
     async def longest(self, server: Server) -> int | None:
         """Return a server's longest sequence in tokens; None if it reports none, or does not answer."""
@@ -236,7 +236,7 @@ class Sampler:
                 remedy="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
                 " out",
             )
-        fields = openai_api.request(server.dialect, self._config)
+        fields = openai_api.request(server.dialect, self._config, has_stop="stop" in body)
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url

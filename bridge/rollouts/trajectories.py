@@ -5,7 +5,7 @@ sends the server all tokens so far, exactly as they were sampled.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.config import TrainConfig
 from bridge.core.together import together
 from bridge.errors import RewardError, UsageError
-from bridge.rollouts.conversation import Conversation, encodable
+from bridge.rollouts.conversation import Call, Conversation, encodable
 from bridge.rollouts.problems import encode
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -27,6 +27,8 @@ NOT_SAMPLED = 0.0, 0
 """What filters kept for a token that is only read: nothing looks at it."""
 SEQUENCE_BREAK = "\n---\n"
 """Between the texts of the sequences of one trajectory."""
+DEEPEST = 32
+"""Levels of a call's arguments in a transcript."""
 PER_CORE = 8
 """Trajectories that run at once for each core of the machine."""
 
@@ -42,20 +44,20 @@ class Written:
     sampled: list[bool] = field(default_factory=list)
     kept: list[tuple[float, int]] = field(default_factory=list)
     """Empty without filters."""
-    lines: list[str] = field(default_factory=list)
-    """Each turn and each answer, for a person to read."""
+    transcript: list[dict[str, Any]] = field(default_factory=list)
+    """Each turn and each answer, as in `Completion`."""
     last: str = ""
     """The text of the last turn."""
     tool_errors: int = 0
     finish_reason: FinishReason = "abort"
 
-    def add_turn(self, said: Completion) -> None:
+    def add_turn(self, said: Completion, calls: Sequence[Call] = ()) -> None:
         self.token_ids += said.token_ids
         self.logprobs += said.logprobs
         self.versions += said.versions or [None] * len(said.token_ids)
         self.sampled += [True] * len(said.token_ids)
         self.kept += said.kept
-        self.lines.append(f"assistant: {said.text}")
+        self.transcript.append({**as_turn(said.text, calls), "tokens": len(said.token_ids)})
         self.last, self.finish_reason = said.text, said.finish_reason
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
@@ -72,7 +74,8 @@ class Written:
         return Completion(
             token_ids=(*rest, *self.token_ids),
             logprobs=(*(math.nan for _ in rest), *self.logprobs),
-            text=encodable("\n".join(self.lines)),
+            text=encodable("\n".join(f"{each.get('name', each['role'])}: {each['text']}" for each in self.transcript)),
+            transcript=tuple(self.transcript),
             finish_reason=self.finish_reason,
             versions=(*(None for _ in rest), *self.versions),
             sampled=(*(False for _ in rest), *self.sampled),
@@ -150,8 +153,9 @@ class Trajectories:
                     max_tokens=self._config.sampling.longest - len(written.token_ids),
                     **other,
                 )
-                written.add_turn(said)
-                added = await self._answered(problem, written, said, tools)
+                calls = self._conversation.calls(said.token_ids) if said.finish_reason == "stop" else ()
+                written.add_turn(said, calls)
+                added = await self._answered(problem, written, said, calls, tools)
                 if isinstance(added, FailedScore):
                     return written, added
                 if not added:
@@ -164,17 +168,17 @@ class Trajectories:
             return written, await tools.score(written.last)
 
     async def _answered(
-        self, problem: Problem, written: Written, said: Completion, tools: Trajectory
+        self, problem: Problem, written: Written, said: Completion, calls: Sequence[Call], tools: Trajectory
     ) -> Sequence[int] | FailedScore:
         """Return the tokens between this turn and the next; none if the turn is the last, because it calls no tool."""
-        calls = self._conversation.calls(said.token_ids) if said.finish_reason == "stop" else ()
         answers = []
         for call in calls:
             reply = await tools.call(call.name, call.arguments)
             if isinstance(reply, FailedScore):
                 return reply
             written.tool_errors += reply.is_error
-            written.lines.append(f"{call.name}: {reply.text}")
+            message = {"role": "tool", "name": call.name, "id": call.id, "text": reply.text}
+            written.transcript.append({**message, "is_error": True} if reply.is_error else message)
             answers.append(call.answered(reply.text))
         try:
             return self._conversation.between(calls, answers, said.token_ids[-1]) if calls else ()
@@ -183,6 +187,21 @@ class Trajectories:
 
     def _prompt(self, problem: Problem, added: str) -> tuple[int, ...]:
         return encode(self._tokenizer, as_chat(problem, encodable(added)), **self._conversation.template)
+
+
+def as_turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return a turn of the model for a transcript."""
+    written = [{"id": call.id, "name": call.name, "arguments": shallow(call.arguments)} for call in calls]
+    return {"role": "assistant", "text": text, **({"tool_calls": written} if written else {})}
+
+
+def shallow(value: Any, levels: int = DEEPEST) -> Any:
+    """Return a JSON value with an ellipsis for what lies deeper: neither pickle nor JSON takes any depth."""
+    if isinstance(value, Mapping):
+        return {name: shallow(each, levels - 1) for name, each in value.items()} if levels else "…"
+    if isinstance(value, list):
+        return [shallow(each, levels - 1) for each in value] if levels else "…"
+    return value
 
 
 def as_chat(problem: Problem, added: str = "") -> Problem:

@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from bridge.core import atomic_file, claim, json_lines, mark, private
 from bridge.core.atomic_file import one_line_errors
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
+from bridge.run import rollout_record
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.manifest import MANIFEST_NAME
-from bridge.types import Completion, Group
+from bridge.types import Group
 
 RUNS = Path("runs")
 REPORT = "report.html"
@@ -206,9 +206,10 @@ class RunDirectory:
         """Append one step, at once; a number that is not finite becomes null."""
         json_lines.append(self.writable(self.metrics), [dataclasses.asdict(metrics)])
 
-    def append_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Append the groups of `step`; anything in an answer that JSON cannot hold becomes its repr."""
-        json_lines.append(self.writable(self.rollouts), (_group_record(step, group) for group in groups))
+    def append_rollouts(self, step: int, groups: Sequence[Group], *, version: int | None = None) -> None:
+        """Append the groups of `step`, trained with the weights of `version`; other than JSON becomes its repr."""
+        rows = (rollout_record.record(step, group, version) for group in groups)
+        json_lines.append(self.writable(self.rollouts), rows)
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
         """Append one evaluation, as `append` does."""
@@ -249,43 +250,6 @@ def write_json(path: Path, document: dict[str, Any], *, mode: int = 0o666) -> No
 
 def _places() -> list[_Place]:
     return [place for place in vars(RunDirectory).values() if isinstance(place, _Place)]
-
-
-def _group_record(step: int, group: Group) -> dict[str, Any]:
-    """Return a line of `rollouts.jsonl`: the texts and rewards of one group, without its token ids."""
-    problem: dict[str, Any] = {**group.problem}
-    return {
-        "step": step,
-        "number": group.number,
-        # others may be of any size
-        "problem": {key: json_lines.foreign(problem[key]) for key in ("prompt", "answer") if key in problem},
-        "completions": [
-            {
-                "text": completion.text,
-                "reward": group.rewards[place],
-                "parts": {name: parts[place] for name, parts in group.reward_parts.items()},
-                **({"turn_rewards": group.turn_rewards[place]} if group.turn_rewards else {}),
-                "tokens": sum(len(one.token_ids) for one in completion.sequences),
-                "finish_reason": completion.finish_reason,
-                "weight_version": _version(completion),
-            }
-            for place, completion in enumerate(group.completions)
-        ],
-        "unscored": [{"text": each.completion.text, "fault": each.fault} for each in group.unscored],
-    }
-
-
-def _version(completion: Completion) -> int | str | None:
-    """Return the version of all tokens, a range such as "3-4" if there are several, or None if one is unknown."""
-    versions = {
-        version
-        for one in completion.sequences
-        for version in (one.versions if one.sampled is None else compress(one.versions, one.sampled))
-    }
-    known = [version for version in versions if version is not None]
-    if not known or None in versions:
-        return None
-    return known[0] if len(known) == 1 else f"{min(known)}-{max(known)}"
 
 
 def _unused(environment: str) -> Path:

@@ -264,7 +264,7 @@ class Trainer:
             self._steps.append(metrics)
             if self._ranks.leads:
                 if self._config.tracking.save_rollouts:
-                    self._run.append_rollouts(step, [*groups, *self._stream.skipped])
+                    self._run.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
                 self._run.append(metrics)
         self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
         self._watch("signal", measuring.nothing_learnt(metrics))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from bridge.run.rollout_record import cut
 from cli.report.record import has_step, json_object, json_objects
 
 NUM_PROBLEMS, NUM_STEPS = 3, 12
@@ -15,6 +16,9 @@ FEWEST_STEPS = 4
 """A problem that occurs in fewer steps is not followed."""
 LONGEST_TEXT = 12_000
 """Characters; longer texts are cut in the middle, because answers are at the end."""
+
+SHORTEST_TURN = 300
+"""Characters of a turn that are shown, however many there are."""
 
 
 class Step(NamedTuple):
@@ -84,7 +88,7 @@ def _series(file: BinaryIO, places: Mapping[int, list[int]], longest: int) -> Se
         rows = []
         for offset in places[number]:
             file.seek(offset)
-            rows.append(cut(json_object(file.readline()), longest))
+            rows.append(_bounded(json_object(file.readline()), longest))
         steps.append(_step(number, rows))
     return Series(rows[-1]["problem"], steps)
 
@@ -105,11 +109,9 @@ def _step(number: int, rows: Sequence[Mapping[str, Any]]) -> Step:
     return Step(number, rewards, len(unscored), shown + unscored[:1])
 
 
-def cut(value: Any, longest: int) -> Any:
-    """Return a JSON value with every long text in it cut in the middle."""
-    if isinstance(value, str) and len(value) > longest:
-        end = longest // 3
-        return f"{value[: longest - end]}\n[… {len(value) - longest:,} characters left out …]\n{value[-end:]}"
-    if isinstance(value, dict):
-        return {name: cut(each, longest) for name, each in value.items()}
-    return [cut(each, longest) for each in value] if isinstance(value, list) else value
+def _bounded(row: Any, longest: int) -> Any:
+    """Return a group whose texts are cut; the turns of a completion share the room of one text."""
+    for each in (*row["completions"], *row.get("unscored", ())):
+        if (turns := each.get("turns")) and isinstance(turns, list):
+            each["turns"] = cut(turns, max(longest // len(turns), SHORTEST_TURN))
+    return cut(row, longest)

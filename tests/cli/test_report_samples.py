@@ -146,3 +146,42 @@ def test_the_made_up_runs_have_what_training_writes(tmp_path: Path) -> None:
     line = next(report_runs.groups(1))
     assert {"step", "problem", "completions", "unscored"} == line.keys()
     assert {"text", "reward", "parts", "tokens", "finish_reason", "weight_version"} == line["completions"][0].keys()
+
+
+TURNS = [
+    {"role": "assistant", "text": "I look it up.", "tool_calls": [{"name": "look_up"}], "reward": 0.25},
+    {"role": "tool", "name": "look_up", "text": "nothing there", "is_error": True},
+    {"sequence": 2, "role": "repeated", "text": "", "messages": 3},
+    {"role": "assistant", "text": "half \ud83d a pair"},
+]
+
+
+def test_turns_are_shown_with_their_calls_results_and_rewards(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=1)
+    line = group(1, "p", 1.0)
+    line["problem"] |= {"hidden": 42}
+    line["completions"][0] |= {"turns": TURNS, "text": "not shown", "staleness": 3, "weight_version": 7}
+    report_runs.write_rollouts(run, iter([line]))
+    page = " ".join(written(run.path, out=run.report).text.split())
+    for shown in ("hidden 42", "assistant reward 0.25 calls look_up", "I look it up.", "look_up error nothing there",
+                  "sequence 3 its first 3 messages", "weights v7, staleness 3", "half ⟨U+D83D⟩ a pair"):  # fmt: skip
+        assert shown in page, shown
+    assert "not shown" not in page
+
+
+@pytest.mark.parametrize("turns", [7, "turns", [], [7, "x", None], [{}], [{"text": 7, "tool_calls": [7]}], {"a": 1}])
+def test_turns_of_any_other_form_break_no_page(tmp_path: Path, turns: object) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=1)
+    line = group(1, "the problem", 1.0)
+    line["completions"][0]["turns"] = turns
+    report_runs.write_rollouts(run, iter([line]))
+    assert "the problem" in written(run.path, out=run.report).text
+
+
+def test_many_turns_share_the_room_of_one_text(tmp_path: Path) -> None:
+    line = group(1, "p", 0.0)
+    line["completions"][0]["turns"] = [{"role": "assistant", "text": "x" * 90_000}] * 100
+    (series,) = samples.read(write(tmp_path / "r.jsonl", line), []).series
+    (shown,) = series.steps[0].completions
+    mark = "\n[… 89,700 characters left out …]\n"
+    assert {len(turn["text"]) for turn in shown["turns"]} == {samples.SHORTEST_TURN + len(mark)}

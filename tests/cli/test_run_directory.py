@@ -16,6 +16,7 @@ import pytest
 from bridge.config import TrainConfig
 from bridge.core import json_lines, mark
 from bridge.errors import UsageError
+from bridge.run import rollout_record
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group, Message, Unscored
@@ -149,13 +150,14 @@ def test_every_group_of_a_step_is_one_object_with_what_was_asked_answered_and_th
     run = RunDirectory(tmp_path)
     parts = {"exact": (0.0, 1.0), "short": (0.5, math.nan)}
     unscored = (Unscored(completion=completion("?"), fault="score raised ValueError"),)
-    run.append_rollouts(3, [group("4", "5", reward_parts=parts, unscored=unscored), group()])
+    run.append_rollouts(3, [group("4", "5", reward_parts=parts, unscored=unscored), group()], version=6)
     full, empty = map(json.loads, run.rollouts.read_text().splitlines())
     assert list(full) == ["step", "number", "problem", "completions", "unscored"]
-    assert (full["step"], full["problem"]) == (3, {"prompt": "2+3=", "answer": "5"})
+    assert (full["step"], full["problem"]) == (3, {"prompt": "2+3=", "answer": "5", "picture": "b'large'"})
     assert full["unscored"] == [{"text": "?", "fault": "score raised ValueError"}]
     right = {"text": "5", "reward": 1.0, "parts": {"exact": 1.0, "short": None}, "tokens": 2}
-    assert full["completions"][1] == right | {"finish_reason": "stop", "weight_version": 4}
+    right |= {"finish_reason": "stop", "truncated": False, "weight_version": 4, "staleness": 2}
+    assert full["completions"][1] == right
     assert (len(full["completions"]), empty["completions"], empty["unscored"]) == (2, [], [])
 
 
@@ -169,6 +171,47 @@ def test_a_completion_names_its_version_or_their_range_only_if_all_are_known(
     run.append_rollouts(3, [group("4", completions=(completion("4", versions=versions),))])
     (line,) = map(json.loads, run.rollouts.read_text().splitlines())
     assert line["completions"][0]["weight_version"] == expected
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+COLUMNS: dict[str, tuple[Any, Any]] = {
+    "a number": (7, 7),
+    "a board": ({"rows": [[1, 0], [None, 2.5]]}, {"rows": [[1, 0], [None, 2.5]]}),
+    "numbers": (list(range(10**5)), "[0, 1, 2, 3"),
+    "a long text": ("a" * 5000, "aaaa"),
+    "a large object": ({"of": b"x" * 10**6}, '{"of": "b\'xxx'),
+    "an object without a text": ([Unwritable()], "(a list that cannot be written: ValueError)"),
+    "a deep list": (json.loads("[" * 900 + "]" * 900), "(a list that cannot be written: RecursionError)"),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_each_column_of_a_problem_is_written_as_far_as_it_is_small(tmp_path: Path, case: str) -> None:
+    value, expected = COLUMNS[case]
+    run = RunDirectory(tmp_path)
+    run.append_rollouts(1, [group("4", problem={"prompt": "2+3=", "column": value})])
+    found = json.loads(run.rollouts.read_text())["problem"]["column"]
+    assert len(json.dumps(found)) < rollout_record.LONGEST_COLUMN + 100
+    if found == value:
+        assert found == expected
+    else:
+        assert found.startswith(expected)
+        assert "left out" in found or "cannot be written" in found
+
+
+def test_a_long_text_is_cut_in_the_middle(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    spoken = ({"role": "assistant", "text": "b" * 10**6, "tokens": 2},)
+    both = (completion("a" * 10**6), completion("b", transcript=spoken))
+    run.append_rollouts(1, [group(completions=both, rewards=(0.0, 1.0))])
+    single, several = json.loads(run.rollouts.read_text())["completions"]
+    for text in (single["text"], several["text"], several["turns"][0]["text"]):
+        assert rollout_record.LONGEST_TEXT < len(text) < rollout_record.LONGEST_TEXT + 100
+        assert "[… 900,000 characters left out …]" in text
 
 
 def test_no_text_and_no_answer_breaks_a_line(tmp_path: Path) -> None:

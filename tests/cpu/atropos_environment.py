@@ -42,9 +42,10 @@ class Letters(BaseEnv):
     name = "letters"
 
     @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        """Return one server, and not a list, as Atropos' own GSM8K does."""
         config = BaseEnvConfig(use_wandb=False, wandb_name=cls.name, total_steps=-1)
-        return config, [APIServerConfig(server_type="vllm", api_key="x")]
+        return config, APIServerConfig(base_url="http://localhost:9001/v1", api_key="x")
 
     async def setup(self) -> None:
         self.number = 0

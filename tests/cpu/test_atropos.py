@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -19,7 +19,7 @@ from bridge.server import manifest
 from cli import children
 from cli.serve import free_port
 from tests import forked, scenarios
-from tests.models import tiny
+from tests.models import answering, tiny
 from tests.scenarios import LiveServer
 
 START_LIMIT_S = 120
@@ -31,6 +31,19 @@ MOST_SAMPLED = BATCH_SIZE * 2 * 8
 LR = "3e-5"
 """Environments run ahead: samples that are several steps old must still agree with the trainer."""
 ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "atropos.md"
+REPOSITORY = "ATROPOS_REPOSITORY"
+"""Variable with the path of a checkout of https://github.com/NousResearch/atropos: the package has no environments."""
+GSM8K = """
+import datasets, runpy, sys
+rows = [{"question": f"What is {n} - {n - 1}?", "answer": "It is 1. #### 1"} for n in range(30)]
+datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_list(rows)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs an environment's file with these rows in place of the hub's dataset."""
+SOME_RIGHT = ("\\boxed{1}", *(f"{one}{other} " for one in "bdfgklmnpr" for other in "aeiouyst"))
+"""Words of a model whose completions are right if they have the first: about half of them."""
 
 
 @pytest.mark.slow
@@ -47,6 +60,23 @@ def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer,
     assert all(0 < row["tokens_trained"] <= MOST_SAMPLED for row in rows), rows
     assert (llama.status().state, llama.status().version) == ("serving", rows[-1]["weight_version"])
     llama.sample()  # raises if it does not answer
+
+
+@pytest.mark.slow
+def test_gsm8k_of_atropos_is_trained_on_unmodified(tmp_path: Path) -> None:
+    file = Path(os.environ.get(REPOSITORY, "")) / "environments" / "gsm8k_server.py"
+    if not os.environ.get(REPOSITORY) or not file.is_file():
+        pytest.skip(f"no Atropos: git clone https://github.com/NousResearch/atropos, and {REPOSITORY}=atropos")
+    model = answering.write(tmp_path / "model", answers=SOME_RIGHT)
+    with scenarios.served(model, tmp_path / "server") as server, api(tmp_path) as url:
+        program = ("-c", GSM8K, str(file))
+        with environment(tmp_path, url, server, program, max_token_length=100, steps_per_eval=1000) as player:
+            said = train(server, tmp_path, url)
+            assert player.exit_code() in (None, 0), player.log.read_text()[-4000:]
+    rows = scenarios.metrics(tmp_path / "run")
+    assert len(rows) == STEPS, said
+    assert all(row["unscored"] == 0 and row["reward_std"] > 0 for row in rows), rows
+    assert rows[0]["logprob_diff_mean"] < scenarios.PARITY_LIMIT
 
 
 @pytest.mark.slow
@@ -123,21 +153,25 @@ def api(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def environment(folder: Path, url: str, server: LiveServer) -> Iterator[children.Child]:
-    """Run an environment that samples from `server` and feeds the API at `url`."""
+def environment(
+    folder: Path, url: str, server: LiveServer, program: Sequence[str] = (str(ENVIRONMENT),), **env: object
+) -> Iterator[children.Child]:
+    """Run an environment that samples from `server` and feeds the API at `url`, as docs/atropos.md has it."""
+    (document,) = re.findall(r"```yaml\n(# servers.yaml.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    written = document.replace("http://127.0.0.1:9001", server.manifest.url).replace("MODEL", server.manifest.model)
+    (folder / "servers.yaml").write_text(written)
     choices = {
+        "config": folder / "servers.yaml",
         "env.rollout_server_url": url,
         "env.tokenizer_name": server.manifest.model,
+        "env.use_wandb": "false",
         "env.group_size": GROUP_SIZE,
         "env.max_batches_offpolicy": 1,
-        "openai.base_url": f"{server.manifest.url}/v1",
-        "openai.model_name": server.manifest.model,
-        "openai.server_type": "vllm",
-        "slurm": "False",
+        **{f"env.{name}": value for name, value in env.items()},
     }
     flags = [text for name, value in choices.items() for text in (f"--{name}", str(value))]
     offline = {**os.environ, "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-    child = children.start([sys.executable, str(ENVIRONMENT), "serve", *flags], offline, folder / "environment.log")
+    child = children.start([sys.executable, *program, "serve", *flags], offline, folder / "environment.log")
     try:
         yield child
     finally:

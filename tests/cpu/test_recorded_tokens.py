@@ -18,6 +18,7 @@ from bridge.config import TrainConfig
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
+from bridge.weights import skeleton
 from environments import registry
 from tests import scenarios
 from tests.models import chat, tiny
@@ -46,13 +47,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield made
 
 
-def recorded(server: LiveServer, folder: Path, template: str) -> list[Group]:
+def recorded(server: LiveServer, folder: Path, template: str, kind: str = "Chatting") -> list[Group]:
     """Let agents talk to the server's model through a chat template, and return their runs."""
     tiny.qwen2(VOCABULARY).save_pretrained(folder)
     chat.tokenizer(folder, template)
     off = {"chat_template_kwargs": {"enable_thinking": False}} if template == "qwen3_training" else {}
     config = TrainConfig.of(
-        model_name=str(folder), environment=f"{AGENTS}:Chatting", max_new_tokens=1800, reward_processes=0,
+        model_name=str(folder), environment=f"{AGENTS}:{kind}", max_new_tokens=1800, reward_processes=0,
         batch_size=NUM_GROUPS * GROUP_SIZE, group_size=GROUP_SIZE, **off,
     )  # fmt: skip
     with closing(EnvironmentStream(config, registry.load(config.task), lambda _: None)) as stream:
@@ -88,6 +89,17 @@ def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer,
         assert logprob_diffs(model, each).max() < RIGHT_LIMIT, template
         num_tokens += sum(len(one.token_ids) for group in groups for run in group.completions for one in run.sequences)
     assert num_tokens > ENOUGH_TOKENS
+
+
+@pytest.mark.slow
+def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: Path) -> None:
+    model, groups = loaded(Path(server.manifest.model)).float(), recorded(server, tmp_path, "qwen2_5", "Stopping")
+    each = [turn for group in groups for turn in turns(group)]
+    assert len(each) == 3 * NUM_GROUPS * GROUP_SIZE, "each run is one sequence, and each turn continues it"
+    assert logprob_diffs(model, each).max() < RIGHT_LIMIT
+    tokenizer = skeleton.tokenizer(str(tmp_path))
+    texts = [tokenizer.decode(turn.completions[0].token_ids) for turn in each]
+    assert sum("e" in text[-3:] or " t" in text[-3:] for text in texts) > len(texts) / 2, "a stop is in the last token"
 
 
 @pytest.mark.slow

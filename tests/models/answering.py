@@ -1,6 +1,7 @@
 """A tiny model with random weights whose every token is a whole answer, a call of a tool or the end of its turn."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,17 +12,18 @@ from tests.models import tiny
 from tests.models.calculating import SPECIAL, TEMPLATE
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
-WORDS = (*SPECIAL, CALL, *(f"<answer>{number}</answer>" for number in range(12)))
+ANSWERS = tuple(f"<answer>{number}</answer>" for number in range(12))
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, answers: Sequence[str] = ANSWERS) -> Path:
     """Write the model to `folder`; it reads any text between its tokens as one that it does not know."""
     torch.manual_seed(0)
-    config = tiny.llama(len(WORDS))
-    config.eos_token_id, config.initializer_range = WORDS.index("<eos>"), 0.08
+    words = (*SPECIAL, CALL, *answers)
+    config = tiny.llama(len(words))
+    config.eos_token_id, config.initializer_range = words.index("<eos>"), 0.08
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, WORDS), "[^<]+", "<"])), "isolated")
+    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, words), "[^<]+", "<"])), "isolated")
     inner.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
         tokenizer_object=inner,

@@ -66,6 +66,22 @@ class Chatting(Problems):
         return float(len(messages))
 
 
+class Stopping(Problems):
+    """Ends its turns at texts of its own."""
+
+    async def run(self, problem: dict[str, Any], base_url: str) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key="none")
+        messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+        num_stopped = 0
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages, stop=["e", " t"])
+            (choice,) = answer.choices
+            assert not any(stop in (choice.message.content or "") for stop in ("e", " t"))
+            num_stopped += choice.finish_reason == "stop"
+            messages += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "So?"}]
+        return float(num_stopped)
+
+
 class PerTurn(Chatting):
     """Returns a reward per turn."""
 
@@ -278,7 +294,7 @@ class Listing(Problems):
         assert answer.usage.completion_tokens == 3
         for other in (base_url.replace("/v1", "x/v1"), base_url):
             try:
-                OpenAI(base_url=other, api_key="none", max_retries=0).responses.create(model="m", input="hello")
+                OpenAI(base_url=other, api_key="none", max_retries=0).completions.create(model="m", prompt="hello")
             except openai.NotFoundError:
                 continue
             raise AssertionError(other)

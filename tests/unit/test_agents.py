@@ -179,8 +179,14 @@ def test_runs_with_several_sequences_share_a_reward_and_count_once(tmp_path: Pat
     run.append_rollouts(1, groups)
     (line, _) = map(json.loads, run.rollouts.read_text().splitlines())
     assert line["completions"][0]["weight_version"] == 3
-    assert line["completions"][0]["text"].count("\n---\n") == 3
-    assert line["completions"][0]["text"].count("user: And then?") == 2
+    written, one = line["completions"][0], groups[0].completions[0]
+    assert one.text.count("\n---\n") == 3
+    turns = written["turns"]
+    assert sum(turn["tokens"] for turn in turns if "tokens" in turn) == one.num_sampled
+    assert {turn["sequence"] for turn in turns} == {0, 1, 2, 3}
+    assert [turn["messages"] for turn in turns if turn["role"] == "repeated"] == [3]
+    assert sum(turn["text"] == "And then?" for turn in turns) == 2
+    assert written["text"] == turns[-1]["text"] == TEXT
 
 
 def test_a_run_may_send_several_requests_at_once(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from bridge.rollouts import chat_request
 from bridge.rollouts.chat_request import Refusal
 from bridge.scoring.agent import Agent, WithAgent
 from bridge.scoring.tools import WithTools
+from bridge.types import Completion
 from cli.train import load_environment
 from environments import registry
 from tests.models import chat, tiny
@@ -113,13 +114,23 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 USER = {"role": "user", "content": "3+4?"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 BAD: dict[str, tuple[dict[str, Any] | list[Any], str]] = {
     "no object": ([], "the request is no JSON object"),
     "no messages": ({"messages": []}, "messages is empty, or no list"),
     "two answers": ({"messages": [USER], "n": 2}, "n=2 is not supported while a run is recorded for training"),
-    "a stop": ({"messages": [USER], "stop": ["x"]}, 'stop=["x"] is not supported while a run is recorded for training'),
+    "an empty stop": ({"messages": [USER], "stop": ["x", ""]}, 'stop=["x", ""] is no text, and no list of texts'),
+    "a stop that is none": ({"messages": [USER], "stop": 7}, "stop=7 is no text, and no list of texts"),
     "logprobs": ({"messages": [USER], "logprobs": True}, "logprobs=true is not supported while"),
-    "a forced tool": ({"messages": [USER], "tool_choice": "required"}, 'tool_choice="required" is not supported while'),
+    "a call without tools": ({"messages": [USER], "tool_choice": "required"}, 'tool_choice="required" needs tools'),
+    "another tool": (
+        {"messages": [USER], "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        "tool_choice names 'sub', which is none of the request's tools",
+    ),
+    "an odd choice": (
+        {"messages": [USER], "tools": [ADD], "tool_choice": {"type": "allowed_tools"}},
+        'tool_choice={"type": "allowed_tools"} is not supported, expected auto, none, required or a function',
+    ),
     "another field": ({"messages": [USER], "functions": []}, "the field functions is not supported"),
     "another role": (
         {"messages": [{"role": "function", "content": "x"}]},
@@ -172,3 +183,27 @@ def test_what_a_request_asks_is_read_as_the_template_needs_it() -> None:
     (other,) = chat_request.read({"messages": [without, USER]}).messages[:1]
     assert chat_request.key(other) != chat_request.key(found.messages[1])
     assert chat_request.read({"messages": [USER], "tools": [{}], "tool_choice": "none"}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ()), ("", ()), ([], ()), ("x", ("x",)), (["y", "x"], ("y", "x")), (["x", "\ud83d"], ("x",))],
+)
+def test_a_stop_is_one_text_or_several(given: Any, expected: tuple[str, ...]) -> None:
+    assert chat_request.read({"messages": [USER], "stop": given}).stop == expected
+
+
+def test_a_turn_ends_at_the_stop_that_vllm_looks_for_first() -> None:
+    request = chat_request.read({"messages": [USER], "stop": ["c", "bc"]})
+    cases = {("abc", "stop"): "c", ("ab", "stop"): "", ("abc", "length"): "", ("abcd", "stop"): "c"}
+    for (text, reason), expected in cases.items():
+        chosen: Any = reason
+        said = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason=chosen)
+        assert request.stop_in(said) == expected
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_a_wish(choice: Any) -> None:
+    found = chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": choice})
+    assert (found.forces_call, len(found.tools)) == (True, 1)
+    assert not chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": "auto"}).forces_call

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from bridge.config import TrainConfig
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
 from bridge.ranks.world import ALONE, Ranks
+from bridge.rollouts.conversation import Call
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.problems import endless
 from bridge.rollouts.sampler import CALL_SEEDS
+from bridge.rollouts.trajectories import DEEPEST, as_turn
 from bridge.run import measuring
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
@@ -100,8 +103,11 @@ def spoken(
         prompt = asked.body["prompt"]
         text = words(tokenizer.decode(prompt))
         ids = scattered(tokenizer, text, random.Random(asked.body["seed"]))[: asked.body["max_tokens"]]
+        texts = asked.body.get("stop", [])
+        cuts = [n for n in range(len(ids)) if any(each in tokenizer.decode(ids[: n + 1]) for each in texts)]
+        ids = ids[: cuts[0] + 1] if cuts else ids
         said.append((prompt, ids))
-        is_whole = ids[-1:] == [tokenizer.eos_token_id]
+        is_whole = bool(cuts) or ids[-1:] == [tokenizer.eos_token_id]
         (one,) = document["choices"]
         one |= {
             "token_ids": ids,
@@ -200,8 +206,13 @@ def test_an_evaluation_and_the_record_of_a_run_hold_whole_trajectories(tmp_path:
     run.append_rollouts(1, groups)
     for line, own in zip(run.rollouts.read_text().splitlines(), groups, strict=True):
         for written, one in zip(json.loads(line)["completions"], own.completions, strict=True):
-            assert (written["text"], written["weight_version"]) == (one.text, 3)
-            assert "\nadd: " in written["text"]
+            first, answer, last = written["turns"]
+            assert (written["text"], written["weight_version"]) == (last["text"], 3)
+            (call,) = first["tool_calls"]
+            assert (first["role"], call["name"], call["arguments"]) == ("assistant", "add", {"text": "abc#0"})
+            assert (answer["role"], answer["name"], answer["id"]) == ("tool", "add", call["id"])
+            assert first["tokens"] + last["tokens"] == one.num_sampled
+            assert one.text == f"assistant: {first['text']}\nadd: {answer['text']}\nassistant: {last['text']}"
 
 
 def test_each_turn_of_each_trajectory_has_a_seed_of_its_own_and_the_rest_of_the_tokens(tmp_path: Path) -> None:
@@ -289,7 +300,9 @@ def test_a_class_may_reward_each_turn(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", environment="bench")
     run.append_rollouts(1, groups[:1])
     (line,) = run.rollouts.read_text().splitlines()
-    assert json.loads(line)["completions"][0]["turn_rewards"] == list(groups[0].turn_rewards[0])
+    written, rewards = json.loads(line)["completions"][0], list(groups[0].turn_rewards[0])
+    assert written["turn_rewards"] == rewards
+    assert [turn["reward"] for turn in written["turns"] if "tokens" in turn] == rewards
 
 
 def test_another_number_of_rewards_than_of_turns_costs_its_trajectory(tmp_path: Path) -> None:
@@ -445,3 +458,15 @@ def test_a_slow_tool_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.Mo
         (last,) = ours.stream.take(1, step=4)
     assert last.number == 3
     assert len(last.rewards) == 4
+
+
+def test_arguments_of_any_depth_can_be_pickled_and_written(tmp_path: Path) -> None:
+    deep = json.loads('{"a":' * 900 + "[1]" + "}" * 900)
+    turn = as_turn("x", [Call(name="add", arguments=deep)])
+    made = Completion(token_ids=(1,), logprobs=(0.0,), text="x", finish_reason="stop", transcript=(turn,))
+    sent = pickle.loads(pickle.dumps(made))
+    group = Group(problem={"prompt": "p"}, prompt_token_ids=(1,), completions=(sent,), rewards=(1.0,))
+    run = RunDirectory(tmp_path)
+    run.append_rollouts(1, [group])
+    (call,) = json.loads(run.rollouts.read_text())["completions"][0]["turns"][0]["tool_calls"]
+    assert json.dumps(call["arguments"]).count('{"a": ') == DEEPEST

@@ -1,0 +1,123 @@
+"""A line of `rollouts.jsonl`: the problem, the completions and the rewards of one group, without its token ids.
+
+Every value is bounded, and one that was cut says so. docs/looking.md documents the fields.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+from bridge.core import json_lines
+from bridge.types import Completion, Group
+
+LONGEST_TEXT, LONGEST_COLUMN = 100_000, 2_000
+"""Characters of a text, and of a column of the problem as JSON."""
+BESIDE_COLUMNS = ("prompt", "answer")
+"""Keys of a problem that may be as long as a text."""
+
+
+def record(step: int, group: Group, version: int | None) -> dict[str, Any]:
+    """Return a group of `step`, which was trained with the weights of this version; None: unknown."""
+    return {
+        "step": step,
+        "number": group.number,
+        "problem": {str(name): _column(str(name), value) for name, value in group.problem.items()},
+        "completions": [_scored(group, place, version) for place in range(len(group.completions))],
+        "unscored": [{**_said(each.completion, ()), "fault": each.fault} for each in group.unscored],
+    }
+
+
+def cut(value: Any, longest: int) -> Any:
+    """Return a JSON value with every long text in it cut in the middle, because answers are at the end."""
+    if isinstance(value, str) and len(value) > longest:
+        end = longest // 3
+        return f"{value[: longest - end]}\n[… {len(value) - longest:,} characters left out …]\n{value[-end:]}"
+    if isinstance(value, dict):
+        return {name: cut(each, longest) for name, each in value.items()}
+    return [cut(each, longest) for each in value] if isinstance(value, list) else value
+
+
+def _column(name: str, value: Any) -> Any:
+    """Return a value of the problem if it is small as JSON, else the start of its text."""
+    longest = LONGEST_TEXT if name in BESIDE_COLUMNS else LONGEST_COLUMN
+    if isinstance(value, str):
+        return cut(value, longest)
+    size, pieces = 0, list[str]()
+    try:
+        for piece in json.JSONEncoder(default=repr, skipkeys=True).iterencode(value):
+            pieces.append(piece)
+            size += len(piece)
+            if size > longest:
+                return f"{''.join(pieces)[:longest]} [… the rest is left out …]"
+        return json_lines.plain(value)
+    except Exception as error:  # noqa: BLE001  it is the environment's, and its `repr` may raise anything
+        return f"(a {type(value).__name__} that cannot be written: {type(error).__name__})"
+
+
+def _scored(group: Group, place: int, version: int | None) -> dict[str, Any]:
+    completion = group.completions[place]
+    rewards = group.turn_rewards[place] if group.turn_rewards else ()
+    versions = _versions(completion)
+    return {
+        **_said(completion, rewards),
+        "reward": group.rewards[place],
+        "parts": {name: parts[place] for name, parts in group.reward_parts.items()},
+        **({"turn_rewards": rewards} if rewards else {}),
+        "tokens": sum(len(one.token_ids) for one in completion.sequences),
+        "finish_reason": completion.finish_reason,
+        "truncated": completion.finish_reason == "length",
+        "weight_version": _shown(versions),
+        "staleness": version - versions[0] if versions and version is not None else None,
+    }
+
+
+def _said(completion: Completion, rewards: Sequence[float]) -> dict[str, Any]:
+    """Return the text of a completion; with tools or an agent that of its last turn, and every turn."""
+    turns = cut(json_lines.plain(list(_turns(completion, rewards))), LONGEST_TEXT)
+    if not turns:
+        return {"text": cut(completion.text, LONGEST_TEXT)}
+    own = [turn["text"] for turn in turns if "tokens" in turn]
+    return {"text": own[-1] if own else "", "turns": turns}
+
+
+def _turns(completion: Completion, rewards: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of each sequence; the start that a sequence shares with the one before it is counted only."""
+    before: Sequence[Mapping[str, Any]] = ()
+    left = iter(rewards)
+    for number, one in enumerate(completion.sequences):
+        which = {"sequence": number} if completion.others else {}
+        num_shared = _num_shared(before, one.transcript)
+        before = one.transcript
+        if num_shared:
+            yield {**which, "role": "repeated", "text": "", "messages": num_shared}
+        for message in one.transcript[num_shared:]:
+            reward = next(left, None) if message.get("tokens") else None
+            yield {**which, **message, **({} if reward is None else {"reward": reward})}
+
+
+def _num_shared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many messages two transcripts begin with alike, up to the first that was sampled in the second."""
+    count = 0
+    for one, other in zip(before, after, strict=False):
+        if "tokens" in other or {**one, "tokens": 0} != {**other, "tokens": 0}:
+            break
+        count += 1
+    return count
+
+
+def _versions(completion: Completion) -> list[int]:
+    """Return the versions of the weights that sampled it, the oldest first; empty if one is unknown."""
+    versions = {
+        version
+        for one in completion.sequences
+        for version in (one.versions if one.sampled is None else compress(one.versions, one.sampled))
+    }
+    return [] if None in versions else sorted(version for version in versions if version is not None)
+
+
+def _shown(versions: Sequence[int]) -> int | str | None:
+    """Return the only version, a range such as "3-4" if there are several, or None if one is unknown."""
+    if not versions:
+        return None
+    return versions[0] if len(versions) == 1 else f"{versions[0]}-{versions[-1]}"
