@@ -15,7 +15,7 @@ from cli import console, ranks
 from cli.options import Json
 from cli.ranks import Part, trained
 from cli.report import command as report
-from cli.serve import free_port, prepare
+from cli.serve import check_software, free_port, prepare
 from cli.steps import duration
 from cli.train import load_environment
 from cli.verify import FAILED_EXIT_CODE, proof
@@ -55,6 +55,7 @@ def demo(
 
     Needs no network, GPU or download. Exits with 3 if the reward did not rise or a check failed.
     """
+    check_software(device)
     run = _fresh(out)
     summary, checks = _train_and_verify(demo_model_folder(), run, steps, device, gpus)
     document = conclusion(summary, checks)

@@ -210,7 +210,16 @@ def started(each: Sequence[Place], run: RunDirectory, met: Met | None = None) ->
     try:
         for place in each[1:]:
             run.ranks.mkdir(exist_ok=True)
-            argv = [sys.executable, "-c", MAIN, met.address, str(met.port), str(run.path), json.dumps(asdict(place))]
+            argv = [
+                sys.executable,
+                "-P",
+                "-c",
+                MAIN,
+                met.address,
+                str(met.port),
+                str(run.path),
+                json.dumps(asdict(place)),
+            ]
             environment = os.environ | place.environment | {HOSTS_KNOW: met.key.hex()}
             others.append(children.start(argv, environment, run.ranks / f"{place.rank}.log"))
         ranks = ALONE

@@ -105,3 +105,17 @@ def test_every_async_generator_is_closed_by_who_reads_it() -> None:
         left_open |= {f"{file}:{loop.lineno}" for loop in found - closed}
     assert len(loops) >= 2
     assert left_open == set()
+
+
+def test_every_python_that_we_start_ignores_the_current_folder() -> None:
+    """A user's module `cli`, `patches` or `environments` there would replace ours."""
+    starts = {
+        f"{file}:{node.lineno}": {element.value for element in node.elts if isinstance(element, ast.Constant)}
+        for file in _python_files()
+        if "tests" not in file.relative_to(ROOT).parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
+        if not isinstance(node.elts[1], ast.Starred)  # this process's own flags, once more
+    }
+    assert len(starts) >= 5
+    assert [place for place, flags in starts.items() if not flags & {"-P", "-I"}] == []
