@@ -47,7 +47,6 @@ DEATH_LIMIT_S = 1.0
 END_LIMIT_S = 30.0
 """Longest wait for the other ranks to stop their servers, before they are stopped."""
 MAIN = "from cli.ranks import main; main()"
-INTERRUPTED = 130
 MOST_PORT = 65535
 
 
@@ -287,7 +286,7 @@ def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:
 
 def main() -> None:
     """Take part in the run of the process that started this one, and exit."""
-    signals.prepare()
+    on_signal = signals.prepare()
     try:
         address, port, run_dir, place = sys.argv[1:]
         key = bytes.fromhex(os.environ.pop(HOSTS_KNOW))
@@ -301,7 +300,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         console.note("interrupted")
-        sys.exit(INTERRUPTED)
+        sys.exit(on_signal.exit_code(signals.INTERRUPTED))
 
 
 def join_run(path: Path) -> RunDirectory:

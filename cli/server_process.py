@@ -155,7 +155,7 @@ class StartedServer:
 
         def progress(elapsed: float) -> None:
             heed()
-            detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}")
+            detail(f"{elapsed:.0f} s  {server_log.progress(self._log)}")
 
         what = "restarting" if self._restarts else "starting"
         with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:

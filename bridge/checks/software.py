@@ -133,7 +133,7 @@ def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> boo
 
 
 def obstacle(device: Device) -> Check | None:
-    """Return the first software check that fails and would end vLLM's start; nothing slow is imported if all is well."""
+    """Return the first failed software check that would end vLLM's start; if all is well, nothing slow is imported."""
     from bridge.checks import facts
 
     build = vllm_build(installed_vllm(), device, server_lives=False)

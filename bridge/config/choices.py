@@ -26,6 +26,14 @@ NO_CHOICES = {"BRIDGE_MANIFEST_PATH", HOSTS_KNOW}
 """Variables that are no choices of a command."""
 
 
+class NoEffectError(ValueError):
+    """A choice that another one switches off."""
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class Section(BaseModel):
     """The choices of one concern, frozen; unknown names are refused."""
 
@@ -92,7 +100,9 @@ class Config(Section):
         except ValidationError as error:
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, places) for fault in error.errors())
-            raise UsageError(faults, remedy="see --help for every choice and its default") from error
+            unused = (fault.get("ctx", {}).get("error") for fault in error.errors())
+            remedies = (each.remedy for each in unused if isinstance(each, NoEffectError))
+            raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
 
     @classmethod
     @cache

@@ -121,6 +121,28 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     assert not [name for name in bridge.content() if not name.startswith("default")]
 
 
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--lora-rank", "8"], "--mode lora_only, or leave --lora-r out"),
+        (["--start-command", "x"], "--mode none, or leave --start-command out"),
+        (["--logging-steps", "3"], "every step is printed and written to metrics.jsonl in the run directory"),
+    ],
+)
+def test_a_flag_without_effect_is_refused_with_what_gives_it_one(bridge: Bridge, flags: list[str], hint: str) -> None:
+    assert answer(["run", "--model", "m", *flags]) == 2
+    assert bridge.capsys.readouterr().err.splitlines()[-1] == f"hint: {hint}"
+
+
+def test_a_model_folder_that_is_not_there_is_refused_with_a_near_one(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bridge.folder / "Qwen-tiny").mkdir()
+    (bridge.folder / "Qwen-tiny" / "config.json").write_text("{}")
+    assert answer(["plan", "--model", "./Qwen-tny", "--gpu-memory", "80"]) == 2
+    assert "hint: did you mean Qwen-tiny?" in bridge.capsys.readouterr().err
+
+
 def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(
     bridge: Bridge, exported: Manifest
 ) -> None:

@@ -125,9 +125,8 @@ def test_torchvision_is_absent_or_of_the_same_build() -> None:
 
 def test_the_fixes_install_what_the_extras_name() -> None:
     extras = tomllib.loads((software.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for device, extra in (("cpu", extras["cpu"]), ("cuda", extras["gpu"])):
-        packages = shlex.split(software.INSTALL[device])[2:]
-        assert packages[: len(extra)] == extra, device
+    for remedy, extra in ((software.INSTALL["cpu"], extras["cpu"]), (software.INSTALL["cuda"], extras["gpu"])):
+        assert shlex.split(remedy)[2 : 2 + len(extra)] == extra
 
 
 @pytest.mark.parametrize(
