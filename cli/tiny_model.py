@@ -83,11 +83,11 @@ def _tokenizer() -> Any:
 
 def _warmed_up(tokenizer: Any, num_steps: int, progress: Callable[[int, int], None]) -> Any:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     size = MODEL | {"max_position_embeddings": NUM_POSITIONS, "vocab_size": len(tokenizer)}
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**size, **ids))
+    model: Any = LlamaForCausalLM(LlamaConfig(**size, **ids))  # beside a Qwen2, transformers replaces the tokenizer
     draw = random.Random(0)  # noqa: S311  no secret is made of it
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, num_steps, pct_start=0.1)
