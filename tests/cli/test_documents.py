@@ -142,6 +142,15 @@ def flags(command: str) -> set[str]:
     return {name for parameter in typer.main.get_command(app).params for name in parameter.opts}
 
 
+def test_no_page_or_message_installs_bridge_from_a_registry() -> None:
+    """None has it, so anyone could take its name there."""
+    files = [
+        path for package in ("bridge", "cli", "environments", "patches") for path in (ROOT / package).rglob("*.py")
+    ]
+    texts = {str(path): path.read_text() for path in (*files, *(ROOT / page for page in PAGES))}
+    assert [name for name, text in texts.items() if re.search(r"pip install[^`\n]*bridge-rl", text)] == []
+
+
 def test_every_program_and_every_row_of_data_can_be_read() -> None:
     kinds = []
     for block in BLOCKS:
