@@ -168,7 +168,7 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
     expected = "no other cli, patches, environments or bridge in it"
-    remedy = "run Bridge from another folder, or rename it"
+    remedy = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
     return judged("Current folder", is_ours, found, expected, remedy, otherwise="WARN")
 
 
