@@ -1,6 +1,7 @@
 """`bridge demo`: all of Bridge in one command, with a tiny model that it makes itself (`demo_model.py`)."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from cli import console, ranks
 from cli.options import Json
 from cli.ranks import Part, trained
 from cli.report import command as report
-from cli.serve import free_port, prepare
+from cli.serve import check_software, free_port, prepare
 from cli.steps import duration
 from cli.train import load_environment
 from cli.verify import FAILED_EXIT_CODE, proof
@@ -43,18 +44,35 @@ Where = Annotated[
 ]
 
 
+ModelOnly = Annotated[
+    Path | None,
+    typer.Option(
+        "--model-only", metavar="FOLDER", show_default=False,
+        help="Write a tiny model for a task of your own to this folder, and exit: it takes chat messages and tools.",
+    ),
+]  # fmt: skip
 Gpus = Annotated[
     int, typer.Option("--gpus", metavar="INTEGER", min=1, help="Replicas, on a GPU each; on a CPU, servers.")
 ]
 
 
 def demo(
-    *, out: Out = Path("runs/demo"), steps: Steps = 60, device: Where = "auto", gpus: Gpus = 1, as_json: Json = False
+    *,
+    out: Out = Path("runs/demo"),
+    steps: Steps = 60,
+    device: Where = "auto",
+    gpus: Gpus = 1,
+    model_only: ModelOnly = None,
+    as_json: Json = False,
 ) -> None:
     """Train a tiny model in place on a running vLLM, and prove that there is one copy.
 
     Needs no network, GPU or download. Exits with 3 if the reward did not rise or a check failed.
     """
+    if model_only is not None:
+        _write_model(model_only)
+        return
+    check_software(device)
     run = _fresh(out)
     summary, checks = _train_and_verify(demo_model_folder(), run, steps, device, gpus)
     document = conclusion(summary, checks)
@@ -66,6 +84,14 @@ def demo(
         console.data(json.dumps(document))
     if not document["passed"]:
         raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def _write_model(folder: Path) -> None:
+    from cli import tiny_model
+
+    with console.waiting(f"Writing a tiny model to {folder}") as detail:
+        tiny_model.write(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
+    console.note(f"to train it: bridge run --model {shlex.quote(str(folder))} --environment my_task.py:MyTask")
 
 
 def conclusion(summary: "Summary", checks: list[Check]) -> dict[str, Any]:
@@ -95,8 +121,11 @@ def demo_model_folder() -> Path:
     """Return the tiny model, which is made once and cached."""
     from cli import demo_model
 
+    folder = demo_model.cache_folder()
+    if (folder / demo_model.name()).is_dir():
+        console.note(f"tiny model: {folder / demo_model.name()}", style="dim")
+        return folder / demo_model.name()
     with console.waiting("making a tiny model (once; it is cached)") as detail:
-        folder = demo_model.cache_folder()
         return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
 
 

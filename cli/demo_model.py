@@ -63,10 +63,15 @@ def cache_folder() -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "bridge"
 
 
+def name(recipe: Mapping[str, Any] = RECIPE) -> str:
+    """Return the name of the model's folder, which says what it is made of."""
+    ingredients = [VERSION, MODEL, recipe, SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
+    return f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
+
+
 def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE) -> Path:
     """Return the model's folder inside the cache `folder`; make it first unless it is there."""
-    ingredients = [VERSION, MODEL, recipe, SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
-    target = folder / f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
+    target = folder / name(recipe)
     if target.is_dir():
         return target
     try:

@@ -32,6 +32,7 @@ def export(checkpoint: Checkpoint, *, out: Out, model: Base = None, push: Push =
 
     if push is not None:
         hub.check_push(push)
+    exports.holds_adapter(checkpoint, base=model)
     with console.waiting(f"Writing {out}"):
         folder = exports.export(checkpoint, out, base=model)
     console.note(f"exported {checkpoint} to {folder}")

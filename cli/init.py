@@ -85,7 +85,8 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
     files = {CHOICES: HEADER + template.commented((TrainConfig, ServeConfig), given), **FILES[task]}
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if taken:
-        raise UsageError(f"{', '.join(taken)} exists already", remedy="bridge init FOLDER, with a new folder")
+        exist = "exists" if len(taken) == 1 else "exist"
+        raise UsageError(f"{' and '.join(taken)} {exist} already", remedy="bridge init FOLDER, with a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

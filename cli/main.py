@@ -14,7 +14,6 @@ from bridge import __version__
 from bridge.errors import BridgeError
 from cli import console, ending, signals
 
-INTERRUPTED = 130
 REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -97,8 +96,8 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = _report_bug
-    signals.prepare()
-    sys.exit(answer(sys.argv[1:]))
+    on_signal = signals.prepare()
+    sys.exit(on_signal.exit_code(answer(sys.argv[1:])))
 
 
 def answer(arguments: Sequence[str]) -> int:
@@ -114,7 +113,7 @@ def answer(arguments: Sequence[str]) -> int:
     except TyperException as error:
         console.fault(*_usage(error))
         return error.exit_code
-    if code == INTERRUPTED:
+    if code == signals.INTERRUPTED:
         console.note("interrupted")
     return code if isinstance(code, int) else 0
 

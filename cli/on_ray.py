@@ -28,7 +28,7 @@ LIMIT_S = 600.0
 """Longest wait for nodes: a cluster that grows starts them first."""
 END_LIMIT_S = 60.0
 """Longest wait for the hosts to end after Ctrl-C."""
-PROGRAM = sys.executable, "-c", "from cli.main import main; main()"
+PROGRAM = sys.executable, "-P", "-c", "from cli.main import main; main()"
 OUTPUT = Path("/proc/self/fd/1")
 """An actor's own output, which Ray keeps in its log and prints where the cluster is used."""
 

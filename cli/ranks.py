@@ -47,7 +47,6 @@ DEATH_LIMIT_S = 1.0
 END_LIMIT_S = 30.0
 """Longest wait for the other ranks to stop their servers, before they are stopped."""
 MAIN = "from cli.ranks import main; main()"
-INTERRUPTED = 130
 MOST_PORT = 65535
 
 
@@ -210,7 +209,16 @@ def started(each: Sequence[Place], run: RunDirectory, met: Met | None = None) ->
     try:
         for place in each[1:]:
             run.ranks.mkdir(exist_ok=True)
-            argv = [sys.executable, "-c", MAIN, met.address, str(met.port), str(run.path), json.dumps(asdict(place))]
+            argv = [
+                sys.executable,
+                "-P",
+                "-c",
+                MAIN,
+                met.address,
+                str(met.port),
+                str(run.path),
+                json.dumps(asdict(place)),
+            ]
             environment = os.environ | place.environment | {HOSTS_KNOW: met.key.hex()}
             others.append(children.start(argv, environment, run.ranks / f"{place.rank}.log"))
         ranks = ALONE
@@ -278,7 +286,7 @@ def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:
 
 def main() -> None:
     """Take part in the run of the process that started this one, and exit."""
-    signals.prepare()
+    on_signal = signals.prepare()
     try:
         address, port, run_dir, place = sys.argv[1:]
         key = bytes.fromhex(os.environ.pop(HOSTS_KNOW))
@@ -293,7 +301,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         console.note("interrupted")
-        sys.exit(INTERRUPTED)
+        sys.exit(on_signal.exit_code(signals.INTERRUPTED))
 
 
 def join_run(path: Path) -> RunDirectory:

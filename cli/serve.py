@@ -10,17 +10,18 @@ import random
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import psutil
 import typer
 
 from bridge.checks import model as model_checks
+from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core.process import boot_id
-from bridge.errors import ManifestError, UnsupportedModelError, UsageError
+from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
 from bridge.server import manifest
-from cli import console, memory_share
+from cli import accelerator, console, memory_share
 from cli.options import from_config
 from cli.server_command import ServerCommand
 from patches import compatibility
@@ -55,10 +56,11 @@ def prepare(
     """Check everything that can be known before vLLM starts, and return the command that starts it.
 
     Raises:
-        IncompatibleVersionError: the patches do not fit the installed vLLM.
+        IncompatibleVersionError: vLLM, torch and torchvision do not fit each other, or the patches do not fit vLLM.
         UsageError: the port is taken, or the manifest belongs to another live server.
         BridgeError: what `ServerCommand.of` refuses.
     """
+    check_software(config.device)
     if shares_weights:
         compatibility.check_installed()
     check_model(config.model, shares_weights=shares_weights)
@@ -71,6 +73,21 @@ def prepare(
         console.note(line, style="dim")
     console.note(f"manifest: {command.manifest}" if shares_weights else "the stock vLLM: no manifest", style="dim")
     return command
+
+
+def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
+    """Check what `bridge doctor` checks of the software that vLLM cannot start without.
+
+    Raises:
+        IncompatibleVersionError: no vLLM, two of them, one for another device, or a torchvision for another torch.
+        UsageError: a GPU is requested, but there is none.
+    """
+    chosen, _ = accelerator.choose(device)
+    if fault := software.obstacle(chosen):
+        assert fault.remedy is not None, "a failed check has one"
+        raise IncompatibleVersionError(
+            f"{fault.name}: {fault.found}", remedy=f"{fault.remedy}; all checks: bridge doctor"
+        )
 
 
 def check_model(model: str, *, shares_weights: bool = True) -> None:

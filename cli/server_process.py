@@ -155,7 +155,7 @@ class StartedServer:
 
         def progress(elapsed: float) -> None:
             heed()
-            detail(f"{elapsed:.0f} s  {server_log.last_line(self._log)}")
+            detail(f"{elapsed:.0f} s  {server_log.progress(self._log)}")
 
         what = "restarting" if self._restarts else "starting"
         with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
@@ -170,7 +170,7 @@ class StartedServer:
         last = server_log.last_line(self._log)
         raise ServerUnreachableError(
             f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
-            remedy=f"read {self._log}, or allow more time with --start-limit-s",
+            remedy=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
         )
 
     def _answering(self, server: Child) -> str | None:
@@ -198,7 +198,7 @@ class StartedServer:
         before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
         return ServerUnreachableError(
             f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
-            remedy=f"read {self._log}",
+            remedy=f"bridge doctor, or read {self._log}",
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any, TextIO, cast
 
 from bridge.core.interrupt import SIGNALS
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as a shell reports it."""
 NOBODY_READS = (errno.EIO, errno.EPIPE)
 """Errors of writing to a terminal that is gone, or to a pipe without a reader."""
 
@@ -24,12 +26,17 @@ class Ending:
     """
 
     def __init__(self) -> None:
-        self._has_begun = False
+        self._first: int | None = None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        first, self._has_begun = not self._has_begun, True
-        if first or number == signal.SIGINT:
+        is_first = self._first is None
+        self._first = self._first or number
+        if is_first or number == signal.SIGINT:
             raise KeyboardInterrupt
+
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of a process that would end with `code`: an interrupted one's has its first signal."""
+        return 128 + (self._first or signal.SIGINT) if code == INTERRUPTED else code
 
 
 class Surviving:
@@ -63,7 +70,7 @@ class Surviving:
         os.close(nowhere)
 
 
-def prepare() -> None:
+def prepare() -> Ending:
     """Let this process end cleanly on every signal except SIGQUIT, which ends it at once, and outlive its terminal.
 
     Ignored signals stay ignored: a run under `nohup` continues.
@@ -73,3 +80,4 @@ def prepare() -> None:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, ending)
     sys.stdout, sys.stderr = cast(TextIO, Surviving(sys.stdout)), cast(TextIO, Surviving(sys.stderr))
+    return ending

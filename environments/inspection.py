@@ -17,6 +17,7 @@ EXAMPLE = "{'prompt': '3+4='}"
 NUM_FIRST = 64
 """Problems that are checked before anything starts."""
 RUN = "def run(self, problem: dict, base_url: str) -> float"
+REWARD = "def get_reward(self) -> float"
 SCORE = "def score(self, problem: dict, completion: str) -> float"
 
 
@@ -28,7 +29,8 @@ def check_score(environment: Any, name: str) -> None:
     """
     score = getattr(environment, "score", None)
     if not callable(score):
-        raise RewardError(f"environment {name} has no method score", remedy=f"add to it: {SCORE}")
+        remedy = f"add to it: {SCORE}; or {REWARD}, with tools; or {RUN}, for an agent"
+        raise RewardError(f"environment {name} has no method score, get_reward or run", remedy=remedy)
     try:
         inspect.signature(score).bind({}, "")
     except TypeError as error:

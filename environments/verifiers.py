@@ -32,6 +32,11 @@ AT_ONCE = 64
 class FailedRequestError(Exception):
     """The other process could not do what it was asked."""
 
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        """`is_refused`: because of what was chosen, so nothing is missing."""
+        super().__init__(message)
+        self.is_refused = is_refused
+
 
 class Verifiers:
     """One environment."""
@@ -70,7 +75,9 @@ class Verifiers:
         except FailedRequestError as error:
             raise UsageError(
                 f"--environment {self._name}: {error}",
-                remedy=f"install the environment ({self._python} -m pip install ...), or change --env-args",
+                remedy="change --env-args, the table [env] of verifiers' configuration"
+                if error.is_refused
+                else f"install the environment ({self._python} -m pip install ...), or change --env-args",
             ) from error
 
     def __iter__(self) -> Iterator[Problem]:
@@ -163,7 +170,7 @@ class _Process:
             raise ConnectionError("closed")
         answer = json.loads(line)
         if "error" in answer:
-            raise FailedRequestError(answer["error"])
+            raise FailedRequestError(answer["error"], is_refused=answer.get("refused", False))
         return answer["result"]
 
     def end(self) -> int:

@@ -22,6 +22,8 @@ from typing import Any
 
 NO_CODE = "null"
 """The harness of an agent that has none of its own: it calls the task's tools, and runs nothing that a model writes."""
+ENDPOINT = '{"client": {"type": "eval", "base_url": "http://127.0.0.1:9001/v1"}, "model": "MODEL"}'
+"""An agent's own model, as `--env-args` gives it."""
 NOBODY = "BRIDGE_HAS_NO_KEY"
 """A variable that nobody sets: the endpoint takes any key."""
 
@@ -124,7 +126,7 @@ def _seat(config: Any) -> str:
     if len(open_) != 1:
         raise Refused(
             f"{len(open_)} of its agents ({', '.join(open_)}) use the trained model, expected one; give others an"
-            ' endpoint: {"' + (open_[-1] if open_ else "judge") + '": {"client": {"base_url": ...}, "model": ...}}'
+            ' endpoint: {"' + (open_[-1] if open_ else "judge") + f'": {ENDPOINT}' + "}"
         )
     return open_[0]
 
@@ -141,8 +143,9 @@ def answered(host: "Host | None", method: str, given: Mapping[str, Any]) -> tupl
             return Host(**given), {"result": None}
         return host, {"result": getattr(host, method)(**given)}
     except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
-        said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-        return host, {"error": " ".join(said.split())[:500] or type(error).__name__}
+        is_refused = isinstance(error, Refused)
+        said = str(error) if is_refused else f"{type(error).__name__}: {error}"
+        return host, {"error": " ".join(said.split())[:500] or type(error).__name__, "refused": is_refused}
 
 
 def main() -> None:

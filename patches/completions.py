@@ -9,7 +9,8 @@ Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from itertools import groupby
 from typing import Any
 
@@ -165,13 +166,14 @@ def _params(body: CompletionsRequest, chosen: Mapping[str, float]) -> Any:
     )
 
 
-async def _unless_hung_up(request: Request, answers: AsyncIterator[Any]) -> Any:
+async def _unless_hung_up(request: Request, answers: AsyncGenerator[Any, None]) -> Any:
     """Return the last of `answers`; if the client hangs up first, cancel them and return None."""
 
     async def sample() -> Any:
         last = None
-        async for answer in answers:
-            last = answer
+        async with aclosing(answers):
+            async for answer in answers:
+                last = answer
         return last
 
     async def hang_up() -> None:

@@ -156,8 +156,8 @@ def _group(url: str, answer: httpx.Response) -> Group:
 
 def with_forked_engine(command: ServerCommand) -> ServerCommand:
     """Fork the engine on the CPU, and let it compute in its own process."""
-    python, _, module, *arguments = command.argv
-    argv = (python, "-c", FORKED_ENGINE, module, *arguments)
+    python, safe_path, _, module, *arguments = command.argv
+    argv = (python, safe_path, "-c", FORKED_ENGINE, module, *arguments)
     return replace(command, argv=argv, environment={**command.environment, **IN_THE_ENGINE})
 
 

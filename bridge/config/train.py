@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from bridge.config.borrowed import TRAIN_ALIASES
-from bridge.config.choices import Config, Section, flag
+from bridge.config.choices import Config, NoEffectError, Section, flag
 from bridge.config.rollouts import RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.serve import DEFAULT_PORT
 from bridge.core.address import Host
@@ -289,15 +289,20 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if faults := [*self._without_effect(), *self._contradictions()]:
-            raise ValueError(faults[0])
+        for unused in self._without_effect():
+            raise unused
+        for fault in self._contradictions():
+            raise ValueError(fault)
         return self
 
-    def _without_effect(self) -> Iterator[str]:
+    def _without_effect(self) -> Iterator[NoEffectError]:
         for key, (switch, values) in EFFECTIVE.items():
             if self.get(switch) not in values and self.get(key) != self.default(key):
                 only = f"only with {' and '.join(values)}"
-                yield f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, {only}"
+                yield NoEffectError(
+                    f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, {only}",
+                    remedy=f"{flag(switch)} {' or '.join(values)}, or leave {flag(key)} out",
+                )
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._unfit_rollouts()

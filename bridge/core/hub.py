@@ -96,11 +96,12 @@ def _within(seconds: float, action: Callable[[], Path]) -> Path:
 
 
 def _did_you_mean(model: str) -> str:
-    """Suggest similar names from the hub's cache, whose folders are called `models--ORGANISATION--NAME`."""
+    """Suggest similar names: of folders beside it, and in the hub's cache, as `models--ORGANISATION--NAME`."""
     from huggingface_hub import constants
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")
     names = {folder.name.removeprefix("models--").replace("--", "/") for folder in folders} - {model}
+    names |= {str(folder) for folder in Path(model).expanduser().parent.glob("*/") if (folder / CONFIG_NAME).is_file()}
     near = difflib.get_close_matches(model, sorted(names), n=2, cutoff=0.8)
     return f"did you mean {', or '.join(near)}? " if near else ""
 

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
 from itertools import islice
 from typing import Any
 
@@ -95,11 +95,11 @@ def _refuse_unused(arguments: Iterable[str], tokenizer: PreTrainedTokenizerBase,
         )
 
 
-async def _failures(scores: AsyncIterator[Score | FailedScore]) -> list[FailedScore]:
+async def _failures(scores: AsyncGenerator[Score | FailedScore, None]) -> list[FailedScore]:
     """Score until one completion gets a reward; return the failures, or nothing if one did or time is up."""
     failures = []
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(LIMIT_S), aclosing(scores):
             async for found in scores:
                 if not isinstance(found, FailedScore):
                     return []
@@ -109,14 +109,14 @@ async def _failures(scores: AsyncIterator[Score | FailedScore]) -> list[FailedSc
     return failures
 
 
-async def _scores(scorer: Scorer, problems: Sequence[Problem]) -> AsyncIterator[Score | FailedScore]:
+async def _scores(scorer: Scorer, problems: Sequence[Problem]) -> AsyncGenerator[Score | FailedScore, None]:
     for problem in problems:
         for completion in completions(problem):
             (found,) = await scorer.score(problem, [completion])
             yield found
 
 
-async def _scores_with_tools(scorer: Scorer, problems: Sequence[Problem]) -> AsyncIterator[Score | FailedScore]:
+async def _scores_with_tools(scorer: Scorer, problems: Sequence[Problem]) -> AsyncGenerator[Score | FailedScore, None]:
     """Score trajectories that call no tool."""
     for problem in problems:
         for completion in completions(problem):
@@ -130,7 +130,7 @@ async def _scores_of_agent(
     problems: Sequence[Problem],
     conversation: Callable[[Tools], Conversation],
     tokenizer: PreTrainedTokenizerBase,
-) -> AsyncIterator[Score | FailedScore]:
+) -> AsyncGenerator[Score | FailedScore, None]:
     """Score runs of an agent that gets the same made-up completion in each turn."""
     recorder = Recorder("made-up")
 

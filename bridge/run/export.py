@@ -3,6 +3,7 @@
 Not covered: uploading the folder (`bridge/core/hub.py`).
 """
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,9 @@ def export(source: Path, out: Path, *, base: str | None = None) -> Path:
     Raises:
         UsageError: `source` is damaged or holds no model, `base` does not fit it, or `out` cannot be written.
     """
-    if not source.is_dir():
-        raise UsageError(f"there is no folder {source}", remedy="name a checkpoint, such as SAVE_PATH/step_N")
+    is_adapter = holds_adapter(source, base=base)
     if checkpoint.is_checkpoint(source):
         checkpoint.read(source)
-    is_adapter = (source / adapter_folder.CONFIG_NAME).is_file()
-    if base is not None and not is_adapter:
-        raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", remedy="leave --model out")
     with whole_folder.written_whole(out, replaceable=_is_export, flag="--out") as scratch:
         if is_adapter:
             base = base or _base_of(source)
@@ -48,6 +45,32 @@ def export(source: Path, out: Path, *, base: str | None = None) -> Path:
             model_folder.copy(source, scratch)
         mark.put(scratch, "export")
     return out.resolve()
+
+
+def holds_adapter(source: Path, *, base: str | None = None) -> bool:
+    """Return whether `source` holds an adapter, and not a whole model.
+
+    Raises:
+        UsageError: it holds neither, or a whole model although `base` was named.
+    """
+    if (source / adapter_folder.CONFIG_NAME).is_file():
+        return True
+    if not (source / model_folder.CONFIG_NAME).is_file():
+        found = f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
+        raise UsageError(found, remedy=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
+    if base is not None:
+        raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", remedy="leave --model out")
+    return False
+
+
+def _did_you_mean(source: Path) -> str:
+    """Suggest the newest checkpoint below `source`, or else a folder beside it with a similar name."""
+    below = [*source.glob("*_[0-9]*"), *source.glob("*/*_[0-9]*")]
+    if steps := [folder for folder in below if checkpoint.is_checkpoint(folder)]:
+        return f"did you mean {max(steps, key=lambda folder: int(folder.name.rpartition('_')[2]))}?"
+    beside = [] if source.is_dir() else [folder.name for folder in source.parent.glob("*/")]
+    near = difflib.get_close_matches(source.name, beside, n=1)
+    return f"did you mean {source.parent / near[0]}?" if near else ""
 
 
 def _is_export(folder: Path) -> bool:

@@ -165,6 +165,8 @@ class Trainer:
         """Whether the server stops sampling while training."""
         if self._pauses and chosen is None:
             run.note("sampling stops while a step is computed, since both would share the GPU")
+        self._is_ahead = False
+        """Whether the server has older weights than the next batch is trained on, as in mode `none` between reloads."""
         self._skipped = 0
         """Steps in a row without an update because the first gradient was not finite."""
         self._alarmed: dict[str, str | None] = {}
@@ -266,7 +268,9 @@ class Trainer:
                 if self._config.tracking.save_rollouts:
                     self._run.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
                 self._run.append(metrics)
-        self._watch("mismatch", mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm))
+        alarm = mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm)
+        self._watch("mismatch", None if self._is_ahead else alarm)  # ahead, older weights are what was chosen
+        self._is_ahead = times.version == served
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics
 

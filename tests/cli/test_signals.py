@@ -127,7 +127,7 @@ def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_n
         until_it_says(r"step +2/", ours)
         tree = psutil.Process(process.pid).children(recursive=True)
         os.close(ours)
-        assert process.wait(RUN_LIMIT_S) == (0 if stays else 130)
+        assert process.wait(RUN_LIMIT_S) == (0 if stays else 128 + signal.SIGHUP)
     finally:
         limit.cancel()
         process.kill()

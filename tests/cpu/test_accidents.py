@@ -206,7 +206,7 @@ def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its
         last = trainer.steps()[-1]
         trainer.wait_for(f"step {last + 2:3}/500")
         trainer.process.send_signal(signal.SIGTERM)
-        trainer.ended(expect=130)
+        trainer.ended(expect=143)
     assert [path.name for path in second.iterdir()] == ["accident.py"]
     assert trainer.steps() == list(range(1, trainer.steps()[-1] + 1))
     check_served(llama, trainer.saved(trainer.steps()[-1]), before + trainer.steps()[-1])
@@ -216,7 +216,7 @@ def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its
 def test_a_terminal_that_closes_while_weights_are_written_costs_no_version(llama: LiveServer, tmp_path: Path) -> None:
     before = llama.status().version
     with training(llama, tmp_path, program=HUNG_UP_WHILE_IT_WRITES) as trainer:
-        assert trainer.ended(expect=130)[-1] == "interrupted"
+        assert trainer.ended(expect=129)[-1] == "interrupted"
     assert trainer.steps() == [1, 2, 3]
     check_served(llama, trainer.saved(3), before + 3)
 

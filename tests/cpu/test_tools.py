@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cli import tiny_model
 from tests import scenarios
-from tests.models import calculating
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
 TASK = """
@@ -26,7 +26,7 @@ class Task(KIND):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("calculator", "Calculator"), ("agent", "Adder")])
 def test_a_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: str) -> None:
-    model = calculating.write(tmp_path / "model")
+    model = tiny_model.write(tmp_path / "model")
     block = re.search(rf"```python\n# {name}.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / f"{name}.py").write_text(block[1])

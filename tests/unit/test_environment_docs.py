@@ -18,7 +18,7 @@ from environments.gsm8k import GSM8K
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "--model MODEL" in line]
 ROWS = [row for row in re.findall(r"^\| (.*?) \| (right|wrong)", TEXT, re.MULTILINE) if "`" in row[0]]
 
 

@@ -170,7 +170,7 @@ def test_code_that_raises_names_the_exception_and_its_line(write: Write, source:
             "    def __iter__(self):\n        return self.problems\n" + SCORES,
             "iterator",
         ),
-        (ITERATES, "has no method score"),
+        (ITERATES, "has no method score, get_reward or run"),
         (ITERATES + "    score = 3\n", "has no method score"),
         (
             ITERATES + "    def score(self, completion):\n        return 1.0\n",

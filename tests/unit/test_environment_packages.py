@@ -3,6 +3,7 @@
 Not covered: the real ones (`tests/cpu/test_packages.py`).
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ import pytest
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import FailedScore, Score
-from environments import registry, verifiers
+from environments import registry, verifiers, verifiers_program
 from environments.verifiers import FailedRequestError, Verifiers
 from tests.unit import verifiers_stand_in
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
 PYTHON, REAL_PROGRAM = Path(sys.executable), verifiers.PROGRAM
 
 
@@ -84,15 +86,24 @@ def test_tasks_that_take_too_long_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "message", "remedy"),
     [
-        ("unknown", "^--environment verifiers:unknown: taskset 'unknown' not found"),
-        ("unlisted", "^environment verifiers:unlisted: listing its tasks failed: no data"),
+        ("unknown", "^--environment verifiers:unknown: taskset 'unknown' not found", "install the environment ("),
+        ("two seats", "^--environment verifiers:two seats: 2 of its agents", "change --env-args, the table [env]"),
+        ("unlisted", "^environment verifiers:unlisted: listing its tasks failed: no data", "fix the environment"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(name: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_cannot_be_loaded_is_refused(name: str, message: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=message) as found:
         registry.load(TaskConfig(environment=f"verifiers:{name}"))
+    assert found.value.remedy.startswith(remedy)
+
+
+def test_the_hint_for_several_agents_is_what_verifiers_reads() -> None:
+    endpoint = json.loads(verifiers_program.ENDPOINT)
+    assert endpoint.keys() == {"client", "model"}
+    assert endpoint["client"].keys() == {"type", "base_url"}
+    assert f'{{"player1": {verifiers_program.ENDPOINT}}}' in DOCUMENT.read_text()
 
 
 def test_arguments_of_another_form_are_refused() -> None:

@@ -58,6 +58,25 @@ def full(folder: Path, base: Path) -> Path:
     return checkpoint.save(folder, write, progress)
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_with_a_near_one(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "one"
+    for step in (9, 30):
+        full(run / "checkpoints" / f"step_{step}", base)
+    for given, meant in (
+        (run, run / "checkpoints" / "step_30"),
+        (run / "checkpoints", run / "checkpoints" / "step_30"),
+        (run / "checkpoints" / "step_3", run / "checkpoints" / "step_30"),
+        (run.parent / "ones", run),
+    ):
+        assert answer(["export", str(given), "--out", str(tmp_path / "out")]) == 2
+        error, _, hint = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: "), "nothing is said to be written"
+        assert hint == f"hint: did you mean {meant}?"
+    assert not (tmp_path / "out").exists()
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -126,7 +145,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line_and_leaves_nothing(base:
     empty.mkdir()
     for source, model, words in (
         (tmp_path / "absent", None, "there is no folder"),
-        (empty, None, "is no whole model: it has no config.json"),
+        (empty, None, "holds neither a model nor an adapter"),
         (damaged, None, "is not whole: config.json was cut short"),
         (base, str(base), "holds no adapter"),
         (whole, str(narrow), "does not fit"),

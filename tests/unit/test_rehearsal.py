@@ -1,8 +1,9 @@
 """The first problems are tried before anything starts: prompts that cannot be encoded, scores that always fail."""
 
+import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -14,7 +15,7 @@ import pytest
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts import rehearsal
-from bridge.scoring.score import Scores
+from bridge.scoring.score import FailedScore, Score, Scores
 from bridge.types import Problem
 from bridge.weights import skeleton
 from tests.models import tiny
@@ -143,3 +144,22 @@ def test_a_score_that_takes_its_time_is_judged_in_training(
 ) -> None:
     monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0)
     assert tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000) == []
+
+
+def test_the_scores_are_closed_when_the_first_one_is_enough() -> None:
+    closed = []
+
+    async def scores() -> AsyncGenerator[Score | FailedScore, None]:
+        try:
+            yield Score(reward=1.0)
+            yield Score(reward=1.0)
+        finally:
+            await asyncio.sleep(0)  # as a trajectory that gives its process back
+            closed.append(True)
+
+    async def failures() -> list[FailedScore]:
+        found = await rehearsal._failures(scores())
+        assert closed, "asyncio.run would close it, and print a traceback"
+        return found
+
+    assert asyncio.run(failures()) == []

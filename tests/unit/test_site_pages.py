@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.names_page import PAGE, page
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_borrowed_names_is_the_one_that_is_generated() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.names_page"
 
 
 @pytest.fixture
@@ -52,8 +58,8 @@ class Files(list[Any]):
     ],
 )
 def test_a_link_leads_into_the_site(hook: Any, name: str, text: str, expected: str) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri=name))
-    assert hook.on_page_markdown(text, page=page, config=None, files=None) == expected
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri=name))
+    assert hook.on_page_markdown(text, page=shown, config=None, files=None) == expected
 
 
 def test_the_readme_comes_first_and_each_file_that_a_page_links_to_is_a_page(hook: Any) -> None:

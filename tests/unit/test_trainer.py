@@ -464,6 +464,19 @@ def test_servers_that_differ_too_much_are_told_of_when_it_begins_and_when_it_beg
         assert [row["corrected_share"] > 0.9 for row in run.metrics if row["step"] in unhealthy] == [True] * 3
 
 
+def test_a_server_that_is_reloaded_later_is_compared_after_a_reload(running: Running) -> None:
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        for choice in document["choices"]:
+            choice["logprobs"]["token_logprobs"] = [-50.0 for _ in choice["token_ids"]]
+        return document
+
+    seen: list[int] = []
+    with running(bend, interval=3) as run:
+        run.report = lambda _: seen.append(len(run.told))
+        run.train(training_steps=6, mismatch_alarm=10)
+    assert seen == [1, 1, 1, 2, 2, 2]
+
+
 def test_metrics_tell_of_every_update_and_how_far_the_server_was(running: Running) -> None:
     with running() as run:
         run.train(updates_per_batch=2, passes_per_batch=2, lr=3e-2, mask_truncated=True)

@@ -82,11 +82,14 @@ class FakeMode:
     dropout: float = 0.0
     killed: bool = False
     can_sleep: bool = False
+    interval: int = 1
+    """Steps from one version of the server to the next."""
     max_model_len: int | None = None
     last_checkpoints: list[Path | None] = field(default_factory=list)
     gradients_at_revival: list[int] = field(default_factory=list)
     """Number of gradients that the trainer held at each revival."""
     process: ServerProcess | None = None
+    _num_published: int = 0
     checkpoint_prefix = "step_"
 
     @property
@@ -112,7 +115,8 @@ class FakeMode:
                 update.prepare()
         update.write()
         self.before_publish(self.version)
-        self.version += 1
+        self._num_published += 1
+        self.version += self._num_published % self.interval == 0
         self.calls.append("publish")
         prepare_s = 0.0 if update.prepare is None else 0.125
         return FenceTimes(version=self.version, pause_s=0.25, prepare_s=prepare_s, write_s=0.5, publish_s=1.0)

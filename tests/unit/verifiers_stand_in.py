@@ -23,6 +23,8 @@ class Host:
         self._read: dict[int, int] = {}
         if self._name == "unknown":
             raise RuntimeError("taskset 'unknown' not found")
+        if self._name == "two seats":
+            raise ValueError("2 of its agents use the trained model")
 
     def tasks(self, number: int, count: int, held_out: bool = False) -> list[dict[str, Any]]:
         if self._name == "unlisted":
@@ -56,8 +58,8 @@ def main() -> None:
                 else:
                     found = getattr(host, request["method"])(**request["given"])
                 answer = {"result": found}
-            except RuntimeError as error:
-                answer = {"error": str(error)}
+            except (RuntimeError, ValueError) as error:
+                answer = {"error": str(error), "refused": isinstance(error, ValueError)}
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
 

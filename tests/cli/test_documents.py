@@ -1,0 +1,162 @@
+"""README.md and docs/: each block is run as it is written, or named with the reason; what is run prints no traceback.
+
+A server in its own process stands in for vLLM: everything else of `bridge run` is real.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+
+from bridge.run import checkpoint
+from bridge.run.checkpoint import Progress
+from cli import main, tiny_model
+from cli.serve import free_port
+from environments.gsm8k import GSM8K
+from tests import documents, forked
+from tests.cli import report_runs
+from tests.documents import PAGES, ROOT, SPANS, TRIALS, Block
+from tests.models import tiny
+
+LIMIT_S = 300.0
+STAND_IN = """
+import dataclasses, sys
+from pathlib import Path
+from cli.server_command import ServerCommand
+
+real = ServerCommand.of
+
+def stand_in(config, flags, **given):
+    command = real(config, flags, **given)
+    model, server = Path(command.model).resolve(), (sys.executable, "-m", "tests.unit.patched_server")
+    return dataclasses.replace(command, argv=(*server, str(model), str(command.manifest), str(command.port)))
+
+ServerCommand.of = stand_in
+"""
+COMMAND = f"{STAND_IN}\nfrom cli import main\nmain.main()\n"
+FAULTS = re.compile(r"Traceback|\b\w*(Error|Exception|Warning)\b|error:|generator|never (awaited|retrieved)")
+"""What no example may print, however it ends."""
+BLOCKS = documents.blocks()
+RUNNABLE = [
+    pytest.param(block, marks=[pytest.mark.slow] * block.trial.is_slow, id=block.name)
+    for block in BLOCKS
+    if TRIALS.get(block.page, {}).get(block.name) and block.trial.how == "run"
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with what the pages name: models, problems, runs and a checkpoint."""
+    for name in ("MODEL", "Qwen/Qwen2.5-0.5B-Instruct"):
+        model = tiny.write(tiny.llama(), tmp_path / name)
+        (model / "chat_template.jinja").write_text(tiny_model.TEMPLATE)
+    assert GSM8K.bundled is not None
+    for name in ("openai/gsm8k", "copies/gsm8k"):
+        shutil.copytree(GSM8K.bundled, tmp_path / name)
+    for name in ("mine.jsonl", "held_out.jsonl"):
+        shutil.copy(GSM8K.bundled / "test.jsonl", tmp_path / name)
+    for name in ("runs/20261121-1040-gsm8k", "runs/one", "runs/other", "RUN"):
+        report_runs.make(tmp_path / name, num_steps=3)
+
+    def write(scratch: Path) -> None:
+        shutil.copytree(tmp_path / "MODEL", scratch, dirs_exist_ok=True)
+
+    progress = Progress(step=3, weight_version=3, problems_drawn=24, run_dir=tmp_path / "RUN")
+    checkpoint.save(tmp_path / "CHECKPOINT", write, progress)
+    return tmp_path
+
+
+def run(folder: Path, program: str, words: list[str], variables: dict[str, str]) -> None:
+    environment = {
+        "BRIDGE_STOP_AT": "reward_mean>=-1e9",  # after one step
+        "BRIDGE_PORT": str(free_port("127.0.0.1")),
+        "LOGDIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
+    done = forked.ended(words, folder, program=program, environment=environment | variables, limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert not FAULTS.search(done.stderr), done.stderr
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("commands")
+@pytest.mark.parametrize("block", RUNNABLE)
+def test_a_block_runs_as_it_is_written(folder: Path, block: Block) -> None:
+    for other in documents.blocks(block.page):
+        if other.trial.how == "file":
+            name = "problems.jsonl" if other.kind == "json" else other.name.removeprefix("# ")
+            (folder / name).write_text(other.text)
+    if block.kind == "python":
+        run(folder, f"{STAND_IN}\n{block.text}", [], {})
+        return
+    for variables, (bridge, *words) in documents.commands(block.text):
+        assert bridge == "bridge"
+        run(folder, COMMAND, words, variables)
+
+
+@pytest.mark.xdist_group("commands")
+def test_the_commands_of_the_readme_without_a_server_run(folder: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for span in SPANS:
+        assert f"`{span}`" in readme
+        _, *words = span.replace("--out FOLDER", "--out exported").split()
+        run(folder, COMMAND, words, {})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_a_page_is_classified(page: str) -> None:
+    found = [block.name for block in documents.blocks(page)]
+    assert found == [*TRIALS.get(page, {})]
+
+
+def test_what_another_test_runs_names_it() -> None:
+    for trials in TRIALS.values():
+        for name, trial in trials.items():
+            if trial.how == "tested":
+                assert (ROOT / trial.why).is_file(), name
+            assert trial.why or trial.how in ("run", "file"), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_flag_of_a_page_exists(page: str) -> None:
+    shells = [block.text for block in documents.blocks(page) if block.kind in ("bash", "sh")]
+    for text in (*shells, *documents.SPAN.findall((ROOT / page).read_text())):
+        for _, words in documents.commands(text):
+            if words[0] == "bridge":
+                known = flags(words[1])
+                own = words[: words.index("--")] if "--" in words else words
+                given = {word.partition("=")[0] for word in own if word.startswith("--")}
+                assert given <= known | {"--help", "--version", "--install-completion"}, text
+
+
+def flags(command: str) -> set[str]:
+    """Return every flag of a command, hidden ones too."""
+    if command.startswith("--"):
+        return set()
+    module, _, function = main.COMMANDS[command][0].partition(":")
+    app = typer.Typer(add_completion=False)
+    app.command()(getattr(__import__(module, fromlist=[function]), function))
+    return {name for parameter in typer.main.get_command(app).params for name in parameter.opts}
+
+
+def test_no_page_or_message_installs_bridge_from_a_registry() -> None:
+    """None has it, so anyone could take its name there."""
+    files = [
+        path for package in ("bridge", "cli", "environments", "patches") for path in (ROOT / package).rglob("*.py")
+    ]
+    texts = {str(path): path.read_text() for path in (*files, *(ROOT / page for page in PAGES))}
+    assert [name for name, text in texts.items() if re.search(r"pip install[^`\n]*bridge-rl", text)] == []
+
+
+def test_every_program_and_every_row_of_data_can_be_read() -> None:
+    kinds = []
+    for block in BLOCKS:
+        kinds.append(block.kind)
+        if block.kind == "python":
+            compile(block.text, block.name, "exec")
+        if block.kind == "json":
+            assert [json.loads(line) for line in block.text.splitlines()]
+    assert set(kinds) == {"", "bash", "sh", "python", "json", "yaml", "diff"}

@@ -1,0 +1,154 @@
+"""The code blocks of README.md and of docs/, and how a test tries each of them, as it is written.
+
+A block is named by its first line without the comment behind it. One that is not in `TRIALS` fails a test.
+`tests/cli/test_documents.py` runs them, in a folder with a model `MODEL` and everything else that a page names.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"(?<!`)`(bridge [a-z-]+ [^`]+)`(?!`)")
+"""A command inside a sentence or a table."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a block is tried."""
+
+    how: Literal["run", "file", "tested", "left out"]
+    """`run`: its commands or its program; `file`: written beside the commands of its page, which use it; `tested`:
+    another test runs it; `left out`: its flags are checked, and nothing is run."""
+    why: str = ""
+    """The file of the other test, or what is missing here."""
+    is_slow: bool = False
+
+
+RUN, SLOW, FILE = Trial("run"), Trial("run", is_slow=True), Trial("file")
+
+
+def tested(file: str) -> Trial:
+    return Trial("tested", file)
+
+
+def left_out(why: str) -> Trial:
+    return Trial("left out", why)
+
+
+PICTURE, PACKAGES, GPUS = left_out("no code"), left_out("installs packages"), tested("tests/cpu/test_gpus.py")
+ATROPOS = tested("tests/cpu/test_atropos.py")
+TRIALS: Mapping[str, Mapping[str, Trial]] = {
+    "README.md": {
+        "other systems                                Bridge": PICTURE,
+        "make demo": tested("tests/cpu/test_demo.py"),
+        "make setup": PACKAGES,
+        "pip install '.[gpu]'": PACKAGES,
+        "pip install '.[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu": PACKAGES,
+        "bridge demo": tested("tests/cpu/test_demo.py"),
+        "PASS  storages: 26 of 26 parameters lie in the server's memory": PICTURE,
+        "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --training-steps 100": SLOW,
+        "# my_task.py": FILE,
+        "bridge/          the library": PICTURE,
+        "make lint type test": left_out("the tests themselves"),
+    },
+    "docs/atropos.md": {
+        "pip install atroposlib==0.4.0": ATROPOS,
+        "bridge serve-vllm --model MODEL": ATROPOS,
+        "bridge run --model MODEL --gpus 4 --port 9001 --rollouts atropos --atropos-url http://127.0.0.1:8000"
+        " --batch-size 256": left_out("four GPUs"),
+        "# python my_environment.py serve --config servers.yaml"
+        " --env.rollout_server_url http://127.0.0.1:8000 ...": left_out("a file of Atropos"),
+        "bridge serve-vllm --model MODEL -- --api-key KEY": ATROPOS,
+        "VLLM_API_KEY=KEY bridge env gsm8k --model MODEL --atropos-url http://127.0.0.1:8000"
+        " --server-url http://127.0.0.1:9001": ATROPOS,
+        "step 3/100  24 groups sent  reward 0.412  5,310 tok/s  queue 1.5 batches": PICTURE,
+    },
+    "docs/environments.md": {
+        "# calculator.py": FILE,
+        "bridge run --model MODEL --environment calculator.py:Calculator": RUN,
+        "bridge demo --model-only tiny": tested("tests/cpu/test_tools.py"),
+        "bridge run --model MODEL --environment gsm8k": SLOW,
+        '{"prompt": "How many days has a leap year?", "answer": "366"}': FILE,
+        "bridge run --model MODEL --environment jsonl --data problems.jsonl": SLOW,
+        "bridge run --model MODEL --environment gsm8k --reward math,format=0.2,rewards.py:brief=0.1": SLOW,
+        "# rewards.py": FILE,
+        "# my_task.py": FILE,
+        "bridge run --model MODEL --environment my_task.py:MyTask": SLOW,
+        "# sums.py": FILE,
+        "bridge run --model MODEL --environment sums.py:Sums": SLOW,
+        "bridge run --model MODEL --environment calculator.py:Calculator --max-turns 4 --max-new-tokens 512"
+        " --tool-timeout-s 10": SLOW,
+        "# agent.py": FILE,
+        "bridge run --model MODEL --environment agent.py:Adder --max-turns 4 --max-new-tokens 512"
+        " --reward-processes 16": RUN,
+        "make verifiers": tested("tests/cpu/test_packages.py"),
+    },
+    "docs/library.md": {
+        "import bridge": SLOW,
+        "+import bridge": tested("tests/cpu/test_trl.py"),
+    },
+    "docs/looking.md": {
+        "jq -r 'select(.step == 40) | .completions | max_by(.reward).text' runs/*/rollouts.jsonl": left_out(
+            "jq, TensorBoard and Weights & Biases"
+        ),
+        "bridge report runs/20261121-1040-gsm8k": RUN,
+        "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
+    },
+    "docs/scaling.md": {
+        "bridge run --model MODEL --gpus 4 --batch-size 256": GPUS,
+        "bridge run --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_tensor_parallel.py"),
+        "export BRIDGE_SECRET=...": tested("tests/cpu/test_hosts.py"),
+        "bridge run --ray --model MODEL --gpus 8 --hosts 2 --batch-size 256 --save-path /shared/saved --restarts 3": (
+            tested("tests/cli/test_on_ray.py")
+        ),
+    },
+}
+"""Page -> its blocks, in their order."""
+SPANS = (
+    "bridge plan --model MODEL --gpu-memory 140",
+    "bridge init FOLDER",
+    "bridge report RUN",
+    "bridge export CHECKPOINT --out FOLDER",
+)
+"""Commands of README's table that need no server, and are run one after the other."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a page."""
+
+    page: str
+    kind: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return re.split(r"\s{2,}#", self.text.strip().splitlines()[0].removesuffix(" \\"))[0].strip()
+
+    @property
+    def trial(self) -> Trial:
+        return TRIALS[self.page][self.name]
+
+
+def blocks(*pages: str) -> list[Block]:
+    """Return every block of these pages, or of all."""
+    return [
+        Block(page, kind, text) for page in pages or PAGES for kind, text in BLOCK.findall((ROOT / page).read_text())
+    ]
+
+
+def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Yield the commands of a shell block: the variables before each, and its words."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        variables = {}
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, variables[name] = words.pop(0).partition("=")
+        if words:
+            yield variables, words

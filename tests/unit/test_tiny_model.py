@@ -1,0 +1,42 @@
+"""`bridge demo --model-only`: the model takes any text, chats, and calls the calculator of the docs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from bridge.rollouts.conversation import Conversation
+from cli import tiny_model
+from cli.main import answer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.write(tmp_path_factory.mktemp("made") / "tiny", num_steps=2)
+
+
+def test_it_reads_every_printable_text_as_it_is(made: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(made)
+    text = "How much is {'a': 3} + 4?\n#### 7 \\boxed{7} <tool_call>"
+    token_ids = tokenizer(text)["input_ids"]
+    assert tokenizer.unk_token_id not in token_ids
+    assert tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_its_template_keeps_turns_and_writes_calls(made: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(made)
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    conversation = Conversation(tokenizer, str(made), tools=[schema])
+    call = tokenizer(f"{tiny_model.CALL[0]}12{tiny_model.CALL[1]}30{tiny_model.CALL[2]}<eos>")["input_ids"]
+    (found,) = conversation.calls(call)
+    assert (found.name, found.arguments) == ("add", {"a": 12, "b": 30})
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<system>Be brief.<user>1+2="
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    assert answer(["demo", "--model-only", str(tmp_path)]) == 2
+    assert "--model-only" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
