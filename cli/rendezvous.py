@@ -117,10 +117,7 @@ class _Line:
         if not hmac.compare_digest(code, expected):
             raise _StrangerError
         self._received += 1
-        try:
-            message = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise _StrangerError from error
+        message: dict[str, Any] = json.loads(body)
         if not isinstance(message, dict):
             raise _StrangerError
         return message
@@ -132,8 +129,7 @@ class _Line:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.close()
+        self._connection.close()
 
     def own_address(self) -> str:
         return str(self._connection.getsockname()[0])
@@ -294,7 +290,8 @@ class Rendezvous:
                 time.sleep(POLL_S)  # there may be file descriptors again
                 continue
             for oldest in self._greetings[: 1 - MOST_GREETINGS]:
-                _end(oldest)  # its thread raises, and closes it
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread raises, and closes it
             self._greetings.append(connection)
             threading.Thread(target=self._greet, args=(connection,), name="greeting", daemon=True).start()
 
@@ -306,9 +303,8 @@ class Rendezvous:
             if alike.HOST not in hello or not all(isinstance(fact, str) for fact in hello.values()):
                 raise _StrangerError
             line.send({})
-        except (OSError, _StrangerError):
+        except (OSError, ValueError, _StrangerError):
             self._strangers += 1
-            _end(connection)
             connection.close()
         else:
             self._here.append((line, hello))
@@ -383,12 +379,6 @@ def opened(train: TrainConfig) -> Iterator[Rendezvous | None]:
         yield place
     finally:
         place.close()
-
-
-def _end(connection: socket.socket) -> None:
-    """End a connection, and what waits for it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _secret() -> bytes:

@@ -1,0 +1,59 @@
+"""Which variables rewards, tools and agents can read in their processes, and how a user learns of those they cannot."""
+
+import asyncio
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.errors import UsageError
+from bridge.scoring.scorer import Scorer
+from bridge.scoring.tools import Tools
+from tests.unit.test_scoring_processes import LIMIT_S, PROBLEM, scoring
+from tests.unit.tools_sample import Bench
+
+SECRETS = ("JUDGE_API_KEY", "HF_TOKEN", "DB_PASSWORD", "aws_secret_access_key", "GOOGLE_APPLICATION_CREDENTIALS")
+PLAIN = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_HOME", "PWD", "KEYBOARD")
+
+
+def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SECRETS, *PLAIN):
+        monkeypatch.setenv(name, "abc")
+    with scoring(tmp_path) as ours:
+        assert ours.rewards(*(f"reads {name}" for name in (*SECRETS, *PLAIN))) == [None] * 5 + [3.0] * 5
+        for way in ("reads", "misses"):
+            fault = ours.fault(f"{way} HF_TOKEN")
+            hint = "; HF_TOKEN is hidden from rewards, tools and agents, pass it on: --worker-env HF_TOKEN"
+            assert fault.line.endswith(hint)
+            assert "HF_TOKEN" not in fault.kind
+        assert "hidden" not in ours.fault("raises HF_TOKENIZER").line
+        assert "hidden" not in ours.fault("raises 7 HF_TOKEN").line, "the completion names it, and not the error"
+    with scoring(tmp_path, variables=("HF_TOKEN", "HF_HOME")) as ours:
+        assert ours.rewards("reads HF_TOKEN", "reads JUDGE_API_KEY", "reads HF_HOME") == [3.0, None, 3.0]
+        assert "hidden" not in ours.fault("misses HF_TOKEN").line
+
+
+def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match="--worker-env NOT_SET_KEY: not set") as met,
+        scoring(tmp_path, variables=["NOT_SET_KEY"]),
+    ):
+        pass
+    assert met.value.remedy == "export NOT_SET_KEY=..."
+
+
+def test_a_tool_that_lacks_a_secret_is_reported_to_the_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEARCH_API_KEY", "abc")
+
+    async def called(scorer: Scorer) -> list[Any]:
+        async with scorer.trajectory(PROBLEM) as trajectory:
+            return [await trajectory.call("misbehave", {"how": "searches"}) for _ in range(2)]
+
+    with closing(Scorer(partial(Tools, Bench), processes=1, timeout_s=LIMIT_S)) as scorer:
+        replies = asyncio.run(called(scorer))
+    assert [reply.text for reply in replies] == ["error: KeyError: 'SEARCH_API_KEY'"] * 2
+    assert capsys.readouterr().err.count("--worker-env SEARCH_API_KEY") == 1
