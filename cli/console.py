@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
-from bridge.core.text import cleaned
+from bridge.core.private import cleaned
 
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Without colors if stderr is no terminal or NO_COLOR is set."""

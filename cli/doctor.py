@@ -26,7 +26,7 @@ from bridge.checks.result import Check, any_failed, failed, passed
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT
 from bridge.core import memory
-from bridge.core.text import cleaned
+from bridge.core.private import cleaned
 from bridge.errors import IncompatibleVersionError
 from bridge.server import discovery
 from bridge.server.manifest import Manifest

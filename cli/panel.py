@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from bridge.core.text import cleaned
+from bridge.core.private import cleaned
 from bridge.run import reporting
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample

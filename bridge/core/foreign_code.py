@@ -1,4 +1,4 @@
-"""Run users' code, and turn whatever it raises into an error that names the exception and the line."""
+"""Run users' code, and turn what it raises and says into errors and lines that are safe to print."""
 
 import inspect
 import sysconfig
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bridge.core.text import cleaned
+from bridge.core.private import cleaned
 from bridge.errors import BridgeError, RewardError
 
 LIBRARIES = (

@@ -1,4 +1,4 @@
-"""Hide passwords, tokens and keys in what others may read: reports, curves, events, printed commands, environments.
+"""Hide passwords, tokens, keys and control characters in what others may read: reports, events, environments.
 
 Files that only their owner may read hold everything (`config.json`, `serve.log`, the manifest).
 
@@ -7,6 +7,7 @@ Source: proc(5), `/proc/PID/environ` and fields 50 and 51 of `/proc/PID/stat`; s
 
 import os
 import re
+import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ SECRET_VARIABLE = re.compile(
     r"(^|_)(keys?|token|secrets?|credentials?|passphrase|passwd)(_|$)|apikey|password", re.IGNORECASE
 )
 FREE_FLAGS = ("--start-command", "--start_command")
+ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories of invisible characters: controls, marks of direction, halves of a surrogate pair."""
+JOINERS = dict.fromkeys(map(ord, "\u200c\u200d\ufe0e\ufe0f"))
+"""Left out: they join characters to a picture, whose width differs between terminals."""
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VALUE_IN_URL = re.compile(r"(://[^\s?#]*\?|&)([^\s=&#]+)=[^\s&#]+")
 
@@ -93,3 +98,14 @@ def hide_environment() -> None:
                 os.putenv(name, os.environb[name])  # a copy, in place of the pointer to this memory
             ctypes.memset(place, 0, len(entry))
         place += len(entry) + 1
+
+
+def cleaned(text: str) -> str:
+    """Return `text` with control characters as visible escapes; line breaks stay."""
+    text = text.replace("\r\n", "\n").expandtabs(4).translate(JOINERS)
+    if text.isprintable():
+        return text
+    return "".join(
+        char.encode("unicode_escape").decode() if char != "\n" and unicodedata.category(char) in ACTING else char
+        for char in text
+    )

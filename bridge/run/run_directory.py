@@ -15,7 +15,6 @@ from typing import Any
 from bridge.config import TrainConfig
 from bridge.core import atomic_file, claim, json_lines, mark, private
 from bridge.core.atomic_file import one_line_errors
-from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 from bridge.run import rollout_record
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
@@ -192,7 +191,7 @@ class RunDirectory:
     def record(self, line: str) -> None:
         """Append an event, with the time; control characters, which text of a model may hold, become visible."""
         if self.is_writer:
-            shown = shortened(private.shown_line(line[:LONGEST_EVENT]), LONGEST_EVENT)
+            shown = private.cleaned(" ".join(private.shown_line(line[:LONGEST_EVENT]).split()))
             with one_line_errors(self.events), self.events.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {shown}\n")
 

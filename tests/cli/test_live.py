@@ -22,7 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
-from bridge.core.text import cleaned
+from bridge.core.private import cleaned
 from bridge.run.metrics import StepMetrics
 from bridge.types import Message
 from cli import console, live, panel, steps

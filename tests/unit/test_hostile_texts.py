@@ -173,14 +173,6 @@ def test_whatever_is_said_is_logged_and_no_file_has_control_characters(
     defects.check()
 
 
-def is_too_deep(body: bytes) -> bool:
-    try:
-        json.loads(body)
-    except (RecursionError, ValueError) as error:
-        return isinstance(error, RecursionError)
-    return False
-
-
 class Posting(Trajectory):
     """Sends requests with hostile texts, each answered by one, and then an ordinary request."""
 
@@ -192,8 +184,8 @@ class Posting(Trajectory):
             for text in self._texts:
                 body = hostile_texts.request(self._draw, text)
                 with self._defects.of("request", text):
-                    answer = await client.post("chat/completions", content=body)
-                    assert answer.status_code in (200, 400) or is_too_deep(body), answer.status_code
+                    answer = await client.post(self._draw.choice(["chat/completions", "responses"]), content=body)
+                    assert answer.status_code in (200, 400), answer.status_code
         return Score(reward=1.0)
 
 
