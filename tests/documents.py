@@ -62,8 +62,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge serve-vllm --model MODEL": ATROPOS,
         "bridge run --model MODEL --gpus 4 --port 9001 --rollouts atropos --atropos-url http://127.0.0.1:8000"
         " --batch-size 256": left_out("four GPUs"),
-        "# python my_environment.py serve --config servers.yaml"
-        " --env.rollout_server_url http://127.0.0.1:8000 ...": left_out("a file of Atropos"),
+        "# python environments/gsm8k_server.py serve --config servers.yaml"
+        " --env.rollout_server_url http://127.0.0.1:8000 ...": left_out("several servers"),
+        "# servers.yaml: the same server twice, on purpose": ATROPOS,
         "bridge serve-vllm --model MODEL -- --api-key KEY": ATROPOS,
         "VLLM_API_KEY=KEY bridge env gsm8k --model MODEL --atropos-url http://127.0.0.1:8000"
         " --server-url http://127.0.0.1:9001": ATROPOS,
@@ -87,16 +88,23 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "# agent.py": FILE,
         "bridge run --model MODEL --environment agent.py:Adder --max-turns 4 --max-new-tokens 512"
         " --reward-processes 16": RUN,
+        "# smolagents, in `run`": tested("tests/unit/test_agent_clients.py"),
         "make verifiers": tested("tests/cpu/test_packages.py"),
     },
     "docs/library.md": {
         "import bridge": SLOW,
+        "# advantages of your own": SLOW,
+        "# a loop that resumes": SLOW,
         "+import bridge": tested("tests/cpu/test_trl.py"),
+        "-trainer = GRPOTrainer(model=MODEL, args=args, callbacks=[Mine()], optimizers=(optimizer, scheduler),"
+        " processing_class=tokenizer, ...)": tested("tests/unit/test_trl.py"),
     },
     "docs/looking.md": {
         "jq -r 'select(.step == 40) | .completions | max_by(.reward).text' runs/*/rollouts.jsonl": left_out(
             "jq, TensorBoard and Weights & Biases"
         ),
+        "jq -r '.completions[].turns[]? | select(.role == \"assistant\").tool_calls[]?.name' runs/*/rollouts.jsonl"
+        " | sort | uniq -c": left_out("jq"),
         "bridge report runs/20261121-1040-gsm8k": RUN,
         "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
     },

@@ -3,6 +3,7 @@
 A server in its own process stands in for vLLM: everything else of `bridge run` is real.
 """
 
+import ast
 import json
 import re
 import shutil
@@ -36,6 +37,15 @@ def stand_in(config, flags, **given):
 
 ServerCommand.of = stand_in
 """
+SERVED = """
+from bridge.config import ServeConfig
+from cli.server_process import StartedServer
+
+config = ServeConfig(model="MODEL", port={port}, vllm_config_path=Path("vllm_bridge_config.json"))
+with StartedServer(ServerCommand.of(config, ()), Path("server.log")).running():
+    exec({text!r})
+"""
+"""A program that attaches to a server."""
 COMMAND = f"{STAND_IN}\nfrom cli import main\nmain.main()\n"
 FAULTS = re.compile(r"Traceback|\b\w*(Error|Exception|Warning)\b|error:|generator|never (awaited|retrieved)")
 """What no example may print, however it ends."""
@@ -90,7 +100,8 @@ def test_a_block_runs_as_it_is_written(folder: Path, block: Block) -> None:
             name = "problems.jsonl" if other.kind == "json" else other.name.removeprefix("# ")
             (folder / name).write_text(other.text)
     if block.kind == "python":
-        run(folder, f"{STAND_IN}\n{block.text}", [], {})
+        served = SERVED.format(port=free_port("127.0.0.1"), text=block.text)
+        run(folder, STAND_IN + (served if "bridge.attach(" in block.text else block.text), [], {})
         return
     for variables, (bridge, *words) in documents.commands(block.text):
         assert bridge == "bridge"
@@ -156,7 +167,7 @@ def test_every_program_and_every_row_of_data_can_be_read() -> None:
     for block in BLOCKS:
         kinds.append(block.kind)
         if block.kind == "python":
-            compile(block.text, block.name, "exec")
+            compile(block.text, block.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if block.kind == "json":
             assert [json.loads(line) for line in block.text.splitlines()]
     assert set(kinds) == {"", "bash", "sh", "python", "json", "yaml", "diff"}
