@@ -292,4 +292,4 @@ def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], places: Mapping[str,
     if fault["type"] == "missing":
         return f"{flag(key)} is missing"
     message = message.removeprefix("Input ").replace("should", "must", 1).partition(", unable")[0]
-    return f"{places.get(key, flag(key))}: {message}, found {described(fault['input'])}"
+    return f"{places.get(key, flag(key))}: {message}, found {described(fault['input'], 200)}"
