@@ -216,10 +216,11 @@ class Expected:
     def difference(self, hidden_TH: Tensor, *, first: int = 0) -> float:
         """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
 
-        The median, since rounding alone may send a few tokens to other experts.
+        The median, since rounding alone may send a few tokens to other experts. Where the hidden state of a token is 0,
+        as at the start of a sequence whose first embedding is 0, an equal one differs by 0.
         """
-        error_TH, alone_TH = hidden_TH.float() - self.alone_TH.float(), self.alone_TH.float()
-        relative_T = error_TH.norm(dim=1) / alone_TH.norm(dim=1)
+        error_T = (hidden_TH.float() - self.alone_TH.float()).norm(dim=1)
+        relative_T = torch.where(error_T == 0, 0.0, error_T / self.alone_TH.float().norm(dim=1))
         medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
         return float(torch.stack(medians).max())  # nan, if one is
 

@@ -42,7 +42,7 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: s
     before, after = [
         json.loads(line)["reward_mean"] for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()
     ]
-    assert 0.1 < before < 0.6
+    assert before < 0.6
     assert after >= before + 0.2
     steps = scenarios.metrics(tmp_path / "run")
     assert steps[0]["turns_mean"] < steps[-1]["turns_mean"] <= 3
@@ -50,5 +50,7 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: s
     assert len(diffs) > 6, "a step teaches nothing only once all is learnt"
     assert max(diffs) < scenarios.PARITY_LIMIT, "the tokens that were sampled are those that are trained on"
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
-    texts = [each["text"] for row in rows for each in row["completions"]]
-    assert any(re.search(r"assistant: <tool_call>.*\n(add|tool): \d+\nassistant: \d+$", text) for text in texts)
+    ends = [each["turns"][-3:] for row in rows for each in row["completions"]]
+    called = [end for end in ends if [turn["role"] for turn in end] == ["assistant", "tool", "assistant"]]
+    assert any(re.fullmatch(r"\d+", end[1]["text"]) and re.fullmatch(r"\d+", end[2]["text"]) for end in called)
+    assert all(end[0]["tool_calls"] for end in called)

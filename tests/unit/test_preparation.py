@@ -32,7 +32,7 @@ from transformers import (
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.passes import attention, layers
+from bridge.passes import attention, layers, preparation
 from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
 from bridge.passes.preparation import Expected, packed, prepare, recompute_activations
 from tests.models import tiny
@@ -73,6 +73,14 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
     assert prepared(model) == []
     assert model.config._attn_implementation == attention.NAME
     assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json must not mention it
+
+
+def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
+    model = llama()
+    first = preparation._example_tokens(model)[0]  # its hidden state is 0, too
+    with torch.no_grad():
+        model.get_input_embeddings().weight[first] = 0
+    assert prepared(model) == []
 
 
 def test_prompts_are_shared_where_completions_see_them_and_not_where_a_model_loses_what_they_see(
