@@ -32,6 +32,8 @@ from bridge.types import Group
 KIND: Final = "loop"
 PREFIX = "step_"
 """Name of a checkpoint's folder without the number of its step, as in mode `shared_vllm`."""
+NOTHING = -1
+"""Stands for the step before any that a loop may log."""
 POSITIONS = "by_position.pt"
 """The state of an optimizer that is not Bridge's: one entry for each parameter, in the optimizer's order."""
 
@@ -141,10 +143,11 @@ class Loop:
             self._note(f"passed over: {line}")
         if found is None and not RunDirectory(self._given).metrics.exists():
             return None
-        step = 0 if found is None else found.progress.step
+        step = NOTHING if found is None else found.progress.step
         self._run = self._opened(RunDirectory.reopen(self._given, step, echo=self._note, kind=KIND))
         self._step = None if found is None else step
-        self._note(f"{self._given}: resuming after step {step}")
+        told = "beginning again, without a checkpoint" if found is None else f"resuming after step {step}"
+        self._note(f"{self._given}: {told}")
         return found
 
     def end(self) -> None:

@@ -195,11 +195,12 @@ def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
         attach(tmp_path / "mine").log(1, loss=0.0)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(attach: Attach, tmp_path: Path) -> None:
-    attach().log(1, loss=0.0)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(attach: Attach, tmp_path: Path, first: int) -> None:
+    attach().log(first, loss=0.0)
     again = attach()
     assert again.resume(again.optimizer(lr=1e-3)) == 0
-    again.log(1, loss=1.0)
+    again.log(first, loss=1.0)
     assert [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1.0]
     assert len(lines(tmp_path / "run" / "metrics_lost.jsonl")) == 1
 
