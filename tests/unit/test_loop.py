@@ -6,6 +6,7 @@ Not covered: a loop that is killed on a real server (`tests/cpu/test_library.py`
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import bridge
 from bridge import policy as policy_module
 from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
-from bridge.run import checkpoint, export
+from bridge.run import checkpoint, export, loop
 from bridge.types import Completion, Group
 from cli.report import page, record
 from tests.models import tiny
@@ -230,6 +231,34 @@ def test_a_checkpoint_of_another_optimizer_is_refused(attach: Attach, other: str
     with pytest.raises((CheckpointError, UsageError)):
         again.resume(OPTIMIZERS[other](again))
     assert "pause" not in calls(again)
+
+
+def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
+    policy = attach()
+    optimizer = OPTIMIZERS["torch's AdamW"](policy)
+    step(policy, optimizer, 1)
+    policy.save(step=1, optimizer=optimizer)
+    policy.close()
+    again = attach()
+    ordered = [*again.parameters()]
+    first, second = next(
+        (one, other)
+        for one, other in combinations(range(len(ordered)), 2)
+        if ordered[one].shape == ordered[other].shape
+    )
+    ordered[first], ordered[second] = ordered[second], ordered[first]
+    with pytest.raises(CheckpointError, match="in another order"):
+        again.resume(torch.optim.AdamW(ordered, lr=1e-2))
+    assert "pause" not in calls(again)
+
+
+def test_what_lies_on_the_device_of_a_parameter_is_known() -> None:
+    """A fused AdamW keeps its count of steps there, and fails with one on the CPU."""
+    there, here = torch.zeros(2, 2, device="meta"), torch.zeros(2, 2)
+    for parameter, expected in ((there, ["step", "exp_avg"]), (here, ["exp_avg"])):
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.state[parameter] = {"step": parameter.new_zeros(()), "exp_avg": parameter.clone(), "maximize": 1}
+        assert loop._state_of(parameter, optimizer)[1] == expected
 
 
 def test_an_optimizer_with_state_that_is_no_tensor_is_refused(attach: Attach, tmp_path: Path) -> None:
