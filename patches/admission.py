@@ -36,7 +36,7 @@ vllm.entrypoints.common.cli_args
 """
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether the current request carries the manifest's token."""
-WRONG_TOKEN = "the bearer token is not the one in this server's manifest"
+NOT_IN_MANIFEST = "the bearer token is not the one in this server's manifest"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
@@ -68,7 +68,7 @@ class Rules:
         if not self.key_digests or self._has_key(headers):
             return None
         if path == "/health" or path.startswith(BRIDGE_ROUTES):  # routes of Bridge check the token themselves
-            return None if is_ours.get() or not has_body(headers) else (401, WRONG_TOKEN)
+            return None if is_ours.get() or not has_body(headers) else (401, NOT_IN_MANIFEST)
         return 401, "Unauthorized"
 
     def _foreign_host(self, host: str | None) -> str | None:

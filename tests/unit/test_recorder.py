@@ -121,7 +121,9 @@ def test_no_depth_of_a_field_that_is_repeated_is_a_fault(route: str, field: str)
         for depth in range(880, 1000):
             body = f'{{"input": "x", "stream": true, "{field}": {"[" * depth}{"]" * depth}}}'.encode()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(f"POST {path}/{route} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            writer.write(
+                f"POST {path}/{route} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+            )
             found.add(int((await reader.readline()).split()[1]))
             writer.close()
         return found
