@@ -36,6 +36,7 @@ vllm.entrypoints.common.cli_args
 """
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """Whether the current request carries the manifest's token."""
+NOT_IN_MANIFEST = "the bearer token is not the one in this server's manifest"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
@@ -64,8 +65,11 @@ class Rules:
         """Return the status and the reason if a request is refused."""
         if foreign := self._foreign_host(headers.get("host")) or self._foreign_page(headers):
             return 403, foreign
-        is_open = not self.key_digests or path == "/health" or path.startswith(BRIDGE_ROUTES)
-        return None if is_open or self._has_key(headers) else (401, "Unauthorized")
+        if not self.key_digests or self._has_key(headers):
+            return None
+        if path == "/health" or path.startswith(BRIDGE_ROUTES):  # routes of Bridge check the token themselves
+            return None if is_ours.get() or not has_body(headers) else (401, NOT_IN_MANIFEST)
+        return 401, "Unauthorized"
 
     def _foreign_host(self, host: str | None) -> str | None:
         """Return why a name is not one of this server's; None if it may be."""
@@ -137,7 +141,7 @@ class Intake:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        if "content-length" not in headers and "transfer-encoding" not in headers:  # no body
+        if not has_body(headers):
             await self._inner(scope, receive, send)
             return
         try:
@@ -151,6 +155,11 @@ class Intake:
             return messages.pop(0) if messages else await receive()
 
         await self._inner(scope, replay, send)
+
+
+def has_body(headers: Headers) -> bool:
+    """Return whether a request announces a body."""
+    return "content-length" in headers or "transfer-encoding" in headers
 
 
 def _parts(url: str) -> SplitResult:

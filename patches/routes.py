@@ -23,7 +23,7 @@ from bridge.server import protocol
 from bridge.server.protocol import BRIDGE_ROUTES, VERSION_HEADER, HolderRequest, Status
 from patches import completions, exporter, generate, memory_pool, ranks, sampling_watch
 from patches.adapter import AdapterClaim, ServedAdapter
-from patches.admission import Guard, Intake, Rules, refuse_dev_mode
+from patches.admission import NOT_IN_MANIFEST, Guard, Intake, Rules, refuse_dev_mode
 from patches.server_fence import ServerFence
 
 PINS = """
@@ -109,7 +109,7 @@ class VersionMiddleware:
 def _authorize(request: Request) -> None:
     expected = f"Bearer {request.app.state.bridge_manifest.token}"
     if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected.encode()):
-        raise HTTPException(401, "the bearer token is not the one in this server's manifest")
+        raise HTTPException(401, NOT_IN_MANIFEST)
 
 
 def _state(request: Request) -> Any:

@@ -19,8 +19,13 @@ PRIVATE_CHOICES = ("start_command",)
 """Choices that are hidden as a whole: a command line can hold a secret in any form."""
 SECRET_FLAG = re.compile(r"--?[\w-]*(key|token|secret|password|credentials?)$", re.IGNORECASE)
 SECRET_VARIABLE = re.compile(
-    r"(^|_)(keys?|token|secrets?|credentials?|passphrase|passwd)(_|$)|apikey|password", re.IGNORECASE
+    r"(^|_)(keys?|token|secrets?|credentials?|passphrase|passwd)(_|$)|_(pass|pwd|pat|auth)$"
+    r"|(api|access|secret|private)key|(access|auth)token|password",
+    re.IGNORECASE,
 )
+OF_THE_HUB = "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"
+NEEDS_THE_HUB = re.compile(r"huggingface\.co|\bon the Hub\b|\bgated (repo|dataset)\b", re.IGNORECASE)
+"""What errors of the Hugging Face libraries say of a private or gated data set; none of them names the variable."""
 FREE_FLAGS = ("--start-command", "--start_command")
 ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories of invisible characters: controls, marks of direction, halves of a surrogate pair."""
@@ -77,7 +82,8 @@ def hidden(kept: Collection[str]) -> list[str]:
 
 def hint(text: str, kept: Collection[str]) -> str:
     """Return how workers get a variable that they lack and `text` names, to be appended; empty if it names none."""
-    if named := [name for name in hidden(kept) if re.search(rf"\b{re.escape(name)}\b", text)]:
+    of_the_hub = OF_THE_HUB if NEEDS_THE_HUB.search(text) else ()
+    if named := [name for name in hidden(kept) if name in of_the_hub or re.search(rf"\b{re.escape(name)}\b", text)]:
         return f"; {named[0]} is hidden from rewards, tools and agents, pass it on: --worker-env {','.join(named)}"
     return ""
 

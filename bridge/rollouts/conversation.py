@@ -25,6 +25,8 @@ FORMATS: Mapping[str, re.Pattern[str]] = {
     "llama": re.compile(r"^\s*(?:<\|python_tag\|>)?(\{.*\})\s*$", re.DOTALL),
 }
 """Ways to write calls as JSON, each an object or a list of them; a template's own rendering shows which one it uses."""
+ENDS = {"hermes": re.compile(r"\}\s*</tool_call>")}
+"""What a call ends with: behind the last one, each `<tool_call>` that nothing ends would be a search to the end."""
 ARGUMENTS = ("arguments", "parameters")
 """Names of the arguments in these objects."""
 THOUGHT_ENDS = "</think>"
@@ -129,7 +131,8 @@ class Conversation:
         if not (calls := parsed(text, self._format)):
             return decoded(skip_special_tokens=True), ()
         thought, end, rest = text.rpartition(THOUGHT_ENDS)
-        return thought + end + FORMATS[self._format].sub("", rest), calls
+        called = _called(rest, self._format)
+        return thought + end + FORMATS[self._format].sub("", called) + rest[len(called) :], calls
 
     def between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
         """Return the tokens from the end of a turn with these `calls`, over the `answers`, to the start of the next.
@@ -282,9 +285,16 @@ def encodable(text: str) -> str:
 def parsed(text: str, form: str) -> tuple[Call, ...]:
     """Return the calls in the text of a turn, written as in `FORMATS`; none if any of them cannot be read."""
     try:
-        return tuple(_calls(text.rpartition(THOUGHT_ENDS)[2], FORMATS[form])) if form else ()
+        return tuple(_calls(_called(text.rpartition(THOUGHT_ENDS)[2], form), FORMATS[form])) if form else ()
     except Exception:  # noqa: BLE001  a model may write anything
         return ()
+
+
+def _called(text: str, form: str) -> str:
+    """Return the beginning of `text` that holds all of its calls."""
+    if form not in ENDS:
+        return text
+    return text[: max((found.end() for found in ENDS[form].finditer(text)), default=0)]
 
 
 def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:

@@ -116,13 +116,11 @@ class Recorder:
             return
         try:
             asked, document = await self._answered(name, route, body, receive)
+            text, kind = _written(document, asked)
         except Refusal as refusal:
             await _refuse(send, refusal)
             return
-        if asked.get("stream"):
-            await _send(send, 200, _as_stream(document, asked.get("stream_options")), "text/event-stream")
-        else:
-            await _send(send, 200, json.dumps(document), "application/json")
+        await _send(send, 200, text, kind)
 
     def _addressed(self, method: str, path: str) -> tuple[str, str]:
         """Return the name of the run that a request is for, and its route.
@@ -200,6 +198,20 @@ async def _send(send: Any, status: int, text: str, kind: str, more: Mapping[str,
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": data})
+
+
+def _written(document: Document, asked: Document) -> tuple[str, str]:
+    """Return an answer as the request `asked` for it, and its content type.
+
+    Raises:
+        Refusal: it repeats a field of the request that is nested more deeply than JSON can be written.
+    """
+    try:
+        if asked.get("stream"):
+            return _as_stream(document, asked.get("stream_options")), "text/event-stream"
+        return json.dumps(document), "application/json"
+    except RecursionError as error:
+        raise Refusal("the request is nested too deeply") from error
 
 
 def _as_stream(document: Document, options: Any) -> str:

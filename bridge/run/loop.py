@@ -32,8 +32,11 @@ from bridge.types import Group
 KIND: Final = "loop"
 PREFIX = "step_"
 """Name of a checkpoint's folder without the number of its step, as in mode `shared_vllm`."""
+NOTHING = -1
+"""Stands for the step before any that a loop may log."""
 POSITIONS = "by_position.pt"
-"""The state of an optimizer that is not Bridge's: one entry for each parameter, in the optimizer's order."""
+"""The state of an optimizer that is not Bridge's, in its order: for each parameter its name and shape, its state, and
+what of that lies on the parameter's device."""
 
 
 class Loop:
@@ -141,10 +144,11 @@ class Loop:
             self._note(f"passed over: {line}")
         if found is None and not RunDirectory(self._given).metrics.exists():
             return None
-        step = 0 if found is None else found.progress.step
+        step = NOTHING if found is None else found.progress.step
         self._run = self._opened(RunDirectory.reopen(self._given, step, echo=self._note, kind=KIND))
         self._step = None if found is None else step
-        self._note(f"{self._given}: resuming after step {step}")
+        told = "beginning again, without a checkpoint" if found is None else f"resuming after step {step}"
+        self._note(f"{self._given}: {told}")
         return found
 
     def end(self) -> None:
@@ -180,16 +184,16 @@ def load_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer)
     path = found.folder / trainer_state.FOLDER / POSITIONS
     states = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else []
     parameters = _parameters(optimizer)
-    if path.is_file() and [shape for shape, _ in states] != [[*each.shape] for each in parameters]:
+    if path.is_file() and [which for which, _, _ in states] != [*_named(model, optimizer)]:
         raise CheckpointError(
-            f"{path} is of other parameters than {type(optimizer).__name__}'s", remedy="make the optimizer as before"
+            f"{path} is of other parameters than {type(optimizer).__name__}'s, or in another order",
+            remedy="make the optimizer as before",
         )
     trainer_state.read(found.folder, {}, _OfAProgram(optimizer))
-    for parameter, (_, state) in zip(parameters, states, strict=True):
-        on_device = {
-            key: each.to(parameter.device) if _is_beside(each, parameter) else each for key, each in state.items()
+    for parameter, (_, state, beside) in zip(parameters, states, strict=True):
+        optimizer.state[parameter] = {
+            key: each.to(parameter.device) if key in beside else each for key, each in state.items()
         }
-        optimizer.state[parameter] = on_device
 
 
 class _OfAProgram:
@@ -215,8 +219,9 @@ def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     if isinstance(optimizer, InPlaceOptimizer):
         trainer_state.write(folder, _trained(model, optimizer), optimizer)
         return
-    states = [([*each.shape], dict(optimizer.state.get(each, {}))) for each in _parameters(optimizer)]
-    odd = next(((key, value) for _, state in states for key, value in state.items() if not _is_plain(value)), None)
+    which = _named(model, optimizer)
+    states = [(next(which), *_state_of(each, optimizer)) for each in _parameters(optimizer)]
+    odd = next(((key, value) for _, state, _ in states for key, value in state.items() if not _is_plain(value)), None)
     if odd:
         raise UsageError(
             f"{type(optimizer).__name__} keeps {odd[0]!r} as a {type(odd[1]).__name__}, expected a tensor or a number",
@@ -235,13 +240,26 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
+def _state_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """Return the state of a parameter, and what of it lies on the parameter's device.
+
+    torch keeps a count of steps on the CPU, unless the optimizer is fused or capturable.
+    """
+    state = dict(optimizer.state.get(parameter, {}))
+    on_device = [key for key, each in state.items() if isinstance(each, Tensor) and each.device == parameter.device]
+    if parameter.device.type == "cpu":  # where a count is in either case
+        on_device = [key for key in on_device if state[key].shape == parameter.shape]
+    return state, on_device
+
+
+def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[int]]]:
+    """Yield the name and the shape of each parameter of an optimizer; no name if it is none of the model's."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    return ((names.get(id(each), ""), [*each.shape]) for each in _parameters(optimizer))
+
+
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, Tensor | int | float | str)
-
-
-def _is_beside(value: object, parameter: Tensor) -> bool:
-    """Return whether a part of the state lies on its parameter's device; torch keeps a count of steps on the CPU."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class RunDirectory:
         last = json_lines.cut(run.metrics, step)
         json_lines.cut(run.rollouts, step)
         json_lines.cut(run.evaluations, step)
-        if step and step != last:
+        if step > 0 and step != last:
             run.note(f"{run.metrics} has no line of step {step}: the run was killed before that, or began elsewhere")
         return run
 

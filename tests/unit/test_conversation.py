@@ -141,3 +141,13 @@ def test_a_server_that_would_not_stop_at_the_end_of_a_turn_is_named(tmp_path: Pa
 @pytest.mark.parametrize("text", ["", "[TOOL_CALLS] [7]", "<tool_call>{}</tool_call>", "{" * 100_000, '{"name": 3}'])
 def test_text_that_is_no_call_is_none(text: str, form: str) -> None:
     assert conversation.parsed(text, form) == ()
+
+
+@pytest.mark.parametrize("begun", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
+def test_calls_that_nothing_ends_take_no_quadratic_time(tmp_path: Path, begun: str) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    (found,) = conversation.parsed(call + begun * 200_000, "hermes")
+    assert (found.name, found.arguments) == ("add", {"a": 1})
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    said = tokenizer(f"So: {call} and {begun * 2}")["input_ids"]
+    assert made(tmp_path, "qwen2_5").read(said)[0] == f"So:  and {begun * 2}"

@@ -184,7 +184,8 @@ def test_without_them_nothing_is(variables: dict[str, str]) -> None:
     admission.refuse_dev_mode(variables)
 
 
-def test_what_is_refused_is_never_read() -> None:
+@pytest.mark.parametrize("path", ["/invocations", "/health", "/bridge/lease", "/bridge/none"])
+def test_what_is_refused_is_never_read(path: str) -> None:
     reads: list[str] = []
     app = vllm(api_key=KEYS)
 
@@ -198,6 +199,6 @@ def test_what_is_refused_is_never_read() -> None:
         sent.append(message)
 
     headers = [(b"host", b"127.0.0.1"), (b"content-length", b"5")]
-    scope = {"type": "http", "method": "POST", "path": "/invocations", "headers": headers, "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
     asyncio.run(app(scope, receive, send))
     assert (sent[0]["status"], reads) == (401, [])

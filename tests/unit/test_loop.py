@@ -6,6 +6,7 @@ Not covered: a loop that is killed on a real server (`tests/cpu/test_library.py`
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import bridge
 from bridge import policy as policy_module
 from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
-from bridge.run import checkpoint, export
+from bridge.run import checkpoint, export, loop
 from bridge.types import Completion, Group
 from cli.report import page, record
 from tests.models import tiny
@@ -195,11 +196,12 @@ def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
         attach(tmp_path / "mine").log(1, loss=0.0)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(attach: Attach, tmp_path: Path) -> None:
-    attach().log(1, loss=0.0)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(attach: Attach, tmp_path: Path, first: int) -> None:
+    attach().log(first, loss=0.0)
     again = attach()
     assert again.resume(again.optimizer(lr=1e-3)) == 0
-    again.log(1, loss=1.0)
+    again.log(first, loss=1.0)
     assert [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1.0]
     assert len(lines(tmp_path / "run" / "metrics_lost.jsonl")) == 1
 
@@ -229,6 +231,34 @@ def test_a_checkpoint_of_another_optimizer_is_refused(attach: Attach, other: str
     with pytest.raises((CheckpointError, UsageError)):
         again.resume(OPTIMIZERS[other](again))
     assert "pause" not in calls(again)
+
+
+def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
+    policy = attach()
+    optimizer = OPTIMIZERS["torch's AdamW"](policy)
+    step(policy, optimizer, 1)
+    policy.save(step=1, optimizer=optimizer)
+    policy.close()
+    again = attach()
+    ordered = [*again.parameters()]
+    first, second = next(
+        (one, other)
+        for one, other in combinations(range(len(ordered)), 2)
+        if ordered[one].shape == ordered[other].shape
+    )
+    ordered[first], ordered[second] = ordered[second], ordered[first]
+    with pytest.raises(CheckpointError, match="in another order"):
+        again.resume(torch.optim.AdamW(ordered, lr=1e-2))
+    assert "pause" not in calls(again)
+
+
+def test_what_lies_on_the_device_of_a_parameter_is_known() -> None:
+    """A fused AdamW keeps its count of steps there, and fails with one on the CPU."""
+    there, here = torch.zeros(2, 2, device="meta"), torch.zeros(2, 2)
+    for parameter, expected in ((there, ["step", "exp_avg"]), (here, ["exp_avg"])):
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.state[parameter] = {"step": parameter.new_zeros(()), "exp_avg": parameter.clone(), "maximize": 1}
+        assert loop._state_of(parameter, optimizer)[1] == expected
 
 
 def test_an_optimizer_with_state_that_is_no_tensor_is_refused(attach: Attach, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from bridge.core import intake
 from bridge.rollouts.recorder import Recorder
 
-ANSWERED = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": {}}
+USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 1)
+ANSWERED = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": USAGE}
 
 
 def with_a_run(act: Callable[[int, str], Awaitable[Any]]) -> Any:
@@ -109,3 +110,22 @@ def test_a_silent_connection_is_closed_after_the_limit(monkeypatch: pytest.Monke
             writer.close()
 
     assert with_a_run(act) == b""
+
+
+@pytest.mark.parametrize(("route", "field"), [("chat/completions", "model"), ("responses", "metadata")])
+def test_no_depth_of_a_field_that_is_repeated_is_a_fault(route: str, field: str) -> None:
+    """The answer repeats it a few levels deeper, and both are limited by what JSON can be read and written."""
+
+    async def statuses(port: int, path: str) -> set[int]:
+        found = set[int]()
+        for depth in range(880, 1000):
+            body = f'{{"input": "x", "stream": true, "{field}": {"[" * depth}{"]" * depth}}}'.encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                f"POST {path}/{route} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+            )
+            found.add(int((await reader.readline()).split()[1]))
+            writer.close()
+        return found
+
+    assert with_a_run(statuses) == {200, 400}

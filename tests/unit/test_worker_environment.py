@@ -8,21 +8,28 @@ from typing import Any
 
 import pytest
 
+from bridge.core import private
 from bridge.errors import UsageError
 from bridge.scoring.scorer import Scorer
 from bridge.scoring.tools import Tools
 from tests.unit.test_scoring_processes import LIMIT_S, PROBLEM, scoring
 from tests.unit.tools_sample import Bench
 
-SECRETS = ("JUDGE_API_KEY", "HF_TOKEN", "DB_PASSWORD", "aws_secret_access_key", "GOOGLE_APPLICATION_CREDENTIALS")
-PLAIN = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_HOME", "PWD", "KEYBOARD")
+SECRETS = (
+    "JUDGE_API_KEY", "HF_TOKEN", "DB_PASSWORD", "aws_secret_access_key", "GOOGLE_APPLICATION_CREDENTIALS",
+    "SMTP_PASS", "MYSQL_PWD", "GH_PAT", "REGISTRY_AUTH", "MINIO_SECRETKEY",
+)  # fmt: skip
+PLAIN = (
+    "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_HOME", "PWD", "OLDPWD", "KEYBOARD", "MONKEY_PATCH", "SSH_AUTH_SOCK",
+    "XAUTHORITY", "GIT_ASKPASS",
+)  # fmt: skip
 
 
 def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*SECRETS, *PLAIN):
         monkeypatch.setenv(name, "abc")
     with scoring(tmp_path) as ours:
-        assert ours.rewards(*(f"reads {name}" for name in (*SECRETS, *PLAIN))) == [None] * 5 + [3.0] * 5
+        assert ours.rewards(*(f"reads {name}" for name in (*SECRETS, *PLAIN))) == [None] * 10 + [3.0] * 10
         for way in ("reads", "misses"):
             fault = ours.fault(f"{way} HF_TOKEN")
             hint = "; HF_TOKEN is hidden from rewards, tools and agents, pass it on: --worker-env HF_TOKEN"
@@ -33,6 +40,20 @@ def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monke
     with scoring(tmp_path, variables=("HF_TOKEN", "HF_HOME")) as ours:
         assert ours.rewards("reads HF_TOKEN", "reads JUDGE_API_KEY", "reads HF_HOME") == [3.0, None, 3.0]
         assert "hidden" not in ours.fault("misses HF_TOKEN").line
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "DatasetNotFoundError: Dataset 'o/d' doesn't exist on the Hub or cannot be accessed.",
+        "GatedRepoError: 401 Client Error. Cannot access gated repo for url https://huggingface.co/o/d",
+        "Dataset 'o/d' is a gated dataset on the Hub. You must be authenticated to access it.",
+    ],
+)
+def test_an_error_of_the_hub_names_its_hidden_token(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("HF_TOKEN", "abc")
+    assert private.hint(said, ()).endswith("pass it on: --worker-env HF_TOKEN")
+    assert private.hint(said, ("HF_TOKEN",)) == private.hint("KeyError: 'answer'", ()) == ""
 
 
 def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
