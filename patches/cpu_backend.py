@@ -59,7 +59,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """vLLM's names of the functions applied to the first half of the first product."""
 FIRST_TOKEN: ContextVar[int | None] = ContextVar("FIRST_TOKEN", default=None)
-"""Where the step has the first token of the request whose prompt's log-probabilities are computed."""
+"""Index in the step of the first token of the request whose prompt's log-probabilities are computed."""
 
 
 def patch() -> None:
@@ -236,21 +236,22 @@ def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..
 
     @wraps(original)
     def _get_prompt_logprobs_dict(self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        requested, found = self.num_prompt_logprobs, dict[str, Any]()
+        requested = self.num_prompt_logprobs
+        logprobs = dict[str, Any]()
         try:
             for request in [each for each in requested if each in num_scheduled_tokens]:  # others are preempted
                 self.num_prompt_logprobs = {request: requested[request]}
                 row = self.input_batch.req_id_to_index[request]
                 token = FIRST_TOKEN.set(int(self.query_start_loc.np[row]))
                 try:
-                    found |= original(self, hidden_states, num_scheduled_tokens)
+                    logprobs |= original(self, hidden_states, num_scheduled_tokens)
                 finally:
                     FIRST_TOKEN.reset(token)
                 if not self.num_prompt_logprobs:  # its prompt is complete
                     del requested[request]
         finally:
             self.num_prompt_logprobs = requested
-        return found
+        return logprobs
 
     return _get_prompt_logprobs_dict
 

@@ -194,8 +194,8 @@ class Run:
             )
         if request.forces_call:
             self._note(
-                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled, and"
-                " learned from, as the model writes them; one without a call reaches the agent as text"
+                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled and"
+                " trained on as the model writes them, and a turn without a call reaches the agent as text"
             )
         return self.recording.begin(request)
 

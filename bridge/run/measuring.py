@@ -42,8 +42,8 @@ def step(
 ) -> StepMetrics:
     """Return the metrics of one step, whose batch was complete when the server had version `served`.
 
-    Figures of the rollouts include the groups that others took the place of. Without them, the mean reward would be
-    that of the problems that are neither always nor never solved.
+    Figures of the rollouts include the groups that --skip-without-signal replaced. Without them, the mean reward would
+    be that of the problems that are neither always nor never solved.
     """
     completions, every_group = _sampled(groups), [*groups, *stream.skipped]
     mismatch, by_lag = learnt.mismatch, lags(completions, served)

@@ -137,10 +137,10 @@ def number(value: object) -> float | None:
     if not isinstance(value, SupportsFloat | SupportsIndex):  # text is refused: "1.0" is a bug of the environment
         return None
     try:
-        found = float(value)
+        as_float = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or tensor of several elements
         return None
-    return found if abs(found) <= LARGEST else None
+    return as_float if abs(as_float) <= LARGEST else None
 
 
 class FailedScores:

@@ -201,7 +201,7 @@ def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy)
     assert made["optimizers"] == (sgd, schedule)
     assert made["processing_class"] is tokenizer
     assert isinstance(bridge.for_trl(policy, choices())["optimizers"][0], InPlaceOptimizer)
-    with pytest.raises(UsageError, match="the scheduler is not of the optimizer beside it"):
+    with pytest.raises(UsageError, match="the scheduler was made for another optimizer"):
         bridge.for_trl(policy, choices(), optimizers=(None, schedule))
 
 
