@@ -207,7 +207,7 @@ class TrackingConfig(Section):
     """What is recorded of a run."""
 
     save_rollouts: bool = True
-    """Write the text and reward of every completion to `rollouts.jsonl` in the run directory."""
+    """Write every completion, its turns and its rewards to `rollouts.jsonl` in the run directory."""
     tensorboard: bool | None = None
     """Write TensorBoard files to the run directory (default: if TensorBoard is installed)."""
     wandb: bool = False

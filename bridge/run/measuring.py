@@ -158,7 +158,7 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     if metrics.unscored and math.isnan(metrics.reward_mean):
         return (
             f"step {metrics.step} has nothing to learn from: none of its {metrics.unscored} completions has a reward;"
-            " `unscored` in rollouts.jsonl says why, for each of them"
+            " `unscored` in rollouts.jsonl has the reason for each of them"
         )
     if metrics.truncated_share > 0.5:
         cause = f"{metrics.truncated_share:.0%} of the completions were truncated; raise --max-new-tokens"
