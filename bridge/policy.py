@@ -39,7 +39,7 @@ from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
 from bridge.run.loop import Loop, load_state
-from bridge.scoring.score import LARGEST, limit
+from bridge.scoring.score import limit, number
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -393,14 +393,11 @@ class Policy:
 
 
 def _reward(score: Score | None, problem: Problem, text: str) -> float:
-    found: Any = 0.0 if score is None else score(problem, text)
-    try:
-        reward = float(found)
-    except (TypeError, ValueError, OverflowError):
-        reward = math.nan
-    if not abs(reward) <= LARGEST:
+    value = 0.0 if score is None else score(problem, text)
+    reward = number(value)
+    if reward is None:
         raise RewardError(
-            f"the reward of {text[:80]!r} is {described(found)}, expected a finite number{limit(found)}",
+            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit(value)}",
             remedy="return a finite number from score",
         )
     return reward

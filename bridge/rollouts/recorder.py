@@ -31,7 +31,7 @@ CLOSING_S = 1
 ACCEPTED_AT_ONCE = 64
 """Connections that the event loop accepts before it looks at any of them."""
 QUEUED = 2048
-"""Connections that wait in the kernel while the event loop stands still."""
+"""Connections that wait in the kernel while the event loop is blocked."""
 ENDED = "this run has ended, or never was"
 METHODS = {"chat/completions": "POST", "responses": "POST", "models": "GET"}
 """Route -> its method."""

@@ -1,6 +1,6 @@
-"""What a loop of a program's own leaves behind: a run directory with metrics, completions and checkpoints.
+"""What a library loop leaves behind: a run directory with metrics, completions and checkpoints.
 
-They are those of `bridge train`: `bridge report`, `export` and `restore` read them.
+They have the form of those of `bridge train`: `bridge report`, `export` and `restore` read them.
 
 Not covered: loading weights into the server (`bridge/policy.py`).
 """
@@ -84,7 +84,7 @@ class Loop:
         self._fences = [*self._fences[-99:], times]
 
     def log(self, step: int, groups: Sequence[Group], given: Mapping[str, Any], *, version: int, device: str) -> None:
-        """Append the line of `step`: what is measured, and then what was `given`, which replaces it.
+        """Append the line of `step`: what is measured, and what is `given`, which has precedence.
 
         Raises:
             UsageError: a value is no number, or `step` is not after the last one.
@@ -157,7 +157,7 @@ class Loop:
         return newest
 
     def end(self) -> None:
-        """Note that the loop ended by itself, if it logged anything."""
+        """Record that the loop was not interrupted, if it logged anything."""
         if self._run is not None and self._step is not None:
             write_json(self._run.summary, {"steps": self._step})
 

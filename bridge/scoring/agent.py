@@ -82,7 +82,7 @@ class Agent:
     def score(self, problem: Problem, completion: str) -> Any:
         """Return the Score or FailedScore of the trajectory that ran last; `completion` is its last turn's text.
 
-        It is 0 if nothing scores but the run itself, which raised.
+        It is 0 if the run alone scores, and it raised.
         """
         if self._scores is None:
             return Score(reward=0.0)
