@@ -195,7 +195,7 @@ def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
         attach(tmp_path / "mine").log(1, loss=0.0)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(attach: Attach, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_restarts(attach: Attach, tmp_path: Path) -> None:
     attach().log(1, loss=0.0)
     again = attach()
     assert again.resume(again.optimizer(lr=1e-3)) == 0
@@ -255,5 +255,5 @@ def test_saving_without_a_step_or_folder_is_refused(attach: Attach, tmp_path: Pa
     policy = attach()
     wrongs: list[dict[str, Any]] = [{}, {"folder": tmp_path / "x", "optimizer": policy.optimizer(lr=1e-3)}]
     for wrong in wrongs:
-        with pytest.raises(UsageError, match="neither a folder nor a step|an optimizer, but no step"):
+        with pytest.raises(UsageError, match=r"neither a folder nor a step|an optimizer, but no step"):
             policy.save(**wrong)
