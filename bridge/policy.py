@@ -30,7 +30,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
 from bridge.errors import RewardError, UsageError
 from bridge.optimizers import factory
-from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clipped
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -39,7 +39,7 @@ from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
 from bridge.run.loop import Loop, load_state
-from bridge.scoring.score import limit, number
+from bridge.scoring.score import as_reward, limit_note
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -277,7 +277,7 @@ class Policy:
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
-        norm = clipped(optimizer, max_norm, self._attached.parameters.values())
+        norm = clip_gradients(optimizer, max_norm, self._attached.parameters.values())
         if isinstance(optimizer, InPlaceOptimizer):
             optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
 
@@ -394,10 +394,10 @@ class Policy:
 
 def _reward(score: Score | None, problem: Problem, text: str) -> float:
     value = 0.0 if score is None else score(problem, text)
-    reward = number(value)
+    reward = as_reward(value)
     if reward is None:
         raise RewardError(
-            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit(value)}",
+            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit_note(value)}",
             remedy="return a finite number from score",
         )
     return reward

@@ -78,7 +78,7 @@ def patch() -> None:
         setattr(punica_cpu, name, kernel)
     CPUModelRunner.sample_tokens = without_unfinished_prompts(CPUModelRunner.sample_tokens)
     CPUModelRunner._get_prompt_logprobs_dict = one_prompt_at_a_time(CPUModelRunner._get_prompt_logprobs_dict)
-    punica_cpu.PunicaWrapperCPU.sampler_indices = of_its_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
+    punica_cpu.PunicaWrapperCPU.sampler_indices = adapter_of_one_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
@@ -224,7 +224,7 @@ def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., An
 
 
 def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return the runner's `_get_prompt_logprobs_dict`, called for one request at a time; with `of_its_request`.
+    """Return the runner's `_get_prompt_logprobs_dict`, called for one request at a time; with `adapter_of_one_request`.
 
     Symptom: with LoRA, two requests for prompt log-probabilities in one step end the engine: "einsum(): subscript b has
     size 3 ... does not broadcast". Without an adapter, too.
@@ -256,7 +256,7 @@ def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..
     return _get_prompt_logprobs_dict
 
 
-def of_its_request(original: property) -> property:
+def adapter_of_one_request(original: property) -> property:
     """Return the adapters of the rows of logits as `original` does; within `one_prompt_at_a_time`, its request's."""
 
     def sampler_indices(self: Any) -> Tensor:

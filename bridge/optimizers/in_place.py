@@ -197,7 +197,7 @@ def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
     return math.hypot(*norms)
 
 
-def clipped(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:
     """Clip the gradients, unless `optimizer` clips them itself, and return the norm that they had before.
 
     `served` are the server's parameters.

@@ -208,7 +208,7 @@ class Punica:
 
 
 class PatchedPunica(Punica):
-    sampler_indices = cpu_backend.of_its_request(Punica.sampler_indices)
+    sampler_indices = cpu_backend.adapter_of_one_request(Punica.sampler_indices)
 
 
 class Scoring:
