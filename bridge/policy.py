@@ -30,7 +30,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
 from bridge.errors import RewardError, UsageError
 from bridge.optimizers import factory
-from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clipped
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -39,7 +39,7 @@ from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
 from bridge.run.loop import Loop, load_state
-from bridge.scoring.score import LARGEST, limit
+from bridge.scoring.score import as_reward, limit_note
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -81,7 +81,9 @@ class Policy:
         sampling = fitting(sampling, manifest.max_model_len, note)
         self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
-        self._num_calls, self._closed = 0, False
+        self._num_calls = 0
+        """Calls of `sample` that drew their own seed."""
+        self._closed = False
         self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
         self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
         self._loop = Loop(run_dir, manifest.model, sampling, note)
@@ -157,11 +159,11 @@ class Policy:
         problems.check_prompts(prompts)
         whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
         ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
-        chosen = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
+        first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
         self._num_calls += seed is None
         with self._loop.sampling():
             found = self._sampler.sample(
-                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=chosen
+                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed
             )
             return [
                 Group(
@@ -275,7 +277,7 @@ class Policy:
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
-        norm = clipped(optimizer, max_norm, self._attached.parameters.values())
+        norm = clip_gradients(optimizer, max_norm, self._attached.parameters.values())
         if isinstance(optimizer, InPlaceOptimizer):
             optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
 
@@ -309,15 +311,15 @@ class Policy:
         with deferred_interrupt():  # the new version is known before an interrupt acts
             times = fence.publish(self._client, update, in_flight=in_flight, served=self.version)
             self.version = times.version
-            self._loop.passed(times)
+            self._loop.add_fence(times)
         return times
 
     def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
-        """Write a line of metrics into the run directory, whose page `bridge report` makes.
+        """Write a line of metrics into the run directory; `bridge report` makes a page of it.
 
-        `groups` are those of the step, whose rewards, lengths and texts are written, too; `metrics` are numbers, or
-        numbers by name. A name of `metrics.jsonl`, such as `loss` or `grad_norm`, has its chart, and any other
-        gets one. Times of rollouts, fences and the rest of the step are measured.
+        `groups` are those of the step: their rewards, lengths and texts are written, too. `metrics` are numbers, or
+        numbers by name. A name of `metrics.jsonl`, such as `loss` or `grad_norm`, appears in its chart, any other in a
+        chart of its own. The times of rollouts, fences and the rest of the step are measured.
 
         Raises:
             UsageError: a value is no number, the step is not after the last one, or the run directory cannot be used.
@@ -350,7 +352,10 @@ class Policy:
             )
         if target is None or optimizer is not None:
             raise UsageError(
-                "policy.save was given no step", remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)"
+                "policy.save has neither a folder nor a step"
+                if optimizer is None
+                else "policy.save has an optimizer, but no step",
+                remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)",
             )
         with written_whole(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
             write(scratch)
@@ -367,16 +372,16 @@ class Policy:
             CheckpointError: it has no state of such an optimizer.
         """
         self._refuse_to_write()
-        found = self._loop.newest()
-        if found is None:
+        newest = self._loop.newest()
+        if newest is None:
             return 0
-        model_folder.check(self.model, found.folder)
-        load_state(found, self.model, optimizer)
-        load = partial(model_folder.load_into, self.model, found.folder)
-        version = found.progress.weight_version
-        self._publish(Update(load, version=version, takeover=True, last_checkpoint=found.folder), "keep")
-        self._num_calls = found.progress.samples_drawn
-        return found.progress.step
+        model_folder.check(self.model, newest.folder)
+        load_state(newest, self.model, optimizer)
+        load = partial(model_folder.load_into, self.model, newest.folder)
+        version = newest.progress.weight_version
+        self._publish(Update(load, version=version, takeover=True, last_checkpoint=newest.folder), "keep")
+        self._num_calls = newest.progress.samples_drawn
+        return newest.progress.step
 
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
@@ -388,14 +393,11 @@ class Policy:
 
 
 def _reward(score: Score | None, problem: Problem, text: str) -> float:
-    found: Any = 0.0 if score is None else score(problem, text)
-    try:
-        reward = float(found)
-    except (TypeError, ValueError, OverflowError):
-        reward = math.nan
-    if not abs(reward) <= LARGEST:
+    value = 0.0 if score is None else score(problem, text)
+    reward = as_reward(value)
+    if reward is None:
         raise RewardError(
-            f"the reward of {text[:80]!r} is {described(found)}, expected a finite number{limit(found)}",
+            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit_note(value)}",
             remedy="return a finite number from score",
         )
     return reward

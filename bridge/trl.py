@@ -38,9 +38,9 @@ UNUSED: dict[str, tuple[object, ...]] = {
     "use_transformers_continuous_batching": (False,), "use_transformers_paged": (False, None),
     "transformers_continuous_batching_config": ({}, None),
 }  # fmt: skip
-"""Settings of TRL's `GRPOConfig` about generation that have no effect here -> their values that ask for nothing."""
+"""Settings of TRL's `GRPOConfig` about generation that have no effect here -> the values that request nothing."""
 VLLM = "vllm_"
-"""How the names of settings of TRL's own vLLM begin: they have no effect either."""
+"""Prefix of the settings of TRL's own vLLM, which have no effect either."""
 UNUSED_BY_ADAMW: dict[str, tuple[object, ...]] = {
     "optim": ("adamw_torch", "adamw_torch_fused"), "optim_args": ("", None), "optim_target_modules": (None,),
 }  # fmt: skip
@@ -84,7 +84,7 @@ def for_trl(
     _refuse_settings(policy, args, UNUSED if optimizer is not None else {**UNUSED, **UNUSED_BY_ADAMW})
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError(
-            "the scheduler is not of the optimizer beside it, and would have no effect",
+            "the scheduler was made for another optimizer, and would have no effect",
             remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
     tokenizer = _tokenizer(policy, processing_class)
@@ -102,7 +102,8 @@ class Fence(TrainerCallback):  # type: ignore[misc]
     """Lets the trainer change the weights inside the fence alone: by an optimizer's step or by a checkpoint."""
 
     def __init__(self, policy: Policy, args: Any) -> None:
-        self._policy, self._args = policy, args
+        self._policy = policy
+        self._args = args
         self._places = {parameter.data_ptr() for parameter in policy.model.parameters()}
         self._load = type(policy.model).load_state_dict
         self._pending: dict[str, Tensor] = {}
@@ -196,7 +197,8 @@ class _Rollouts:
     """TRL's `rollout_func`: samples from the policy's server."""
 
     def __init__(self, policy: Policy, args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._policy, self._tokenizer = policy, tokenizer
+        self._policy = policy
+        self._tokenizer = tokenizer
         self._calls: count[int] | None = None
         self._seed, self._template = args.seed, args.chat_template_kwargs or {}
         self._config = SamplingConfig(
@@ -233,7 +235,7 @@ class _Rollouts:
 
 
 def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
-    """Refuse what the server's completions would be sampled without: a callback does not see it.
+    """Refuse tools, environments and images, without which the server would sample; no callback sees them.
 
     Raises:
         UsageError: the trainer has tools or environments, or a prompt has an image.
@@ -288,9 +290,9 @@ def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
         UsageError: there is one.
     """
     fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
-    quiet = {each.name: (each.default,) for each in fields if each.name.startswith(VLLM)} | dict(unused)
-    made = {name: getattr(args, name, values[0]) for name, values in quiet.items()}
-    made = {name: value for name, value in made.items() if value not in quiet[name]}
+    neutral = {field.name: (field.default,) for field in fields if field.name.startswith(VLLM)} | dict(unused)
+    values = {name: getattr(args, name, allowed[0]) for name, allowed in neutral.items()}
+    made = {name: value for name, value in values.items() if value not in neutral[name]}
     if not made:
         return
     remedy = f"leave {' and '.join(made)} out"

@@ -75,8 +75,7 @@ class Completion:
     tool_errors: int = 0
     """Calls of tools that failed."""
     transcript: tuple[Mapping[str, Any], ...] = ()
-    """With tools or an agent, every message that its text has: `role`, `text`, and what else `turns` in
-    `rollouts.jsonl` holds; else empty."""
+    """With tools or an agent, every message of its text, with the fields of `turns` in `rollouts.jsonl`; else empty."""
     others: tuple["Completion", ...] = ()
     """Further token sequences of the same run of an agent; they share its reward, and it counts once."""
 
@@ -153,7 +152,7 @@ class Group:
 
 
 def _is_several(value: object) -> bool:
-    """Return whether these are numbers per token, and not one number: numpy's and torch's may have no dimension."""
+    """Return whether `value` holds numbers per token; an array or tensor without dimensions is one number."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 

@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def name(recipe: Mapping[str, Any] = RECIPE) -> str:
-    """Return the name of the model's folder, which says what it is made of."""
+    """Return the name of the model's folder, which has a hash of what it is made of."""
     ingredients = [VERSION, MODEL, recipe, SPECIAL_TOKENS, CHARACTERS, list(Arithmetic())]
     return f"demo-{hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:12]}"
 

@@ -135,7 +135,7 @@ class _Line:
         return str(self._connection.getsockname()[0])
 
     def _read(self) -> bytes:
-        """Return the next line, which has to arrive before the deadline: not each of its bytes in its own time."""
+        """Return the next line; the whole of it, and not each of its bytes, has to arrive before the deadline."""
         while b"\n" not in self._received_bytes:
             self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             piece = self._connection.recv(2**16)
@@ -296,7 +296,7 @@ class Rendezvous:
             threading.Thread(target=self._greet, args=(connection,), name="greeting", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        """Answer one connection: who knows no secret, or says nothing, keeps nobody else waiting."""
+        """Answer one connection; one without the secret, or one that sends nothing, delays no other."""
         try:
             line = _Line(connection, self.secret, FIRST)
             hello = line.receive()
@@ -346,7 +346,7 @@ class Rendezvous:
         return Met(host, self._host, self._port, key, _interface(address), listener, lines, self._hosts)
 
     def _incomplete(self, count: int, limit_s: float) -> UsageError:
-        strangers = f"had another {HOSTS_KNOW}, or were no `bridge run`"
+        strangers = f"had another {HOSTS_KNOW}, or were not a `bridge run`"
         others = f"; {self._strangers} connections {strangers}" if self._strangers else ""
         return UsageError(
             f"{count} of {self._hosts} hosts came to {self.name} within {limit_s:.0f} s{others}",

@@ -48,7 +48,7 @@ def last_line(log: Path) -> str:
 
 
 def progress(log: Path) -> str:
-    """Return the last thing that the server reports to be doing; its warnings would look like errors of the start."""
+    """Return what the server logged last, without its warnings: they would look like errors of the start."""
     reported = (PREFIX.sub("", line).strip() for line in _raw_lines(log) if INFO.match(line))
     return next((line for line in reversed([*reported]) if line and "Triton" not in line), "")
 

@@ -35,7 +35,7 @@ class Ending:
             raise KeyboardInterrupt
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of a process that would end with `code`: an interrupted one's has its first signal."""
+        """Return the exit code of a process that would end with `code`: 128 + its first signal if interrupted."""
         return 128 + (self._first or signal.SIGINT) if code == INTERRUPTED else code
 
 

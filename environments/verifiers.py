@@ -33,7 +33,7 @@ class FailedRequestError(Exception):
     """The other process could not do what it was asked."""
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        """`is_refused`: because of what was chosen, so nothing is missing."""
+        """`is_refused`: because of a choice, and not because something is missing."""
         super().__init__(message)
         self.is_refused = is_refused
 

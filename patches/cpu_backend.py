@@ -59,7 +59,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """vLLM's names of the functions applied to the first half of the first product."""
 FIRST_TOKEN: ContextVar[int | None] = ContextVar("FIRST_TOKEN", default=None)
-"""Where the step has the first token of the request whose prompt's log-probabilities are computed."""
+"""Index in the step of the first token of the request whose prompt's log-probabilities are computed."""
 
 
 def patch() -> None:
@@ -78,7 +78,7 @@ def patch() -> None:
         setattr(punica_cpu, name, kernel)
     CPUModelRunner.sample_tokens = without_unfinished_prompts(CPUModelRunner.sample_tokens)
     CPUModelRunner._get_prompt_logprobs_dict = one_prompt_at_a_time(CPUModelRunner._get_prompt_logprobs_dict)
-    punica_cpu.PunicaWrapperCPU.sampler_indices = of_its_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
+    punica_cpu.PunicaWrapperCPU.sampler_indices = adapter_of_one_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
@@ -224,7 +224,7 @@ def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., An
 
 
 def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return the runner's `_get_prompt_logprobs_dict`, called for one request at a time; with `of_its_request`.
+    """Return the runner's `_get_prompt_logprobs_dict`, called for one request at a time; with `adapter_of_one_request`.
 
     Symptom: with LoRA, two requests for prompt log-probabilities in one step end the engine: "einsum(): subscript b has
     size 3 ... does not broadcast". Without an adapter, too.
@@ -236,26 +236,27 @@ def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..
 
     @wraps(original)
     def _get_prompt_logprobs_dict(self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        requested, found = self.num_prompt_logprobs, dict[str, Any]()
+        requested = self.num_prompt_logprobs
+        logprobs = dict[str, Any]()
         try:
             for request in [each for each in requested if each in num_scheduled_tokens]:  # others are preempted
                 self.num_prompt_logprobs = {request: requested[request]}
                 row = self.input_batch.req_id_to_index[request]
                 token = FIRST_TOKEN.set(int(self.query_start_loc.np[row]))
                 try:
-                    found |= original(self, hidden_states, num_scheduled_tokens)
+                    logprobs |= original(self, hidden_states, num_scheduled_tokens)
                 finally:
                     FIRST_TOKEN.reset(token)
                 if not self.num_prompt_logprobs:  # its prompt is complete
                     del requested[request]
         finally:
             self.num_prompt_logprobs = requested
-        return found
+        return logprobs
 
     return _get_prompt_logprobs_dict
 
 
-def of_its_request(original: property) -> property:
+def adapter_of_one_request(original: property) -> property:
     """Return the adapters of the rows of logits as `original` does; within `one_prompt_at_a_time`, its request's."""
 
     def sampler_indices(self: Any) -> Tensor:

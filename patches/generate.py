@@ -55,7 +55,7 @@ router = APIRouter(include_in_schema=False)
 async def generate(request: Request) -> Response:
     """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
     kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != JSON:  # a web page may send other types without being asked
+    if kind.partition(";")[0].strip().lower() != JSON:  # a web page may send other types without a preflight
         raise HTTPException(415, f"the content-type is {kind[:100]!r}, expected {JSON}")
     asked = _parse(await request.body())
     claim: AdapterClaim = request.app.state.bridge_claim

@@ -15,7 +15,9 @@ INTRODUCTION = """\
 # Flags of TRL and verl
 
 Names that you know from TRL's `GRPOConfig` and from verl work as flags, variables (`BRIDGE_LEARNING_RATE`) and
-TOML keys where they mean exactly the same. This page is generated from what the command line knows.
+TOML keys where they mean the same. `max_steps`, `save_steps` and `eval_steps` are refused with several updates per
+batch, and `epsilon_high` with `--loss cispo`: there they would mean something else. This page is generated from what
+the command line knows.
 
 ## The same
 
@@ -25,8 +27,8 @@ TOML keys where they mean exactly the same. This page is generated from what the
 OTHERS = """
 ## Different here, or not there
 
-A command that is given one of these stops with the text on the right as its hint. Of a path of verl's, such as
-`actor_rollout_ref.rollout.n`, the last part counts.
+A command that gets one of these stops, with the text on the right as its hint. Of one of verl's paths, such as
+`actor_rollout_ref.rollout.n`, only the last part counts.
 
 | there | here |
 |---|---|

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, WEIGHT_VERSIONS, Numbers, ScoredGroup
 from bridge.rollouts.distribution import changes, in_words
-from bridge.scoring.score import LARGEST, limit
+from bridge.scoring.score import LARGEST, limit_note
 from bridge.types import Completion, Group, Unscored
 
 Decode = Callable[[Sequence[int]], str]
@@ -154,7 +154,7 @@ def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -
 def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
     num_tokens, sampled = len(group.tokens[index]), _sampled(group.masks[index])
     if not abs(score := _number(group.scores[index])) <= LARGEST:
-        yield "scores", f"the score {score}, expected a finite number{limit(score)}"
+        yield "scores", f"the score {score}, expected a finite number{limit_note(score)}"
     if group.advantages:
         given = group.advantages[index]
         if len(given) not in (1, num_tokens):

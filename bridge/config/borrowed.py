@@ -26,14 +26,14 @@ COUNT_UPDATES = {"training_steps": "max_steps", "save_interval": "save_steps", "
 
 
 def misleading(names: Mapping[str, str], get: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield key, reason and remedy for each name that means something else together with the other choices.
+    """Yield key, reason and remedy for each borrowed name that, with the other choices, means something else here.
 
     `names` has the name under which each choice was made, and `get` returns a choice by its key.
     """
     for key, name in COUNT_UPDATES.items():
         if names.get(key) == name and (updates := get("updates_per_batch") * get("passes_per_batch")) > 1:
             ours = f"--{key.replace('_', '-')}"
-            reason = f"TRL counts optimizer steps, {ours} counts batches, of {updates} optimizer steps each"
+            reason = f"TRL counts optimizer steps, {ours} counts batches of {updates} optimizer steps"
             yield key, reason, f"{ours} {math.ceil(get(key) / updates)}"
     if names.get("clip_high") == "epsilon_high" and get("loss") == "cispo":
         bound = get("clip_high")

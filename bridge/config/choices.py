@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
 
     class _InOneLine(type(BaseModel)):
-        """Reports what a program calls wrongly, `SamplingConfig(max_tokens=5)`, in one line, as a command line does."""
+        """Reports a wrong choice of a program, `SamplingConfig(max_tokens=5)`, in one line, as a command does."""
 
         def __call__(cls, *arguments, **choices):
             try:
@@ -129,8 +129,8 @@ class Config(Section):
         except ValidationError as error:
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, places) for fault in error.errors())
-            unused = (fault.get("ctx", {}).get("error") for fault in error.errors())
-            remedies = (each.remedy for each in unused if isinstance(each, NoEffectError))
+            causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
+            remedies = (cause.remedy for cause in causes if isinstance(cause, NoEffectError))
             raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
         for key, reason, remedy in borrowed.misleading(names, config.get):
             raise UsageError(f"{places[key]}: {reason}", remedy=remedy)
@@ -271,7 +271,7 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="--config takes a TOML file") from error
     except RecursionError as error:
         raise UsageError(f"{path} is nested too deeply", remedy="take out the brackets that no choice needs") from error
-    except ValueError as error:  # no TOML, no UTF-8, or an integer of too many digits
+    except ValueError as error:  # not TOML, not UTF-8, or an integer of too many digits
         raise UsageError(f"{path} is not valid TOML{said(error)}", remedy="fix the line that it names") from error
 
 

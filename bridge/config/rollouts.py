@@ -138,8 +138,8 @@ class RolloutConfig(Section):
     batch_size: int = Field(default=64, ge=2)
     """Completions per step; a multiple of the group size."""
     max_staleness: int = Field(default=0, ge=0)
-    """Train on completions begun up to N versions ago, while longer ones go on under new weights; only the first step
-    waits for all of its completions (default: every step does)."""
+    """Train on completions begun up to N versions ago, while longer ones continue under new weights (default: each
+    step waits for all of its completions)."""
     groups_in_flight: int | None = Field(default=None, ge=1)
     """Groups sampled at once (default: what fits the KV cache, up to a batch for each version and one)."""
     skip_without_signal: bool = False

@@ -77,9 +77,9 @@ class OptimizerConfig(Section):
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes from update to update, as in transformers."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps during which the learning rate rises from 0 to --lr; as all steps here, batches and not updates."""
+    """Steps (batches, not updates) during which the learning rate rises from 0 to --lr."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, of all trained parameters: norms and biases, too."""
+    """Decoupled weight decay of all trained parameters, including norms and biases."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float | None = Field(default=None, ge=0, lt=1)
@@ -207,7 +207,7 @@ class TrackingConfig(Section):
     """What is recorded of a run."""
 
     save_rollouts: bool = True
-    """Write the text and reward of every completion to `rollouts.jsonl` in the run directory."""
+    """Write every completion, its turns and its rewards to `rollouts.jsonl` in the run directory."""
     tensorboard: bool | None = None
     """Write TensorBoard files to the run directory (default: if TensorBoard is installed)."""
     wandb: bool = False

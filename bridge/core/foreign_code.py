@@ -1,4 +1,4 @@
-"""Run users' code, and turn what it raises and says into errors and lines that are safe to print."""
+"""Run users' code, and turn what it raises or returns into lines that are safe to print."""
 
 import inspect
 import sysconfig
@@ -50,7 +50,7 @@ def shortened(value: object, limit: int = 60) -> str:
 
 
 def described(value: object, limit: int = 60) -> str:
-    """Return the `repr` of a foreign value as `shortened` does; its type if it has none, or a too long one."""
+    """Return the `repr` of a foreign value as `shortened` does; its type if `repr` fails."""
     try:
         return shortened(repr(value), limit)
     except Exception:  # noqa: BLE001  a foreign __repr__, a nesting too deep, an integer of too many digits

@@ -19,7 +19,7 @@ HEAD_LIMIT_S = 60.0
 MOST_WAITING = 1024
 SWEEP_S = 5.0
 TICK_S = 1.0
-"""Longest wait that counts as such; a longer one means that the event loop stood still."""
+"""A wait counts for at most this long: a longer one means that the event loop was blocked."""
 START_POLL_S = 0.05
 Message = MutableMapping[str, Any]
 """An ASGI event."""
@@ -32,7 +32,8 @@ class RefusedBodyError(Exception):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status = status
+        self.message = message
 
 
 async def read_body(
@@ -44,7 +45,7 @@ async def read_body(
 ) -> list[Message]:
     """Return a request's messages up to the end of its body, or to the end of the connection.
 
-    Time in which the event loop stands still does not count: what has arrived meanwhile is not late.
+    Time in which the event loop is blocked does not count: what arrived meanwhile is not late.
 
     Raises:
         RefusedBodyError: the body is too large or too late.
@@ -84,38 +85,38 @@ async def limit_connections(server_of: Callable[[], Any], *, limit_s: float = HE
     """
     while (server := server_of()) is None or not server.config.loaded:  # noqa: ASYNC110  vLLM sets no event
         await asyncio.sleep(START_POLL_S)
-    bound(server)
+    limit_silent(server)
     waiting: Waiting = {}
     while True:
         await asyncio.sleep(min(SWEEP_S, limit_s))
         waiting = swept(list(server.server_state.connections), waiting, time.monotonic(), limit_s)
 
 
-def bound(server: Any) -> None:
-    """Close the oldest connection that has sent no request yet whenever more than `most_waiting` do.
+def limit_silent(server: Any) -> None:
+    """Close the oldest connection without a request whenever there are more than `most_waiting` of them.
 
     The newest are kept: a client sends its request as soon as it is connected.
     """
     silent = dict[Any, None]()
     """In the order in which they were accepted."""
 
-    class Bounded(server.config.http_protocol_class):  # type: ignore[misc]
+    class LimitedProtocol(server.config.http_protocol_class):  # type: ignore[misc]
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             silent[self] = None
             if len(silent) <= (most := most_waiting()):
                 return
-            for one in [one for one in silent if one.cycle is not None or one not in self.connections]:
-                del silent[one]  # it has sent a request, or became a websocket
-            for one in list(silent)[: max(0, len(silent) - most)]:
-                del silent[one]
-                one.transport.abort()
+            for known in [known for known in silent if known.cycle is not None or known not in self.connections]:
+                del silent[known]  # it has sent a request, or became a websocket
+            for oldest in list(silent)[: max(0, len(silent) - most)]:
+                del silent[oldest]
+                oldest.transport.abort()
 
         def connection_lost(self, error: Exception | None) -> None:
             silent.pop(self, None)
             super().connection_lost(error)
 
-    server.config.http_protocol_class = Bounded
+    server.config.http_protocol_class = LimitedProtocol
 
 
 def swept(connections: Iterable[Any], before: Waiting, now: float, limit_s: float) -> Waiting:

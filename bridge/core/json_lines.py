@@ -15,7 +15,7 @@ from bridge.core.atomic_file import one_line_errors
 from bridge.core.foreign_code import described
 
 LONGEST_REPR = 10_000
-"""Characters of a value that JSON cannot hold."""
+"""Characters of the `repr` of a value that JSON cannot hold."""
 
 
 def line(document: Mapping[str, Any]) -> str:

@@ -71,39 +71,39 @@ def worker_environment(kept: Collection[str]) -> dict[str, str]:
         raise UsageError(
             f"--worker-env {','.join(missing)}: not set in this environment", remedy=f"export {missing[0]}=..."
         )
-    lacking = hidden(kept)
-    return {name: value for name, value in os.environ.items() if name not in lacking}
+    hidden_names = hidden(kept)
+    return {name: value for name, value in os.environ.items() if name not in hidden_names}
 
 
 def hidden(kept: Collection[str]) -> list[str]:
-    """Return the variables of this process that its workers lack."""
+    """Return the names of the variables of this process that its workers do not get."""
     return [name for name in os.environ if SECRET_VARIABLE.search(name) and name not in kept]
 
 
 def hint(text: str, kept: Collection[str]) -> str:
-    """Return how workers get a variable that they lack and `text` names, to be appended; empty if it names none."""
+    """Return a hint to append if `text` names a variable that workers do not get; else an empty string."""
     of_the_hub = OF_THE_HUB if NEEDS_THE_HUB.search(text) else ()
     if named := [name for name in hidden(kept) if name in of_the_hub or re.search(rf"\b{re.escape(name)}\b", text)]:
-        return f"; {named[0]} is hidden from rewards, tools and agents, pass it on: --worker-env {','.join(named)}"
+        return f"; {named[0]} is hidden from rewards, tools and agents; to pass it on: --worker-env {','.join(named)}"
     return ""
 
 
 def hide_environment() -> None:
-    """Overwrite secrets in `/proc/PID/environ` of this process: they stay there when `os.environ` loses them.
+    """Overwrite the secrets in `/proc/PID/environ` of this process, where they stay when `os.environ` loses them.
 
-    Processes of the same user can read that file, so those that a worker starts can. `os.environ` is left as it is.
+    All processes of the same user can read that file, including those that a worker starts. `os.environ` is unchanged.
     """
     import ctypes
 
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    place, end = int(fields[47]), int(fields[48])
-    for entry in ctypes.string_at(place, end - place).split(b"\0"):
+    address, end = int(fields[47]), int(fields[48])
+    for entry in ctypes.string_at(address, end - address).split(b"\0"):
         name, equals, _ = entry.partition(b"=")
         if equals and SECRET_VARIABLE.search(os.fsdecode(name)):
             if name in os.environb:
                 os.putenv(name, os.environb[name])  # a copy, in place of the pointer to this memory
-            ctypes.memset(place, 0, len(entry))
-        place += len(entry) + 1
+            ctypes.memset(address, 0, len(entry))
+        address += len(entry) + 1
 
 
 def cleaned(text: str) -> str:

@@ -109,7 +109,7 @@ class Learner:
         self._least = list[Tensor]()
         """For each update the least entropy of the tokens that are trained on; empty: all are."""
         self._only_ranked = list[list[Sample]]()
-        """For each update what has no gradient, and whose tokens count among those that are ranked by entropy."""
+        """For each update, the samples without a gradient whose tokens are ranked by entropy with the others."""
         self._num_tokens = 0
         """Sampled tokens of the batch, of all ranks."""
         self._busiest = math.nan
@@ -123,11 +123,11 @@ class Learner:
         """
         self._num_before = (step - 1) * self._config.optimizer.updates_per_step
         num_updates, longest = self._config.optimizer.updates_per_batch, self._config.sampling.longest
-        both = mini_batches(groups, self._spec, num_updates=num_updates, max_new_tokens=longest)
-        trained = [samples for samples, _ in both]
+        updates = mini_batches(groups, self._spec, num_updates=num_updates, max_new_tokens=longest)
+        trained = [samples for samples, _ in updates]
         self._num_tokens = sum(sample.num_trained for each in trained for sample in each)
         self._busiest = balance.busiest(trained, self._ranks.num_replicas)
-        self._only_ranked = [self._dealt(only_ranked) for _, only_ranked in both]
+        self._only_ranked = [self._dealt(only_ranked) for _, only_ranked in updates]
         self._take([self._dealt(each) for each in trained])
 
     def wants_sleep(self) -> bool | None:
@@ -218,7 +218,8 @@ class Learner:
             others = self._within_memory(self._other_entropies)
             self._within_memory(self._look_ahead)
             trained = ([_entropies(part).cpu() for part in parts] for parts in self._parts)
-            return [torch.cat([torch.zeros(0), *each, *more]) for each, more in zip(trained, others, strict=True)]
+            both = zip(trained, others, strict=True)
+            return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
         of_replicas = self._ranks.of_replicas(self._ranks.agreed(own))  # the parts of a replica compute the same tokens
         whole = (torch.cat(each) for each in zip(*of_replicas, strict=True))

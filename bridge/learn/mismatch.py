@@ -25,7 +25,7 @@ DEFAULT_HIGH: Mapping[str, float] = {"truncate": 2.0, "mask": 5.0, "none": math.
 """Kind of correction -> its default for the largest importance weight."""
 
 MOST_NATS = 1e6
-"""A difference of log-probabilities whose exponential is infinite, and which can be added to one of -inf."""
+"""Cap of a difference of log-probabilities: its exponential is infinite, and adding it to -inf is not NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)

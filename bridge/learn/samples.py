@@ -77,10 +77,10 @@ def has_signal(group: Group) -> bool:
 def mini_batches(
     groups: Sequence[Group], spec: LossSpec, *, num_updates: int, max_new_tokens: int
 ) -> list[tuple[list[Sample], list[Sample]]]:
-    """Cut a batch into updates that differ by at most one group, into fewer if there are fewer groups.
+    """Split a batch into updates that differ by at most one group; into fewer if there are fewer groups.
 
-    Return the samples of each, and those without a gradient whose tokens `spec.top_entropy` ranks with the others'. An
-    update without any gradient is left out.
+    Return for each update the samples to train on, and those without a gradient whose tokens `spec.top_entropy` ranks
+    with the others. An update without any gradient is left out.
 
     Raises:
         UsageError: given advantages are invalid.
@@ -90,7 +90,7 @@ def mini_batches(
     borders = [len(groups) * number // num_updates for number in range(num_updates + 1)]
     result = []
     for start, end in pairwise(borders):
-        every = sampled(groups[start:end], spec, max_new_tokens=max_new_tokens)
+        every = all_samples(groups[start:end], spec, max_new_tokens=max_new_tokens)
         trained = [sample for sample in every if has_gradient(sample, spec)]
         only_ranked = [sample for sample in every if not has_gradient(sample, spec)] if spec.top_entropy < 1 else []
         if trained:
@@ -107,15 +107,15 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
     Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
         DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
-    return [sample for sample in sampled(groups, spec, max_new_tokens=max_new_tokens) if has_gradient(sample, spec)]
+    return [sample for sample in all_samples(groups, spec, max_new_tokens=max_new_tokens) if has_gradient(sample, spec)]
 
 
 def has_gradient(sample: Sample, spec: LossSpec) -> bool:
     return spec.kl_coef > 0 or any(sample.advantages)
 
 
-def sampled(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
-    """Return the samples of one update as `samples` does, and those whose advantages are all zero."""
+def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
+    """Return the samples of one update as `samples` does, including those whose advantages are all zero."""
     kept = [
         (group.prompt_token_ids, completion, advantages)
         for group in with_advantages(groups, spec.advantage_scale)

@@ -197,8 +197,10 @@ def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
     return math.hypot(*norms)
 
 
-def clipped(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:
-    """Return the norm of the gradients, clipped where `optimizer` does not clip them itself; `served` are the server's.
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:
+    """Clip the gradients, unless `optimizer` clips them itself, and return the norm that they had before.
+
+    `served` are the server's parameters.
 
     Raises:
         UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
@@ -230,7 +232,8 @@ def clipped(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Te
     if not math.isfinite(norm):
         raise UsageError(
             f"the gradient norm is {norm}, expected a finite number: no weight was changed",
-            remedy="optimizer.zero_grad() and go on with the next batch; if it happens again, lower the learning rate",
+            remedy="optimizer.zero_grad() and continue with the next batch; if it happens again, lower the learning"
+            " rate",
         )
     return norm
 

@@ -3,7 +3,7 @@
 gloo and NCCL would wait for their limit: both for a rank that failed and lives, NCCL for one that is gone, too. A
 thread of each rank looks for both, and breaks this rank's connections if it waits in vain; what waits then raises.
 
-Whoever reaches the port of the store can write to it: only what carries a code of the run's key counts.
+Any process that reaches the store's port can write to it: only an entry with a code of the run's key counts.
 
 Not covered: NCCL on several GPUs, which was not run yet.
 
@@ -22,15 +22,19 @@ import torch
 
 PERIOD_S = 0.5
 FAILED = "failed_"
-"""Beginning of a key of the store, before the number of a rank: a code of the last phase in which it failed."""
+"""Prefix of a key of the store, before the number of a rank; the value is a code of the phase in which it failed."""
 
 
 class Watch:
     """The thread of one rank."""
 
     def __init__(self, store: Any, device: torch.device, rank: int, phase: Callable[[], int], key: bytes) -> None:
-        """Prepare; `phase` numbers what all ranks do together, and `key` is secret to them."""
-        self._store, self._device, self._rank, self._phase, self._key = store, device, rank, phase, key
+        """Prepare; `phase` numbers what all ranks do together, and only they know `key`."""
+        self._store = store
+        self._device = device
+        self._rank = rank
+        self._phase = phase
+        self._key = key
         self._groups: list[Any] = []
         self._connections: list[socket.socket] = []
         self._work: Any = None
@@ -88,7 +92,7 @@ class Watch:
         is_lost = False
         while not self._is_over.wait(PERIOD_S):
             before, is_lost, waits = is_lost, False, False
-            with suppress(Exception):  # whatever it was: without this thread, a rank may wait for ever
+            with suppress(Exception):  # any error: without this thread, a rank may wait forever
                 is_lost = self.is_lost({*self._members, *self._parts})
                 waits = bool(self._parts) or (self._work is not None and not self._work.is_completed())
             if is_lost and before and waits:  # twice: the last bytes of an exchange may be on their way

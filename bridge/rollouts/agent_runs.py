@@ -163,7 +163,7 @@ class Run:
             Refusal: it cannot be answered.
         """
         try:
-            asked = self._begun(body)
+            asked = self._as_tokens(body)
         except Refusal:
             raise
         except UsageError as error:
@@ -184,7 +184,7 @@ class Run:
             self.unreadable = f"a turn of the model cannot be read: {type(error).__name__}{said(error)}"
             raise Refusal(self.unreadable) from error
 
-    def _begun(self, body: Any) -> Asked:
+    def _as_tokens(self, body: Any) -> Asked:
         """Return a request as tokens; it may raise anything."""
         request = chat_request.read(body)
         if request.ignored:
@@ -194,8 +194,8 @@ class Run:
             )
         if request.forces_call:
             self._note(
-                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled, and"
-                " learned from, as the model writes them; one without a call reaches the agent as text"
+                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled and"
+                " trained on as the model writes them, and a turn without a call reaches the agent as text"
             )
         return self.recording.begin(request)
 

@@ -52,7 +52,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     """Texts that end the turn, in the order in which vLLM looks for them."""
     forces_call: bool = False
-    """Whether it asks for a call of a tool whatever the model wants."""
+    """Whether it demands a tool call, whatever the model writes."""
 
     def stop_in(self, said: Completion) -> str:
         """Return the text of `stop` that ended a turn; empty if none did.
@@ -118,14 +118,14 @@ def _check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
         shown = shortened(json.dumps(choice))
         raise Refusal(f"tool_choice={shown} is not supported, expected auto, none, required or a function") from error
     if name not in names:
-        raise Refusal(f"tool_choice names {shortened(repr(name))}, which is none of the request's tools")
+        raise Refusal(f"tool_choice names {shortened(repr(name))}, which is not a tool of the request")
 
 
 def _stop(given: Any) -> tuple[str, ...]:
     """Return the texts that end a turn, without those that no model can write."""
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise Refusal(f"stop={shortened(json.dumps(given))} is no text, and no list of texts")
+        raise Refusal(f"stop={shortened(json.dumps(given))} is neither a text nor a list of texts")
     return tuple(text for text in texts if not LONE_SURROGATE.search(text))
 
 

@@ -37,7 +37,7 @@ NUM_PROVEN_TURNS = 3
 SHOWN = 40
 """Characters of a rendering on each side of a difference."""
 MOST_ROLES = 20
-"""Of the messages that a template rejects, named in the error."""
+"""How many roles an error names, of the messages that a template rejects."""
 KEEPS_TURNS = (
     "give the model a chat template that keeps earlier turns unchanged, as chat_template.jinja in its folder: TRL ships"
     " some in trl/chat_templates/*_training.jinja"

@@ -18,7 +18,7 @@ class InFlight:
     begun: int
     """The step that was next when its request was sent: its first token is not older than that."""
     in_order: bool = False
-    """Whether it began at the same time as all others: a stream's first groups, and those that begin again."""
+    """Whether it began at the same time as all others: a stream's first groups, and those that are restarted."""
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the request is on its way."""
     task: asyncio.Task[Group] = field(init=False)

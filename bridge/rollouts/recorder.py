@@ -1,7 +1,7 @@
 """An OpenAI-compatible server on loopback, inside the trainer, with a base URL for each run of an agent.
 
-It runs in the event loop of the sampler: while that stands still, requests wait. A `stream` is one chunk. Whoever does
-not know the URL of a run is refused before a body is read.
+It runs in the event loop of the sampler: while that stands still, requests wait. A `stream` is one chunk. A
+request without the URL of a run is refused before its body is read.
 
 Not covered: what a request means (`chat_request.py`), and what it becomes (`agent_runs.py`).
 """
@@ -31,7 +31,7 @@ CLOSING_S = 1
 ACCEPTED_AT_ONCE = 64
 """Connections that the event loop accepts before it looks at any of them."""
 QUEUED = 2048
-"""Connections that wait in the kernel while the event loop stands still."""
+"""Connections that wait in the kernel while the event loop is blocked."""
 ENDED = "this run has ended, or never was"
 METHODS = {"chat/completions": "POST", "responses": "POST", "models": "GET"}
 """Route -> its method."""
@@ -192,9 +192,9 @@ async def _refuse(send: Any, refusal: Refusal, headers: Mapping[str, str] = NO_H
     await _send(send, refusal.status, json.dumps({"error": error}), "application/json", headers)
 
 
-async def _send(send: Any, status: int, text: str, kind: str, more: Mapping[str, str] = NO_HEADERS) -> None:
+async def _send(send: Any, status: int, text: str, kind: str, extra: Mapping[str, str] = NO_HEADERS) -> None:
     data = text.encode()
-    headers = {"content-type": kind, "content-length": str(len(data)), "x-should-retry": "false", **more}
+    headers = {"content-type": kind, "content-length": str(len(data)), "x-should-retry": "false", **extra}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": data})

@@ -151,12 +151,12 @@ class Recording:
 
 def _read(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of a request for a transcript."""
-    made = {"role": message["role"], "text": message["content"]}
+    entry = {"role": message["role"], "text": message["content"]}
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [{"id": call["id"], **shallow(call["function"])} for call in calls]
+        entry["tool_calls"] = [{"id": call["id"], **shallow(call["function"])} for call in calls]
     if "tool_call_id" in message:
-        made["id"] = message["tool_call_id"]
-    return made
+        entry["id"] = message["tool_call_id"]
+    return entry
 
 
 def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:

@@ -166,8 +166,8 @@ def _text(content: Any) -> str:
 def _tool(tool: Item) -> dict[str, Any]:
     if tool["type"] != "function":
         raise Refusal(f"tools has one of the type {shortened(str(tool['type']))}, expected functions of the agent")
-    described = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": described}
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
 
 
 def _items(message: Item, status: str) -> Iterator[dict[str, Any]]:

@@ -57,7 +57,7 @@ class Progress(_Record):
     problems_beyond: tuple[int, ...] = ()
     """Problems that they were trained on ahead of an earlier one; left out of the marker if there are none."""
     samples_drawn: int = 0
-    """Calls of `Policy.sample` in a loop of a program's own; left out of the marker if there are none."""
+    """Calls of `Policy.sample` in a library loop; left out of the marker if there are none."""
     run_dir: Path
     """The run directory, absolute."""
 

@@ -56,8 +56,10 @@ def holds_adapter(source: Path, *, base: str | None = None) -> bool:
     if (source / adapter_folder.CONFIG_NAME).is_file():
         return True
     if not (source / model_folder.CONFIG_NAME).is_file():
-        found = f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
-        raise UsageError(found, remedy=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
+        message = (
+            f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
+        )
+        raise UsageError(message, remedy=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
     if base is not None:
         raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", remedy="leave --model out")
     return False

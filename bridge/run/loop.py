@@ -1,6 +1,6 @@
-"""What a loop of a program's own leaves behind: a run directory with metrics, completions and checkpoints.
+"""What a library loop leaves behind: a run directory with metrics, completions and checkpoints.
 
-They are those of `bridge train`: `bridge report`, `export` and `restore` read them.
+They have the form of those of `bridge train`: `bridge report`, `export` and `restore` read them.
 
 Not covered: loading weights into the server (`bridge/policy.py`).
 """
@@ -44,12 +44,17 @@ class Loop:
 
     def __init__(self, given: Path | None, model: str, sampling: SamplingConfig, note: Callable[[str], None]) -> None:
         """Prepare `given`, or a new folder under `runs/`."""
-        self._given, self._model, self._sampling, self._note = given, model, sampling, note
+        self._given = given
+        self._model = model
+        self._sampling = sampling
+        self._note = note
         self._run: RunDirectory | None = None
         self._step: int | None = None
         """The last step that was logged or loaded."""
-        self._begun, self._sampled_s = time.perf_counter(), 0.0
-        """When the step began, and the time in it that was spent on sampling."""
+        self._begun = time.perf_counter()
+        """When the step began."""
+        self._sampled_s = 0.0
+        """Time of the step that was spent on sampling."""
         self._fences: list[FenceTimes] = []
         """The fences since the last step that was logged; the newest ones if it never is."""
 
@@ -59,7 +64,7 @@ class Loop:
         if self._run is None:
             given = self._given
             if given is not None and (
-                RunDirectory(given).metrics.exists() or checkpoint.numbered(_saved(given), PREFIX)
+                RunDirectory(given).metrics.exists() or checkpoint.numbered(_save_path(given), PREFIX)
             ):
                 raise UsageError(
                     f"{given} holds another run",
@@ -76,12 +81,12 @@ class Loop:
         yield
         self._sampled_s += time.perf_counter() - start
 
-    def passed(self, times: FenceTimes) -> None:
-        """Count a fence to the step that is logged next."""
+    def add_fence(self, times: FenceTimes) -> None:
+        """Add a fence to the step that is logged next."""
         self._fences = [*self._fences[-99:], times]
 
     def log(self, step: int, groups: Sequence[Group], given: Mapping[str, Any], *, version: int, device: str) -> None:
-        """Append the line of `step`: what is measured, and then what was `given`, which replaces it.
+        """Append the line of `step`: what is measured, and what is `given`, which has precedence.
 
         Raises:
             UsageError: a value is no number, or `step` is not after the last one.
@@ -96,7 +101,10 @@ class Loop:
         if groups:
             run.append_rollouts(step, groups)
         json_lines.append(run.metrics, [{**line, **values}])
-        self._step, self._begun, self._sampled_s, self._fences = step, time.perf_counter(), 0.0, []
+        self._step = step
+        self._begun = time.perf_counter()
+        self._sampled_s = 0.0
+        self._fences = []
 
     def save(
         self,
@@ -139,20 +147,20 @@ class Loop:
             raise UsageError(
                 "this run has begun already", remedy="call policy.resume before policy.log and policy.save"
             )
-        found, passed_over = checkpoint.newest(_saved(self._given), PREFIX)
+        newest, passed_over = checkpoint.newest(_save_path(self._given), PREFIX)
         for line in passed_over:
             self._note(f"passed over: {line}")
-        if found is None and not RunDirectory(self._given).metrics.exists():
+        if newest is None and not RunDirectory(self._given).metrics.exists():
             return None
-        step = NOTHING if found is None else found.progress.step
+        step = NOTHING if newest is None else newest.progress.step
         self._run = self._opened(RunDirectory.reopen(self._given, step, echo=self._note, kind=KIND))
-        self._step = None if found is None else step
-        told = "beginning again, without a checkpoint" if found is None else f"resuming after step {step}"
-        self._note(f"{self._given}: {told}")
-        return found
+        self._step = None if newest is None else step
+        outcome = "restarting, without a checkpoint" if newest is None else f"resuming after step {step}"
+        self._note(f"{self._given}: {outcome}")
+        return newest
 
     def end(self) -> None:
-        """Note that the loop ended by itself, if it logged anything."""
+        """Record that the loop was not interrupted, if it logged anything."""
         if self._run is not None and self._step is not None:
             write_json(self._run.summary, {"steps": self._step})
 
@@ -189,15 +197,15 @@ def load_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer)
             f"{path} is of other parameters than {type(optimizer).__name__}'s, or in another order",
             remedy="make the optimizer as before",
         )
-    trainer_state.read(found.folder, {}, _OfAProgram(optimizer))
+    trainer_state.read(found.folder, {}, _KindAlone(optimizer))
     for parameter, (_, state, beside) in zip(parameters, states, strict=True):
         optimizer.state[parameter] = {
-            key: each.to(parameter.device) if key in beside else each for key, each in state.items()
+            key: value.to(parameter.device) if key in beside else value for key, value in state.items()
         }
 
 
-class _OfAProgram:
-    """The part that `trainer_state` writes of an optimizer that is not Bridge's: its kind, and no state by name."""
+class _KindAlone:
+    """What `trainer_state` holds of an optimizer that is not Bridge's: its kind, and no state by name."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.flags = f"an optimizer {type(optimizer).__qualname__}"
@@ -227,7 +235,7 @@ def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             f"{type(optimizer).__name__} keeps {odd[0]!r} as a {type(odd[1]).__name__}, expected a tensor or a number",
             remedy="save that optimizer yourself, and policy.save(step=STEP) without it",
         )
-    trainer_state.write(folder, {}, _OfAProgram(optimizer))
+    trainer_state.write(folder, {}, _KindAlone(optimizer))
     torch.save(states, folder / trainer_state.FOLDER / POSITIONS)
 
 
@@ -289,6 +297,6 @@ def _number(name: str, value: Any) -> Any:
     return int(number) if isinstance(number, bool) else number if math.isfinite(number) else None
 
 
-def _saved(run_dir: Path) -> Path:
+def _save_path(run_dir: Path) -> Path:
     run = RunDirectory(run_dir)
     return run.save_path or run.checkpoints

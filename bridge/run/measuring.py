@@ -42,8 +42,8 @@ def step(
 ) -> StepMetrics:
     """Return the metrics of one step, whose batch was complete when the server had version `served`.
 
-    Figures of the rollouts include the groups that others took the place of. Without them, the mean reward would be
-    that of the problems that are neither always nor never solved.
+    Figures of the rollouts include the groups that --skip-without-signal replaced. Without them, the mean reward would
+    be that of the problems that are neither always nor never solved.
     """
     completions, every_group = _sampled(groups), [*groups, *stream.skipped]
     mismatch, by_lag = learnt.mismatch, lags(completions, served)
@@ -158,7 +158,7 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     if metrics.unscored and math.isnan(metrics.reward_mean):
         return (
             f"step {metrics.step} has nothing to learn from: none of its {metrics.unscored} completions has a reward;"
-            " `unscored` in rollouts.jsonl says why, for each of them"
+            " `unscored` in rollouts.jsonl has the reason for each of them"
         )
     if metrics.truncated_share > 0.5:
         cause = f"{metrics.truncated_share:.0%} of the completions were truncated; raise --max-new-tokens"

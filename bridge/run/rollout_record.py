@@ -1,6 +1,6 @@
 """A line of `rollouts.jsonl`: the problem, the completions and the rewards of one group, without its token ids.
 
-Every value is bounded, and one that was cut says so. docs/looking.md documents the fields.
+Every value is bounded; where one was cut, it has a note. docs/looking.md documents the fields.
 """
 
 import json
@@ -23,8 +23,8 @@ def record(step: int, group: Group, version: int | None) -> dict[str, Any]:
         "step": step,
         "number": group.number,
         "problem": {str(name): _column(str(name), value) for name, value in group.problem.items()},
-        "completions": [_scored(group, place, version) for place in range(len(group.completions))],
-        "unscored": [{**_said(each.completion, ()), "fault": each.fault} for each in group.unscored],
+        "completions": [_scored(group, index, version) for index in range(len(group.completions))],
+        "unscored": [{**_texts(unscored.completion, ()), "fault": unscored.fault} for unscored in group.unscored],
     }
 
 
@@ -51,20 +51,20 @@ def _column(name: str, value: Any) -> Any:
             if size > longest:
                 return f"{''.join(pieces)[:longest]} [… the rest is left out …]"
         return json_lines.plain(value)
-    except Exception as error:  # noqa: BLE001  it is the environment's, and its `repr` may raise anything
+    except Exception as error:  # noqa: BLE001  it comes from the environment, and its `repr` may raise anything
         return f"(a {type(value).__name__} that cannot be written: {type(error).__name__})"
 
 
-def _scored(group: Group, place: int, version: int | None) -> dict[str, Any]:
-    completion = group.completions[place]
-    rewards = group.turn_rewards[place] if group.turn_rewards else ()
+def _scored(group: Group, index: int, version: int | None) -> dict[str, Any]:
+    completion = group.completions[index]
+    rewards = group.turn_rewards[index] if group.turn_rewards else ()
     versions = _versions(completion)
     return {
-        **_said(completion, rewards),
-        "reward": group.rewards[place],
-        "parts": {name: parts[place] for name, parts in group.reward_parts.items()},
+        **_texts(completion, rewards),
+        "reward": group.rewards[index],
+        "parts": {name: parts[index] for name, parts in group.reward_parts.items()},
         **({"turn_rewards": rewards} if rewards else {}),
-        "tokens": sum(len(one.token_ids) for one in completion.sequences),
+        "tokens": sum(len(sequence.token_ids) for sequence in completion.sequences),
         "finish_reason": completion.finish_reason,
         "truncated": completion.finish_reason == "length",
         "weight_version": _shown(versions),
@@ -72,35 +72,35 @@ def _scored(group: Group, place: int, version: int | None) -> dict[str, Any]:
     }
 
 
-def _said(completion: Completion, rewards: Sequence[float]) -> dict[str, Any]:
+def _texts(completion: Completion, rewards: Sequence[float]) -> dict[str, Any]:
     """Return the text of a completion; with tools or an agent that of its last turn, and every turn."""
     turns = cut(json_lines.plain(list(_turns(completion, rewards))), LONGEST_TEXT)
     if not turns:
         return {"text": cut(completion.text, LONGEST_TEXT)}
-    own = [turn["text"] for turn in turns if "tokens" in turn]
-    return {"text": own[-1] if own else "", "turns": turns}
+    sampled = [turn["text"] for turn in turns if "tokens" in turn]
+    return {"text": sampled[-1] if sampled else "", "turns": turns}
 
 
 def _turns(completion: Completion, rewards: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of each sequence; the start that a sequence shares with the one before it is counted only."""
+    """Yield the messages of each sequence; of those that it shares with the sequence before, only their number."""
     before: Sequence[Mapping[str, Any]] = ()
     left = iter(rewards)
-    for number, one in enumerate(completion.sequences):
+    for number, sequence in enumerate(completion.sequences):
         which = {"sequence": number} if completion.others else {}
-        num_shared = _num_shared(before, one.transcript)
-        before = one.transcript
+        num_shared = _num_shared(before, sequence.transcript)
+        before = sequence.transcript
         if num_shared:
             yield {**which, "role": "repeated", "text": "", "messages": num_shared}
-        for message in one.transcript[num_shared:]:
+        for message in sequence.transcript[num_shared:]:
             reward = next(left, None) if message.get("tokens") else None
             yield {**which, **message, **({} if reward is None else {"reward": reward})}
 
 
 def _num_shared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many messages two transcripts begin with alike, up to the first that was sampled in the second."""
+    """Return how many messages both transcripts begin with, up to the first that was sampled in the second."""
     count = 0
-    for one, other in zip(before, after, strict=False):
-        if "tokens" in other or {**one, "tokens": 0} != {**other, "tokens": 0}:
+    for earlier, later in zip(before, after, strict=False):
+        if "tokens" in later or {**earlier, "tokens": 0} != {**later, "tokens": 0}:
             break
         count += 1
     return count
@@ -110,8 +110,10 @@ def _versions(completion: Completion) -> list[int]:
     """Return the versions of the weights that sampled it, the oldest first; empty if one is unknown."""
     versions = {
         version
-        for one in completion.sequences
-        for version in (one.versions if one.sampled is None else compress(one.versions, one.sampled))
+        for sequence in completion.sequences
+        for version in (
+            sequence.versions if sequence.sampled is None else compress(sequence.versions, sequence.sampled)
+        )
     }
     return [] if None in versions else sorted(version for version in versions if version is not None)
 

@@ -189,7 +189,7 @@ class RunDirectory:
         write_json(self.writable(self.summary), json_lines.plain(dataclasses.asdict(summary)))
 
     def record(self, line: str) -> None:
-        """Append an event, with the time; control characters, which text of a model may hold, become visible."""
+        """Append an event, with the time; control characters, which a model may write, become visible."""
         if self.is_writer:
             shown = private.cleaned(" ".join(private.shown_line(line[:LONGEST_EVENT]).split()))
             with one_line_errors(self.events), self.events.open("a", encoding="utf-8") as file:
@@ -206,7 +206,7 @@ class RunDirectory:
         json_lines.append(self.writable(self.metrics), [dataclasses.asdict(metrics)])
 
     def append_rollouts(self, step: int, groups: Sequence[Group], *, version: int | None = None) -> None:
-        """Append the groups of `step`, trained with the weights of `version`; other than JSON becomes its repr."""
+        """Append the groups of `step`, trained with weights of `version`; what JSON cannot hold becomes its repr."""
         rows = (rollout_record.record(step, group, version) for group in groups)
         json_lines.append(self.writable(self.rollouts), rows)
 

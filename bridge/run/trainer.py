@@ -269,7 +269,7 @@ class Trainer:
                     self._run.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
                 self._run.append(metrics)
         alarm = mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm)
-        self._watch("mismatch", None if self._is_ahead else alarm)  # ahead, older weights are what was chosen
+        self._watch("mismatch", None if self._is_ahead else alarm)  # ahead of the server, a mismatch is expected
         self._is_ahead = times.version == served
         self._watch("signal", measuring.nothing_learnt(metrics))
         return metrics

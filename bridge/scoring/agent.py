@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from bridge.core.foreign_code import described, place_of, said, source_file
-from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, limit, returned, score_one
+from bridge.scoring.score import FailedScore, Origin, Score, Scores, failed, limit_note, returned, score_one
 from bridge.scoring.tools import Reply, awaited
 from bridge.types import Environment, Problem
 
@@ -58,7 +58,7 @@ class Agent:
         if score is not None:
             return score
         kind = f"{self._name} returned something other than {EXPECTED}"
-        what = f"{self._name} returned {described(found)}, expected {EXPECTED}{limit(found)} ({self._place})"
+        what = f"{self._name} returned {described(found)}, expected {EXPECTED}{limit_note(found)} ({self._place})"
         return failed(problem, "", kind, what)
 
     def _result(self, found: Any) -> Any:
@@ -82,7 +82,7 @@ class Agent:
     def score(self, problem: Problem, completion: str) -> Any:
         """Return the Score or FailedScore of the trajectory that ran last; `completion` is its last turn's text.
 
-        It is 0 if nothing scores but the run itself, which raised.
+        It is 0 if the run alone scores, and it raised.
         """
         if self._scores is None:
             return Score(reward=0.0)

@@ -89,7 +89,7 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
     expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
     expected += " and a dict of finite numbers" if method == "scores" else ""
     found = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
-    what = f"{origin.name} returned {found}, expected {expected}{limit(value)} ({origin.place})"
+    what = f"{origin.name} returned {found}, expected {expected}{limit_note(value)} ({origin.place})"
     return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 
@@ -101,10 +101,10 @@ def failed(problem: Problem, completion: str, kind: str, what: str, *, is_raised
 
 
 def returned(value: object) -> Score | None:
-    """Return a reward, or its parts by name, as a score; None if they are not numbers as `number` reads them."""
+    """Return a reward, or its parts by name, as a score; None if they are not numbers as `as_reward` reads them."""
     if not isinstance(value, Mapping):
         return _read((value, {}))
-    parts = [number(part) for part in value.values()]
+    parts = [as_reward(part) for part in value.values()]
     return _read((math.fsum(part or 0.0 for part in parts), value)) if parts else None
 
 
@@ -113,17 +113,17 @@ def _read(value: object) -> Score | None:
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         return None
     per_turn = isinstance(value[0], list)
-    rewards = [number(each) for each in (value[0] if per_turn else value[:1])]
-    parts = {shortened(name, LONGEST_NAME): number(part) for name, part in value[1].items()}
+    rewards = [as_reward(each) for each in (value[0] if per_turn else value[:1])]
+    parts = {shortened(name, LONGEST_NAME): as_reward(part) for name, part in value[1].items()}
     numbers = [each for each in rewards if each is not None]
     whole = {name: part for name, part in parts.items() if part is not None}
-    reward = number(math.fsum(numbers))
+    reward = as_reward(math.fsum(numbers))
     if not rewards or reward is None or (len(numbers), len(whole)) != (len(rewards), len(parts)):
         return None
     return Score(reward=reward, parts=whole, turns=numbers if per_turn else [])
 
 
-def limit(value: object) -> str:
+def limit_note(value: object) -> str:
     """Return what to add to "expected a finite number" if `value` is, or directly holds, one that is too large."""
     several: Any = [value]
     if type(value) in (dict, list, tuple):  # those of foreign classes may do anything
@@ -132,15 +132,15 @@ def limit(value: object) -> str:
     return f" of at most {LARGEST:g} in size" if any(are_too_large) else ""
 
 
-def number(value: object) -> float | None:
+def as_reward(value: object) -> float | None:
     """Return what a reward may be as a float; None for text, NaN, infinity, and what is larger than `LARGEST`."""
     if not isinstance(value, SupportsFloat | SupportsIndex):  # text is refused: "1.0" is a bug of the environment
         return None
     try:
-        found = float(value)
+        as_float = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or tensor of several elements
         return None
-    return found if abs(found) <= LARGEST else None
+    return as_float if abs(as_float) <= LARGEST else None
 
 
 class FailedScores:

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 from bridge.core.foreign_code import said
 from bridge.errors import RewardError
-from bridge.scoring.score import FailedScore, Origin, Score
-from bridge.scoring.score import number as reward_of
+from bridge.scoring.score import FailedScore, Origin, Score, as_reward
 from bridge.scoring.tools import Reply
 
 HEADER = struct.Struct("!Q")
@@ -88,7 +87,7 @@ def read(text: bytes) -> tuple[int, Answer]:
         kind, types = ANSWERS[name]
         found = {field: type(value) for field, value in fields.items()}
         numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values(), *fields.get("turns", ())]
-        are_rewards = all(type(one) is float and reward_of(one) is not None for one in numbers)  # 1e999 is infinity
+        are_rewards = all(type(one) is float and as_reward(one) is not None for one in numbers)  # 1e999 is infinity
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadAnswerError("not the JSON of an answer") from error
     if type(number) is not int or found != types or not are_rewards:

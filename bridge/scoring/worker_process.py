@@ -57,7 +57,9 @@ class WorkerProcess:
 
     def __init__(self, recipe: bytes, *, timeout_s: float, variables: Collection[str] = ()) -> None:
         """Start it; its environment has no secrets but the `variables`."""
-        self._recipe, self._timeout_s, self._variables = recipe, timeout_s, variables
+        self._recipe = recipe
+        self._timeout_s = timeout_s
+        self._variables = variables
         self._is_asked, self._num_holding = False, 0
         self._start()
 
@@ -109,7 +111,7 @@ class WorkerProcess:
         return failed(problem, completion, kind, f"{kind} ({place})" if place else kind)
 
     def _explained(self, answer: Score | FailedScore | Reply) -> Score | FailedScore | Reply:
-        """Return an answer; one that fails for lack of a variable says how to pass it on, to the user alone."""
+        """Return an answer, with a hint if it failed for lack of a hidden variable: for the user, not for the model."""
         if isinstance(answer, FailedScore):
             what = answer.line.partition(", on prompt ")[0]
             return replace(answer, line=answer.line + private.hint(what, self._variables))

@@ -107,7 +107,7 @@ MOST_EVENTS = 40
 
 
 def sections(runs: Iterable[Run]) -> dict[str, Sequence[Chart]]:
-    """Return the charts under their headings, with one for each metric that a loop of a program's own logged."""
+    """Return the charts under their headings, and one chart for each other metric that a library loop logged."""
     names = sorted({name for run in runs for name in run.columns if name.partition("/")[0] not in KNOWN})
     own = [Chart(name.replace("/", ": ", 1), "", "As it was logged.", {name: "value"}) for name in names]
     return {**CHARTS, OWN: own} if own else dict(CHARTS)

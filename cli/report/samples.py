@@ -110,7 +110,7 @@ def _step(number: int, rows: Sequence[Mapping[str, Any]]) -> Step:
 
 
 def _bounded(row: Any, longest: int) -> Any:
-    """Return a group whose texts are cut; the turns of a completion share the room of one text."""
+    """Return a group whose texts are cut; the turns of a completion share the limit of one text."""
     for each in (*row["completions"], *row.get("unscored", ())):
         if (turns := each.get("turns")) and isinstance(turns, list):
             each["turns"] = cut(turns, max(longest // len(turns), SHORTEST_TURN))

@@ -134,9 +134,7 @@ def test_a_flag_without_effect_is_refused_with_what_gives_it_one(bridge: Bridge,
     assert bridge.capsys.readouterr().err.splitlines()[-1] == f"hint: {hint}"
 
 
-def test_a_model_folder_that_is_not_there_is_refused_with_a_near_one(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_model_folder_is_refused_with_a_similar_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     (bridge.folder / "Qwen-tiny").mkdir()
     (bridge.folder / "Qwen-tiny" / "config.json").write_text("{}")
     assert answer(["plan", "--model", "./Qwen-tny", "--gpu-memory", "80"]) == 2

@@ -190,7 +190,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", COLUMNS)
-def test_each_column_of_a_problem_is_written_as_far_as_it_is_small(tmp_path: Path, case: str) -> None:
+def test_large_columns_of_a_problem_are_shortened(tmp_path: Path, case: str) -> None:
     value, expected = COLUMNS[case]
     run = RunDirectory(tmp_path)
     run.append_rollouts(1, [group("4", problem={"prompt": "2+3=", "column": value})])

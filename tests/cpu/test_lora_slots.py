@@ -171,7 +171,7 @@ def test_requests_for_both_names_at_once_leave_the_slot_alone(lora_llama: LiveSe
     assert_slot_holds(lora_llama, slot, model)
 
 
-def test_prompt_logprobs_of_several_requests_are_those_of_each_alone(lora_llama: LiveServer, tmp_path: Path) -> None:
+def test_prompt_logprobs_of_several_requests_match_single_ones(lora_llama: LiveServer, tmp_path: Path) -> None:
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         client.adapter("trained", saved(adapted(lora_llama, seed=13), tmp_path / "adapter"))
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9]

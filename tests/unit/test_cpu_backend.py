@@ -208,7 +208,7 @@ class Punica:
 
 
 class PatchedPunica(Punica):
-    sampler_indices = cpu_backend.of_its_request(Punica.sampler_indices)
+    sampler_indices = cpu_backend.adapter_of_one_request(Punica.sampler_indices)
 
 
 class Scoring:
@@ -232,7 +232,7 @@ class Scoring:
         return found
 
 
-def test_prompts_of_several_requests_get_the_logits_of_each_requests_adapter() -> None:
+def test_prompt_logits_use_the_adapter_of_their_request() -> None:
     hidden_states, scheduled = torch.arange(7.0), {"a": 3, "b": 2, "c": 2}
     with pytest.raises(RuntimeError, match="einsum"):
         Scoring(Punica())._get_prompt_logprobs_dict(hidden_states, scheduled)

@@ -119,13 +119,13 @@ BAD: dict[str, tuple[dict[str, Any] | list[Any], str]] = {
     "no object": ([], "the request is no JSON object"),
     "no messages": ({"messages": []}, "messages is empty, or no list"),
     "two answers": ({"messages": [USER], "n": 2}, "n=2 is not supported while a run is recorded for training"),
-    "an empty stop": ({"messages": [USER], "stop": ["x", ""]}, 'stop=["x", ""] is no text, and no list of texts'),
-    "a stop that is none": ({"messages": [USER], "stop": 7}, "stop=7 is no text, and no list of texts"),
+    "an empty stop": ({"messages": [USER], "stop": ["x", ""]}, 'stop=["x", ""] is neither a text nor a list of texts'),
+    "a stop that is none": ({"messages": [USER], "stop": 7}, "stop=7 is neither a text nor a list of texts"),
     "logprobs": ({"messages": [USER], "logprobs": True}, "logprobs=true is not supported while"),
     "a call without tools": ({"messages": [USER], "tool_choice": "required"}, 'tool_choice="required" needs tools'),
     "another tool": (
         {"messages": [USER], "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
-        "tool_choice names 'sub', which is none of the request's tools",
+        "tool_choice names 'sub', which is not a tool of the request",
     ),
     "an odd choice": (
         {"messages": [USER], "tools": [ADD], "tool_choice": {"type": "allowed_tools"}},

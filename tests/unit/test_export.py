@@ -58,7 +58,7 @@ def full(folder: Path, base: Path) -> Path:
     return checkpoint.save(folder, write, progress)
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_with_a_near_one(
+def test_a_missing_checkpoint_is_refused_with_a_similar_name(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "one"

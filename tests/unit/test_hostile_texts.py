@@ -136,7 +136,7 @@ def grouped(texts: list[str], rewards: list[float], faults: list[str]) -> Group:
     )
 
 
-def test_whatever_is_said_is_logged_and_no_file_has_control_characters(
+def test_hostile_text_is_logged_without_control_characters(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", num_steps=4).path)
@@ -227,7 +227,7 @@ def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "mistral", "llama3_1"])
-def test_whatever_a_model_and_a_tool_say_costs_no_more_than_a_turn(texts: list[str], tmp_path: Path, name: str) -> None:
+def test_hostile_text_of_a_model_or_tool_costs_only_its_turn(texts: list[str], tmp_path: Path, name: str) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     tokenizer, defects = chat.tokenizer(tmp_path, name), Defects()
     schema = {"type": "function", "function": {"name": "act", "description": "d", "parameters": {"type": "object"}}}

@@ -101,7 +101,7 @@ def test_half_a_body_times_out(body: bytes) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.3 s"}
 
 
-def test_a_body_that_arrived_while_the_loop_stood_still_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_arrives_while_the_loop_blocks_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "TICK_S", 0.05)
 
     async def main() -> list[Any]:

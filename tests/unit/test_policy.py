@@ -158,7 +158,7 @@ def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.P
     assert policy.sample([]) == []
 
 
-@pytest.mark.parametrize("reward", [None, [1.0], "good", float("nan")])
+@pytest.mark.parametrize("reward", [None, [1.0], "good", "1.0", float("nan"), torch.zeros(2)])
 def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
     with pytest.raises(RewardError, match="the reward of 'text' is"):
         policy_module._reward(lambda *_: reward, {"prompt": ""}, "text")

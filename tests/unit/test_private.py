@@ -93,7 +93,7 @@ subprocess.run(["env"])
 """
 
 
-def test_nobody_reads_secrets_in_the_environment_that_a_process_was_started_with() -> None:
+def test_secrets_are_removed_from_the_initial_environment() -> None:
     given = {"BRIDGE_SECRET": "hidden-1", "HF_TOKEN": "hidden-2", "HF_HOME": "shown-1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run([sys.executable, "-c", HIDES], env=given, capture_output=True, text=True, check=True)
     own, _, child = done.stdout.partition("\nchild\n")

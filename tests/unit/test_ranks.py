@@ -487,7 +487,7 @@ def test_ranks_measure_what_one_process_does(groups: list[Group], size: int, cho
 
 
 @pytest.mark.parametrize("kind", ["all", "twice", "silent"])
-def test_the_most_uncertain_tokens_are_those_of_all_ranks_and_of_equal_ones_all(groups: list[Group], kind: str) -> None:
+def test_top_entropy_ranks_the_tokens_of_all_ranks(groups: list[Group], kind: str) -> None:
     given = {
         "all": groups,
         "twice": [*groups[:2], *groups[:2]],  # both ranks have the same entropies

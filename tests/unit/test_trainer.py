@@ -464,7 +464,7 @@ def test_servers_that_differ_too_much_are_told_of_when_it_begins_and_when_it_beg
         assert [row["corrected_share"] > 0.9 for row in run.metrics if row["step"] in unhealthy] == [True] * 3
 
 
-def test_a_server_that_is_reloaded_later_is_compared_after_a_reload(running: Running) -> None:
+def test_mismatch_is_checked_only_after_a_reload(running: Running) -> None:
     def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
         for choice in document["choices"]:
             choice["logprobs"]["token_logprobs"] = [-50.0 for _ in choice["token_ids"]]
@@ -522,7 +522,7 @@ class Solved(Letters):
         return 9.0 if int(str(problem["prompt"]).rpartition(" ")[2]) % 2 else super().score(problem, completion)
 
 
-def test_metrics_of_rollouts_include_the_groups_that_were_replaced(running: Running) -> None:
+def test_metrics_of_rollouts_include_replaced_groups(running: Running) -> None:
     with running() as run:
         run.train(Solved(), skip_without_signal=True, eval_samples=0)
         rows = [json.loads(line) for line in (run.folder / "run" / "rollouts.jsonl").read_text().splitlines()]

@@ -352,9 +352,7 @@ def test_what_a_tool_raises_is_its_answer(tmp_path: Path, processes: int) -> Non
             assert one.tool_errors == HARMLESS[how].startswith("error")
 
 
-def test_an_answer_that_the_template_rejects_costs_its_trajectory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_the_template_rejects_costs_its_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picky = "{% for m in messages if m.role == 'tool' and m.content == '1' %}{{ 1 // 0 }}{% endfor %}"
     template = picky + chat.template("qwen2_5")
     monkeypatch.setattr(chat, "template", lambda _: template)

@@ -201,7 +201,7 @@ def test_callbacks_optimizers_and_tokenizer_are_passed_on(policy: bridge.Policy)
     assert made["optimizers"] == (sgd, schedule)
     assert made["processing_class"] is tokenizer
     assert isinstance(bridge.for_trl(policy, choices())["optimizers"][0], InPlaceOptimizer)
-    with pytest.raises(UsageError, match="the scheduler is not of the optimizer beside it"):
+    with pytest.raises(UsageError, match="the scheduler was made for another optimizer"):
         bridge.for_trl(policy, choices(), optimizers=(None, schedule))
 
 
@@ -260,7 +260,7 @@ def test_filters_are_refused_because_trl_does_not_know_what_they_kept(
         bridge.for_trl(policy, choices())
 
 
-def test_parameters_outside_the_servers_memory_are_refused_at_once(policy: bridge.Policy) -> None:
+def test_parameters_outside_the_servers_memory_are_refused(policy: bridge.Policy) -> None:
     """As with `peft_config`, or a model that was moved: its updates would never reach the server."""
     args = choices()
     (fence,) = bridge.for_trl(policy, args)["callbacks"]
@@ -293,7 +293,7 @@ def test_a_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_file
     fence.on_train_end(None, None, None)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+def test_a_checkpoint_without_all_weights_is_refused(policy: bridge.Policy) -> None:
     (fence,) = bridge.for_trl(policy, choices())["callbacks"]
     (name, _), *others = checkpoint(policy).items()
     policy.model.load_state_dict(dict(others), False)
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused_before_the_fence(policy: bri
     assert "pause" not in calls(policy)
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+def test_a_checkpoint_of_another_model_changes_no_weight(policy: bridge.Policy) -> None:
     bridge.for_trl(policy, choices())
     name = next(iter(checkpoint(policy)))
     with pytest.raises(UsageError, match=f"of another model: {name} has shape"):

@@ -32,7 +32,7 @@ def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monke
         assert ours.rewards(*(f"reads {name}" for name in (*SECRETS, *PLAIN))) == [None] * 10 + [3.0] * 10
         for way in ("reads", "misses"):
             fault = ours.fault(f"{way} HF_TOKEN")
-            hint = "; HF_TOKEN is hidden from rewards, tools and agents, pass it on: --worker-env HF_TOKEN"
+            hint = "; HF_TOKEN is hidden from rewards, tools and agents; to pass it on: --worker-env HF_TOKEN"
             assert fault.line.endswith(hint)
             assert "HF_TOKEN" not in fault.kind
         assert "hidden" not in ours.fault("raises HF_TOKENIZER").line
