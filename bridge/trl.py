@@ -44,7 +44,7 @@ VLLM = "vllm_"
 UNUSED_BY_ADAMW: dict[str, tuple[object, ...]] = {
     "optim": ("adamw_torch", "adamw_torch_fused"), "optim_args": ("", None), "optim_target_modules": (None,),
 }  # fmt: skip
-"""The same for Bridge's AdamW, unless the script has an optimizer of its own."""
+"""The same for Bridge's AdamW, unless the script brings its own optimizer."""
 MOVING: dict[str, str] = {
     "cast_lm_head_to_fp32": "moves the head out of the server's memory",
     "fp16": "scales gradients for a step of the trainer's own, and the step is taken in the fence",

@@ -11,7 +11,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,23 +114,24 @@ def _build(folder: Path, recipe: Mapping[str, Any], progress: Progress) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _tokenizer() -> Any:
-    """Make a tokenizer with one token per character, which adds none of its own to a prompt."""
+def word_tokenizer(words: Sequence[str], pattern: str, **choices: Any) -> Any:
+    """Return a tokenizer in which each match of `pattern` is one token, and which adds none to a prompt.
+
+    `words` are the vocabulary in the order of their ids, with `<pad>`, `<eos>` and `<unk>`; transformers gets `choices`.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    vocabulary = {word: index for index, word in enumerate(words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=MODEL["max_position_embeddings"],
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special, clean_up_tokenization_spaces=False, **choices)
+
+
+def _tokenizer() -> Any:
+    return word_tokenizer((*SPECIAL_TOKENS, *CHARACTERS), ".", model_max_length=MODEL["max_position_embeddings"])
 
 
 def _warm_up(model: Any, tokenizer: Any, recipe: Mapping[str, Any], progress: Progress) -> None:

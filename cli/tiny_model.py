@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.whole_folder import written_whole
-from cli.demo_model import IGNORED, MODEL
+from cli.demo_model import IGNORED, MODEL, word_tokenizer
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<model>", "<result>")
 CALL = ('<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
@@ -61,22 +61,11 @@ def write(
 
 
 def _tokenizer() -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: index for index, word in enumerate((*SPECIAL, *CALL, *CHARACTERS))}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    pattern = "|".join([*map(re.escape, CALL), r"[\s\S]"])
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
+    return word_tokenizer(
+        (*SPECIAL, *CALL, *CHARACTERS),
+        "|".join([*map(re.escape, CALL), r"[\s\S]"]),
         additional_special_tokens=list(SPECIAL[3:]),
         chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
         model_max_length=NUM_POSITIONS,
     )
 

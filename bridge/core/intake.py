@@ -95,7 +95,7 @@ async def limit_connections(server_of: Callable[[], Any], *, limit_s: float = HE
 def limit_silent(server: Any) -> None:
     """Close the oldest connection without a request whenever there are more than `most_waiting` of them.
 
-    The newest are kept: a client sends its request as soon as it is connected.
+    The newest stay, since a client sends its request right after it connects.
     """
     silent = dict[Any, None]()
     """In the order in which they were accepted."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
+from cli.demo_model import word_tokenizer
 from cli.tiny_model import SPECIAL, TEMPLATE
 from tests.models import tiny
 
@@ -22,16 +22,8 @@ def write(folder: Path, answers: Sequence[str] = ANSWERS) -> Path:
     config = tiny.llama(len(words))
     config.eos_token_id, config.initializer_range = words.index("<eos>"), 0.08
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, words), "[^<]+", "<"])), "isolated")
-    inner.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=list(SPECIAL[3:]),
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    pattern = "|".join([*map(re.escape, words), "[^<]+", "<"])
+    special = list(SPECIAL[3:])
+    tokenizer = word_tokenizer(words, pattern, additional_special_tokens=special, chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
     return folder
