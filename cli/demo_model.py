@@ -117,7 +117,8 @@ def _build(folder: Path, recipe: Mapping[str, Any], progress: Progress) -> None:
 def word_tokenizer(words: Sequence[str], pattern: str, **choices: Any) -> Any:
     """Return a tokenizer in which each match of `pattern` is one token, and which adds none to a prompt.
 
-    `words` are the vocabulary in the order of their ids, with `<pad>`, `<eos>` and `<unk>`; transformers gets `choices`.
+    `words` are the vocabulary in the order of their ids, `<pad>`, `<eos>` and `<unk>` included.
+    `choices` go to transformers.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
