@@ -15,7 +15,7 @@ import torch
 
 import bridge
 from bridge.checks import software
-from patches.compatibility import installed_version
+from bridge_patches.compatibility import installed_version
 
 RIVALS = ("trl", "liger-kernel", "bitsandbytes")
 """Packages whose versions are recorded, if installed."""

@@ -18,9 +18,9 @@ from bridge.config import ServeConfig
 from bridge.errors import ServerUnreachableError
 from bridge.server.client import VllmClient, open_async_http
 from bridge.types import Problem
-from cli import children
-from cli.serve import free_port
-from cli.server_command import ServerCommand
+from bridge_cli import children
+from bridge_cli.serve import free_port
+from bridge_cli.server_command import ServerCommand
 
 START_LIMIT_S = 420
 NUM_STEPS = 3

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks import _lengths, _work
 from bridge.run.run_directory import RunDirectory
-from cli.serve import free_port
+from bridge_cli.serve import free_port
 
-BRIDGE = "from cli.main import main; main()"
+BRIDGE = "from bridge_cli.main import main; main()"
 """The console script, which is not on every PATH."""
 ENGINE_FLAGS = ("--max-num-seqs", "{completions}", "--max-num-batched-tokens", "4096", "--no-enable-log-requests")
 """TRL's vLLM settings."""

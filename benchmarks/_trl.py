@@ -30,9 +30,9 @@ from benchmarks._results import say
 from bridge.config import ServeConfig
 from bridge.rollouts import problems
 from bridge.server.manifest import MANIFEST_NAME
-from cli.serve import free_port
-from cli.server_command import ServerCommand
-from cli.server_process import StartedServer
+from bridge_cli.serve import free_port
+from bridge_cli.server_command import ServerCommand
+from bridge_cli.server_process import StartedServer
 
 
 def main() -> None:

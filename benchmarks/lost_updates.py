@@ -32,10 +32,10 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
-from cli.demo import demo_model_folder
-from cli.serve import free_port, prepare
-from cli.server_process import StartedServer
-from environments import registry
+from bridge_cli.demo import demo_model_folder
+from bridge_cli.serve import free_port, prepare
+from bridge_cli.server_process import StartedServer
+from bridge_environments import registry
 
 REFERENCE, PLAIN = "float32 master", "bf16"
 OURS: Mapping[str, Mapping[str, Any]] = {

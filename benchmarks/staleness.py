@@ -43,11 +43,11 @@ from bridge.server.fence import Update
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
-from cli import demo_model
-from cli.demo import GPU_SHARE, LEARNING_RATE, demo_model_folder
-from cli.serve import free_port, prepare
-from cli.server_process import StartedServer
-from environments import registry
+from bridge_cli import demo_model
+from bridge_cli.demo import GPU_SHARE, LEARNING_RATE, demo_model_folder
+from bridge_cli.serve import free_port, prepare
+from bridge_cli.server_process import StartedServer
+from bridge_environments import registry
 
 TASKS = ("sums", "counting")
 NAIVE = "naive"

@@ -39,8 +39,8 @@ from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Problem
-from cli.tiny_model import TEMPLATE
-from environments import registry
+from bridge_cli.tiny_model import TEMPLATE
+from bridge_environments import registry
 
 AIM = 0.8
 """Minimum ratio."""

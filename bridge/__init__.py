@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bridge.server.fence import FenceTimes
     from bridge.trl import for_trl
     from bridge.types import Completion, Group
-    from cli.serving import serve
+    from bridge_cli.serving import serve
 
 __version__ = "0.1.0"
 __all__ = [
@@ -73,7 +73,7 @@ _PLACES = {
     "bridge.server.fence": ("FenceTimes",),
     "bridge.trl": ("for_trl",),
     "bridge.types": ("Completion", "Group"),
-    "cli.serving": ("serve",),
+    "bridge_cli.serving": ("serve",),
 }
 """Module -> names that are imported from it when they are first used."""
 

@@ -1,5 +1,5 @@
 """`python -m bridge` is the command `bridge`."""
 
-from cli.main import main
+from bridge_cli.main import main
 
 main()

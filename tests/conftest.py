@@ -39,7 +39,11 @@ def _constants_stay() -> Iterator[None]:
 
 
 def _constants() -> dict[str, object]:
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in {"bridge", "cli", "patches"}]
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] in {"bridge", "bridge_cli", "bridge_patches"}
+    ]
     return {
         f"{module.__name__}.{name}": dict(value) if isinstance(value, dict) else value
         for module in modules

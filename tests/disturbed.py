@@ -296,6 +296,6 @@ def program(disturbance: Disturbance, *, records: bool = False) -> str:
     """Return a program that runs the command with one fault, and optionally records what it publishes."""
     record_it = f"disturbed.record({PUBLISHED!r}); " if records else ""
     return (
-        "from cli.main import main; from tests import disturbed; from tests.disturbed import Disturbance; "
+        "from bridge_cli.main import main; from tests import disturbed; from tests.disturbed import Disturbance; "
         f"disturbed.arm({disturbance!r}); {record_it}main()"
     )

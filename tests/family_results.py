@@ -31,8 +31,8 @@ does the same, while plain transformers chooses by the longest sequence of a bat
 `max_position_embeddings`, where vLLM's frequencies end.
 
 A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's
-own `load_weights` ([`patches/loading.py`](../patches/loading.py)), runs the same checks, and refuses what does not
-pass by name.
+own `load_weights` ([`loading.py`](../patches/bridge_patches/loading.py)), runs the same checks, and refuses what does
+not pass by name.
 
 """
 COLUMNS = (

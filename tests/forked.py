@@ -22,12 +22,12 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 from bridge.run import trainer  # noqa: F401
-from cli import doctor, main, restore, run, train, verify  # noqa: F401
+from bridge_cli import doctor, main, restore, run, train, verify  # noqa: F401
 from tests import disturbed  # noqa: F401
 
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload([__name__])
-BRIDGE = "from cli.main import main; main()"
+BRIDGE = "from bridge_cli.main import main; main()"
 """What the installed `bridge` script runs."""
 POLL_S = 0.02
 UNCAUGHT = 1

@@ -23,8 +23,8 @@ from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import COMPLETIONS, Status
 from bridge.weights.attach import attach
-from cli import children
-from cli.serve import free_port
+from bridge_cli import children
+from bridge_cli.serve import free_port
 from tests import disturbed
 from tests.disturbed import UNDISTURBED, Disturbance
 from tests.forked import Command

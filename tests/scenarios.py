@@ -31,9 +31,9 @@ from bridge.server.protocol import Status
 from bridge.types import Completion, Group
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
-from cli import children
-from cli.serve import free_port
-from cli.server_command import ServerCommand
+from bridge_cli import children
+from bridge_cli.serve import free_port
+from bridge_cli.server_command import ServerCommand
 from tests import forked
 
 START_LIMIT_S = 300

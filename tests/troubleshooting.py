@@ -25,7 +25,7 @@ from bridge.checks.result import Check
 from bridge.core.process import ProcessIdentity
 from bridge.server import manifest as manifests
 from bridge.server.protocol import Finiteness, Holder, Status
-from cli import doctor
+from bridge_cli import doctor
 from tests.unit.checks_sample import CPU_FACTS, GIB, UUID, cuda_handle, gpu_facts, manifest, shared_memory_handle
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
@@ -73,12 +73,11 @@ def software_findings() -> Findings:
     yield software.transformers_imports(CPU_FACTS.model_copy(update={"imports": failing}), "5.19.0")
     yield software.torchvision_fits(broken, "0.28.0")
     yield software.torchvision_fits(loads, "0.28.0+cu130")
-    yield software.packages_are_ours({"cli": Path("/usr/lib/python3/cli"), "patches": HERE / "patches"}, HERE)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "patches.py").touch()
+        (Path(folder) / "bridge.py").touch()
         yield software.nothing_shadows(Path(folder))
     yield software.plugins_registered({**PLUGINS, "vllm.endpoint_plugins": []})
-    with mock.patch("patches.compatibility.installed_version", return_value="0.99.0"):
+    with mock.patch("bridge_patches.compatibility.installed_version", return_value="0.99.0"):
         yield doctor.patches_fit()
 
 

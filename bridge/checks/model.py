@@ -3,7 +3,8 @@
 What a configuration does not show, a child process (`python -m bridge.checks.model MODEL`) finds by building the
 model's class without its weights, unless the family is known to work.
 
-Not covered: what only vLLM's own loader shows (`patches/loading.py`), and whether the model fits (`bridge plan`).
+Not covered: what only vLLM's own loader shows (`patches/bridge_patches/loading.py`), and whether the model fits
+(`bridge plan`).
 """
 
 import json

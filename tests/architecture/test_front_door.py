@@ -1,4 +1,4 @@
-"""`bridge --help` imports little, and packages with common names are ours."""
+"""`bridge --help` imports little, and the installed packages are those of this checkout."""
 
 import importlib
 import inspect
@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from cli.main import COMMANDS
+from bridge_cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "bridge": "bridge",
+    "bridge_cli": "cli/bridge_cli",
+    "bridge_environments": "environments/bridge_environments",
+    "bridge_patches": "patches/bridge_patches",
+}
+"""Our packages, each with its folder."""
 OURS = {
     "bridge", "bridge.core", "bridge.core.interrupt", "bridge.core.private", "bridge.errors",
-    "cli", "cli.console", "cli.ending", "cli.main", "cli.signals",
+    "bridge_cli", "bridge_cli.console", "bridge_cli.ending", "bridge_cli.main", "bridge_cli.signals",
 }  # fmt: skip
 """Our packages that `bridge --help` may import; a command is imported when it runs."""
 LIBRARIES = {"typer", "rich"}
@@ -28,7 +35,7 @@ HEAVY = {"torch", "vllm", "transformers", "matplotlib", "numpy", "httpx", "accel
 HELP = """
 import json, sys
 sys.argv = ["bridge", *sys.argv[1:], "--help"]
-from cli.main import main
+from bridge_cli.main import main
 try:
     main()
 except SystemExit as end:
@@ -57,7 +64,7 @@ def _loaded(*command: str) -> set[str]:
 
 def test_help_loads_the_console_and_no_command() -> None:
     loaded = _loaded()
-    assert {name for name in loaded if name.split(".")[0] in {"bridge", "cli", "environments", "patches"}} == OURS
+    assert {name for name in loaded if name.split(".")[0] in PACKAGES} == OURS
     dependencies = {Requirement(line).name.replace("-", "_") for line in metadata.requires("bridge-rl") or ()}
     assert dependencies > LIBRARIES
     assert loaded & dependencies == LIBRARIES
@@ -74,15 +81,18 @@ def test_the_line_of_a_command_is_the_first_one_of_its_docstring(place: str, lin
     assert inspect.getdoc(getattr(importlib.import_module(module), function)).partition("\n\n")[0] == line  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("package", ["bridge", "cli", "environments", "patches"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_the_installed_package_is_ours(package: str) -> None:
     program = "import sys; from importlib.util import find_spec; print(find_spec(sys.argv[1]).origin)"
-    assert Path(_python(program, package).strip()) == ROOT / package / "__init__.py"
+    assert Path(_python(program, package).strip()) == ROOT / PACKAGES[package] / "__init__.py"
 
 
 @pytest.mark.parametrize(
     ("group", "target"),
-    [("vllm.general_plugins", "patches.plugin:register"), ("vllm.endpoint_plugins", "patches.routes:BridgeRoutes")],
+    [
+        ("vllm.general_plugins", "bridge_patches.plugin:register"),
+        ("vllm.endpoint_plugins", "bridge_patches.routes:BridgeRoutes"),
+    ],
 )
 def test_vllm_finds_our_plugins(group: str, target: str) -> None:
     program = "import sys; from importlib.metadata import entry_points; print(entry_points(group=sys.argv[1]))"

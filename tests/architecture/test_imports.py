@@ -4,7 +4,7 @@ from itertools import combinations
 
 import grimp
 
-PACKAGES = ("bridge", "cli", "environments", "patches")
+PACKAGES = ("bridge", "bridge_cli", "bridge_environments", "bridge_patches")
 
 
 def test_no_two_files_import_each_other() -> None:

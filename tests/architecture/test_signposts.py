@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import main
+from bridge_cli import main
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "cli", "environments", "patches", "benchmarks", "tests")

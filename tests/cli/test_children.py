@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli import children, leash, server_log
+from bridge_cli import children, leash, server_log
 
 FAMILY = """
 import subprocess, sys, time
@@ -30,7 +30,7 @@ time.sleep(999)
 STARTER = """
 import os, sys, time
 from pathlib import Path
-from cli import children
+from bridge_cli import children
 child = children.start([sys.executable, "-c", sys.argv[1]], os.environ, Path(sys.argv[2]))
 while not child.log.read_text().endswith("\\n"):
     time.sleep(0.02)
@@ -172,7 +172,7 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
 def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
-        "import os, sys, time; from pathlib import Path; from cli import children\n"
+        "import os, sys, time; from pathlib import Path; from bridge_cli import children\n"
         "sleeper = [sys.executable, '-c', 'import time; time.sleep(999)']\n"
         f"child = children.start(sleeper, os.environ, Path({str(log)!r}))\n"
         "time.sleep(0.5); print(child.process.pid, flush=True); time.sleep(60)"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from bridge.checks import facts
 from bridge.checks.result import Check, failed, passed, skipped, warned
 from bridge.server import manifest as manifests
-from cli import console, doctor
+from bridge_cli import console, doctor
 from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
 
 app = typer.Typer()
@@ -137,7 +137,7 @@ def test_outside_linux_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_patch_that_does_not_fit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patches.compatibility.installed_version", lambda: "0.99.0")
+    monkeypatch.setattr("bridge_patches.compatibility.installed_version", lambda: "0.99.0")
     check = doctor.patches_fit()
     assert check.status == "FAIL"
     assert "0.99.0" in check.found

@@ -14,9 +14,9 @@ import typer
 
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
-from cli import main, tiny_model
-from cli.serve import free_port
-from environments.gsm8k import GSM8K
+from bridge_cli import main, tiny_model
+from bridge_cli.serve import free_port
+from bridge_environments.gsm8k import GSM8K
 from tests import documents, forked
 from tests.cli import report_runs
 from tests.documents import PAGES, ROOT, SPANS, TRIALS, Block
@@ -26,7 +26,7 @@ LIMIT_S = 300.0
 STAND_IN = """
 import dataclasses, sys
 from pathlib import Path
-from cli.server_command import ServerCommand
+from bridge_cli.server_command import ServerCommand
 
 real = ServerCommand.of
 
@@ -39,7 +39,7 @@ ServerCommand.of = stand_in
 """
 SERVED = """
 from bridge.config import ServeConfig
-from cli.server_process import StartedServer
+from bridge_cli.server_process import StartedServer
 
 config = ServeConfig(model="MODEL", port={port}, vllm_config_path=Path("vllm_bridge_config.json"))
 with StartedServer(ServerCommand.of(config, ()), Path("server.log")).running():

@@ -10,7 +10,7 @@ from bridge.config import TrainConfig
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
 from bridge.run.run_directory import RunDirectory
-from cli import ending
+from bridge_cli import ending
 from tests.cli.test_run_directory import metrics
 
 RESUME = "--resume --run-dir 'runs/a b'"

@@ -11,8 +11,8 @@ import pytest
 
 from bridge.atropos import feeder
 from bridge.atropos.feeder import FeedProgress
-from cli import env
-from cli.main import answer
+from bridge_cli import env
+from bridge_cli.main import answer
 from tests.models import tiny
 from tests.unit import openai_server
 from tests.unit.http_server import serving

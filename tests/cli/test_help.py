@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bridge import __version__
-from cli import main
+from bridge_cli import main
 
 COMMANDS = tuple(main.COMMANDS)
 
@@ -18,7 +18,7 @@ def run_python(code: str, *arguments: str, columns: int = 80) -> subprocess.Comp
 
 
 def bridge(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    return run_python("from cli.main import main; main()", *arguments, columns=columns)
+    return run_python("from bridge_cli.main import main; main()", *arguments, columns=columns)
 
 
 def test_help_names_every_command() -> None:
@@ -75,7 +75,8 @@ def test_a_mistake_of_the_users_shows_no_traceback() -> None:
 
 
 def test_a_bug_shows_the_whole_traceback_and_says_so() -> None:
-    code = "import cli.main as m\ndef broken(arguments): raise ZeroDivisionError('ours')\nm.answer = broken\nm.main()"
+    code = "import bridge_cli.main as m\ndef broken(arguments): raise ZeroDivisionError('ours')\n"
+    code += "m.answer = broken\nm.main()"
     done = run_python(code)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -84,10 +85,10 @@ def test_a_bug_shows_the_whole_traceback_and_says_so() -> None:
 
 def test_an_interrupt_is_one_line_and_130() -> None:
     code = (
-        "import sys, cli.main as m\n"
-        "import cli.verify\n"
+        "import sys, bridge_cli.main as m\n"
+        "import bridge_cli.verify\n"
         "def interrupted(given): raise KeyboardInterrupt\n"
-        "cli.verify.discovery.find = interrupted\n"
+        "bridge_cli.verify.discovery.find = interrupted\n"
         "sys.argv = ['bridge', 'verify']\n"
         "m.main()"
     )
@@ -103,9 +104,9 @@ def test_python_m_bridge_is_the_command(tmp_path: Path) -> None:
 
 def test_a_terminated_command_ends_with_143() -> None:
     code = (
-        "import os, signal, sys, cli.main as m\n"
-        "import cli.verify\n"
-        "cli.verify.discovery.find = lambda given: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import os, signal, sys, bridge_cli.main as m\n"
+        "import bridge_cli.verify\n"
+        "bridge_cli.verify.discovery.find = lambda given: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.argv = ['bridge', 'verify']\n"
         "m.main()"
     )
@@ -115,7 +116,7 @@ def test_a_terminated_command_ends_with_143() -> None:
 
 def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted() -> None:
     code = (
-        "import os, signal, time; from cli import main;"
+        "import os, signal, time; from bridge_cli import main;"
         "main.answer = lambda _: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60));"
         "main.main()"
     )
@@ -133,7 +134,7 @@ def test_h_is_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str])
 
 
 def test_the_shell_completes_commands_and_flags() -> None:
-    code = "from cli.main import main; main()"
+    code = "from bridge_cli.main import main; main()"
     for words, wanted in (
         ("bridge ver", "verify"),
         ("bridge train --learn", ""),

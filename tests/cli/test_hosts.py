@@ -22,9 +22,9 @@ from bridge.errors import RankError, UsageError
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Holder, Lease, Status
-from cli import again, ending, ranks, verify
-from cli.rendezvous import LOOPBACK, Rendezvous
-from cli.serve import free_port
+from bridge_cli import again, ending, ranks, verify
+from bridge_cli.rendezvous import LOOPBACK, Rendezvous
+from bridge_cli.serve import free_port
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import as_json, serving

@@ -9,9 +9,9 @@ import pytest
 
 from bridge.config import ServeConfig, TrainConfig, template
 from bridge.rollouts import problems
-from cli.init import CHOICES, FILES, Task
-from cli.main import answer
-from environments import registry
+from bridge_cli.init import CHOICES, FILES, Task
+from bridge_cli.main import answer
+from bridge_environments import registry
 
 BOTH = (TrainConfig, ServeConfig)
 TASKS = get_args(Task)

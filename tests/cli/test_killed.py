@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from bridge.run import checkpoint
-from cli.serve import free_port
+from bridge_cli.serve import free_port
 from tests import disturbed, forked, scenarios
 from tests.disturbed import UNDISTURBED, Disturbance
 from tests.scenarios import LiveServer, different

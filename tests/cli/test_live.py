@@ -25,7 +25,7 @@ from rich.text import Text
 from bridge.core.private import cleaned
 from bridge.run.metrics import StepMetrics
 from bridge.types import Message
-from cli import console, live, panel, steps
+from bridge_cli import console, live, panel, steps
 from tests.cli.test_run_directory import evaluation, group, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -370,7 +370,7 @@ def test_a_fault_of_the_view_costs_no_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 PROGRAM = """
 import sys, time
-from cli import console, live
+from bridge_cli import console, live
 from tests.cli.test_live import HOSTILE, evaluation, group, step
 with live.reporting_to_people(3, "run directory: r") as reporter:
     for number in (1, 2, 3):

@@ -8,8 +8,8 @@ import pytest
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.planning.model_size import ModelSize
-from cli import memory_share
-from cli.memory_share import MemoryShare
+from bridge_cli import memory_share
+from bridge_cli.memory_share import MemoryShare
 from tests.models.sizes import folder_of, qwen2
 
 GIB = 2**30

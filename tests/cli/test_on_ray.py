@@ -13,7 +13,7 @@ import pytest
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import RankError, UsageError
-from cli import ending, on_ray
+from bridge_cli import ending, on_ray
 
 SERVE = ServeConfig(model="m", device="cpu")
 HOST = """

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from bridge.config import FeedConfig, ServeConfig, TrainConfig, borrowed
 from bridge.config.choices import Config, flag
 from bridge.errors import UsageError
-from cli import options
-from cli.options import from_config
+from bridge_cli import options
+from bridge_cli.options import from_config
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import RankError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.run.run_directory import RunDirectory
-from cli import accelerator, ranks
-from cli.children import Child
-from cli.ranks import VISIBLE, Part, Place
-from cli.rendezvous import Met
-from cli.server_command import ServerCommand
+from bridge_cli import accelerator, ranks
+from bridge_cli.children import Child
+from bridge_cli.ranks import VISIBLE, Part, Place
+from bridge_cli.rendezvous import Met
+from bridge_cli.server_command import ServerCommand
 
 
 @pytest.fixture

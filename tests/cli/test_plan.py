@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
-from cli import accelerator, console
-from cli.main import answer
-from cli.plan import tokens
-from cli.plan_rows import OPTIMIZERS
+from bridge_cli import accelerator, console
+from bridge_cli.main import answer
+from bridge_cli.plan import tokens
+from bridge_cli.plan_rows import OPTIMIZERS
 from tests.models.sizes import PARAMETERS, folder_of, qwen2
 
 
@@ -395,7 +395,7 @@ def test_a_folder_that_is_not_a_run_is_refused(
 def test_a_plan_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     heavy = ("torch", "vllm", "transformers", "numpy", "matplotlib")
     code = (
-        "import sys; from cli.main import answer; answer(sys.argv[1:]);"
+        "import sys; from bridge_cli.main import answer; answer(sys.argv[1:]);"
         f"sys.exit(' '.join(name for name in {heavy!r} if name in sys.modules) or 0)"
     )
     arguments = ["plan", "--json", "--model", model("7B", tmp_path), "--gpu-memory", "80"]

@@ -25,9 +25,9 @@ from bridge.errors import IncompatibleVersionError
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
-from cli import accelerator, children
-from cli.main import answer
-from cli.serve import free_port
+from bridge_cli import accelerator, children
+from bridge_cli.main import answer
+from bridge_cli.serve import free_port
 from tests import forked
 from tests.forked import Command
 from tests.models import tiny
@@ -441,7 +441,7 @@ def test_a_folder_that_was_there_stays(bridge: Bridge, exported: Manifest) -> No
 def test_the_exit_code_is_the_processs_own(tmp_path: Path) -> None:
     tiny.write_tokenizer(tmp_path / "m", tiny.VOCABULARY)
     for code, flags in ((4, ["--vllm-config-path", "none.json"]), (2, ["--environment", "none"])):
-        argv = [sys.executable, "-c", "from cli.main import main; main()", "train", "--model-name", "m", *flags]
+        argv = [sys.executable, "-c", "from bridge_cli.main import main; main()", "train", "--model-name", "m", *flags]
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
         assert [line[:5] for line in done.stderr.splitlines()] == ["error", "", "hint:"]
@@ -495,8 +495,8 @@ server.serve_forever()
 RUN_ON_A_TOY = """
 import dataclasses, os, sys
 from pathlib import Path
-from cli import main
-from cli.server_command import ServerCommand
+from bridge_cli import main
+from bridge_cli.server_command import ServerCommand
 
 real = ServerCommand.of
 

@@ -18,9 +18,9 @@ import pytest
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import HOSTS_KNOW
 from bridge.errors import BridgeError, RankError, UsageError
-from cli import alike, rendezvous
-from cli.rendezvous import LOOPBACK, Met, Rendezvous
-from cli.serve import free_port
+from bridge_cli import alike, rendezvous
+from bridge_cli.rendezvous import LOOPBACK, Met, Rendezvous
+from bridge_cli.serve import free_port
 
 SECRET = "known to the hosts alone"
 FACTS = {alike.HOST: "one", "--gpus": "2"}

@@ -18,10 +18,10 @@ from bridge.core import claim
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
 from bridge.types import LOGPROB_DIFF_EDGES
-from cli import main
-from cli.report import charts, record
-from cli.report.command import names
-from cli.report.page import choices
+from bridge_cli import main
+from bridge_cli.report import charts, record
+from bridge_cli.report.command import names
+from bridge_cli.report.page import choices
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
 
@@ -381,7 +381,7 @@ def test_the_hint_for_a_folder_of_runs_can_be_typed(tmp_path: Path, capsys: pyte
 def test_help_shows_everything_and_loads_nothing_heavy() -> None:
     heavy = ("torch", "jinja2", "bokeh", "numpy")
     code = (
-        "import sys; from cli.main import answer; answer(['report', '--help']); answer(['--help']);"
+        "import sys; from bridge_cli.main import answer; answer(['report', '--help']); answer(['--help']);"
         f"sys.stderr.write(' '.join(name for name in {heavy!r} if name in sys.modules))"
     )
     done = run_python(code)
@@ -395,7 +395,7 @@ def test_help_shows_everything_and_loads_nothing_heavy() -> None:
 def test_a_report_loads_no_torch(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     given = ["report", str(run.path)]
-    code = f"import sys; from cli.main import answer; answer({given!r}); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from bridge_cli.main import answer; answer({given!r}); sys.exit('torch' in sys.modules)"
     assert run_python(code).returncode == 0
 
 

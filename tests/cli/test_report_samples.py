@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cli.report import samples
+from bridge_cli.report import samples
 from tests.cli import report_runs
 from tests.cli.test_report import written
 

@@ -31,9 +31,9 @@ from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
-from cli.main import answer
-from patches import routes
-from patches.server_fence import Phase, ServerFence
+from bridge_cli.main import answer
+from bridge_patches import routes
+from bridge_patches.server_fence import Phase, ServerFence
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import dead_holder, holder_of

@@ -15,7 +15,7 @@ from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.run_directory import RunDirectory
-from cli.resume import open_run
+from bridge_cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.test_claim import held
 

@@ -14,8 +14,8 @@ from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
-from cli import demo, ranks, run, steps, train, verify
-from cli.server_command import ServerCommand
+from bridge_cli import demo, ranks, run, steps, train, verify
+from bridge_cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
 
 

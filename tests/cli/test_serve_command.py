@@ -13,9 +13,9 @@ from bridge.config import ServeConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.server import manifest
-from cli import accelerator, serve, vllm_flags
-from cli.server_command import ServerCommand
-from patches import compatibility
+from bridge_cli import accelerator, serve, vllm_flags
+from bridge_cli.server_command import ServerCommand
+from bridge_patches import compatibility
 from tests.models.sizes import folder_of, qwen2
 from tests.unit import checks_sample
 
@@ -47,7 +47,7 @@ def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monke
     argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
     assert argv[:6] == (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m")
     assert " ".join(argv[6:10]) == "--host 127.0.0.1 --port 9001"
-    assert argv[argv.index("--worker-extension-cls") + 1] == "patches.worker.BridgeWorker"
+    assert argv[argv.index("--worker-extension-cls") + 1] == "bridge_patches.worker.BridgeWorker"
     assert argv[argv.index("--allowed-origins") + 1] == "[]"
     assert argv[argv.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.3"
@@ -63,7 +63,7 @@ def test_a_users_modules_of_our_names_do_not_replace_ours(tmp_path: Path, monkey
     (tmp_path / "patches" / "__init__.py").write_text("raise SystemExit(__file__)")
     argv = ServerCommand.of(ServeConfig(model="m"), [], {}).argv
     python = argv[: argv.index("-m")]
-    imports = "import bridge.errors, patches.plugin, environments.registry, cli.main"
+    imports = "import bridge.errors, bridge_patches.plugin, bridge_environments.registry, bridge_cli.main"
     done = subprocess.run([*python, "-c", imports], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

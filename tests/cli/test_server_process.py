@@ -18,10 +18,10 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import RankError, ServerUnreachableError, UnsupportedModelError, UsageError
 from bridge.modes.mode import ServerProcess
-from cli import children, server_process
-from cli.serve import free_port
-from cli.server_command import ServerCommand
-from cli.server_process import StartedServer
+from bridge_cli import children, server_process
+from bridge_cli.serve import free_port
+from bridge_cli.server_command import ServerCommand
+from bridge_cli.server_process import StartedServer
 from tests.cli.test_serve_command import written
 
 HOST = "127.0.0.1"

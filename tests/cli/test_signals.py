@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
-from cli.serve import free_port
-from cli.signals import Ending, Surviving
+from bridge_cli.serve import free_port
+from bridge_cli.signals import Ending, Surviving
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
 from tests.models import tiny
 

@@ -11,9 +11,9 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from cli.serve import free_port
-from cli.server_process import StartedServer
-from cli.start_command import StartCommand
+from bridge_cli.serve import free_port
+from bridge_cli.server_process import StartedServer
+from bridge_cli.start_command import StartCommand
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from patches import pins
-from patches.compatibility import TESTED_VERSIONS, find_faults, read_below
+from bridge_patches import pins
+from bridge_patches.compatibility import TESTED_VERSIONS, find_faults, read_below
 from tests.contract.wheels import fetch
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bridge.rollouts.distribution import WHOLE
-from patches import pins
-from patches.compatibility import TESTED_VERSIONS, check_installed, read_installed
+from bridge_patches import pins
+from bridge_patches.compatibility import TESTED_VERSIONS, check_installed, read_installed
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM is installed")
@@ -25,7 +25,7 @@ def test_every_pinned_symbol_of_the_installed_version_fits() -> None:
 @needs_vllm
 def test_checking_imports_neither_vllm_nor_torch() -> None:
     program = (
-        "import sys; from patches.compatibility import check_installed; check_installed(); "
+        "import sys; from bridge_patches.compatibility import check_installed; check_installed(); "
         "print(sorted({'vllm', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import IncompatibleVersionError
-from patches import compatibility, pins
-from patches.compatibility import TESTED_VERSIONS, find_faults, is_supported
-from patches.pins import Pin
+from bridge_patches import compatibility, pins
+from bridge_patches.compatibility import TESTED_VERSIONS, find_faults, is_supported
+from bridge_patches.pins import Pin
 
 SOURCE = """
 from typing import TYPE_CHECKING

@@ -16,11 +16,11 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
-from cli import demo_model
-from cli.serve import free_port
-from cli.server_command import ServerCommand
-from cli.server_process import StartedServer
-from environments import registry
+from bridge_cli import demo_model
+from bridge_cli.serve import free_port
+from bridge_cli.server_command import ServerCommand
+from bridge_cli.server_process import StartedServer
+from bridge_environments import registry
 from tests.scenarios import EAGER, START_LIMIT_S, with_forked_engine
 
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from bridge.server import manifest
-from cli import children
-from cli.serve import free_port
+from bridge_cli import children
+from bridge_cli.serve import free_port
 from tests import forked, scenarios
 from tests.models import answering, tiny
 from tests.scenarios import LiveServer

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from patches import engine_outputs, thresholds
-from patches.engine_outputs import AT_ONCE, FILTERED, MOST_HELD, ROLLOUT, Outbox
+from bridge_patches import engine_outputs, thresholds
+from bridge_patches.engine_outputs import AT_ONCE, FILTERED, MOST_HELD, ROLLOUT, Outbox
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import MANIFEST_NAME
-from cli.serve import free_port
+from bridge_cli.serve import free_port
 from tests import family_proof, family_results, scenarios
 from tests.models import tiny
 from tests.models.families import FAMILIES, VARIANTS

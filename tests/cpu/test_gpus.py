@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from bridge.errors import ServerUnreachableError
 from bridge.server import manifest
-from cli.leash import GRACE_S
-from cli.serve import free_port
+from bridge_cli.leash import GRACE_S
+from bridge_cli.serve import free_port
 from tests import scenarios
 from tests.models import tiny
 
@@ -37,9 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(model: Path, folder: Path, *more: str, gpus: int = 2) -> list[str]:
     return [
-        sys.executable, "-c", "from cli.main import main; main()", "run", "--gpus", str(gpus), "--model", str(model),
-        "--environment", f"{scenarios.ENVIRONMENT}:Vowels", "--run-dir", str(folder / "run"), "--lr",
-        str(scenarios.LR), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "12",
+        sys.executable, "-c", "from bridge_cli.main import main; main()", "run", "--gpus", str(gpus),
+        "--model", str(model), "--environment", f"{scenarios.ENVIRONMENT}:Vowels",
+        "--run-dir", str(folder / "run"), "--lr", str(scenarios.LR), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "12",
         "--max-model-len", str(scenarios.MAX_MODEL_LEN), "--port", str(free_port("127.0.0.1")), "--vllm-config-path",
         str(folder / manifest.MANIFEST_NAME), *more, "--", *scenarios.EAGER,
     ]  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
     process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
     tree = everything(process)
-    (rank,) = [each for each in tree if "from cli.ranks import main; main()" in each.cmdline()]
+    (rank,) = [each for each in tree if "from bridge_cli.ranks import main; main()" in each.cmdline()]
     rank.kill()
     assert process.wait(LIMIT_S) == 1
     assert not left(tree)
@@ -200,12 +200,19 @@ def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(
     choices = "--training-steps", "60", "--save-interval", "1", "--keep-last", "2", "--restarts", "1"
     process = started(command(model, tmp_path, *choices), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
-    verify = [sys.executable, "-c", "from cli.main import main; main()", "verify", "--run-dir", str(tmp_path / "run")]
+    verify = [
+        sys.executable,
+        "-c",
+        "from bridge_cli.main import main; main()",
+        "verify",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     proof = subprocess.run(verify, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert proof.returncode == 0, proof.stderr
     assert re.search(r"PASS  replicas: 2 servers have equal checksums of \d+ tensors, version \d+", proof.stderr)
     assert proof.stderr.count("PASS  checksums") == 2
-    (rank,) = [each for each in everything(process) if "from cli.ranks import main; main()" in each.cmdline()]
+    (rank,) = [each for each in everything(process) if "from bridge_cli.ranks import main; main()" in each.cmdline()]
     rank.kill()
     assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
     assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 61)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bridge.config.choices import HOSTS_KNOW
-from cli.serve import free_port
+from bridge_cli.serve import free_port
 from tests import scenarios
 from tests.cpu.test_gpus import LIMIT_S, command, everything, left, metrics, started, wait_for_steps
 from tests.models import tiny

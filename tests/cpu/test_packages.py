@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cli import children
-from cli.serve import free_port
-from environments import verifiers
+from bridge_cli import children
+from bridge_cli.serve import free_port
+from bridge_environments import verifiers
 from tests import scenarios
 from tests.models import answering
 from tests.scenarios import LiveServer

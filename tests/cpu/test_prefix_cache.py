@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from patches import prefix_cache
+from bridge_patches import prefix_cache
 
 NUM_BLOCKS = 1000
 BLOCK = 16

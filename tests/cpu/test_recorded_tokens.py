@@ -19,7 +19,7 @@ from bridge.rollouts.environment import EnvironmentStream
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
 from bridge.weights import skeleton
-from environments import registry
+from bridge_environments import registry
 from tests import scenarios
 from tests.models import chat, tiny
 from tests.scenarios import LiveServer, loaded

@@ -16,10 +16,10 @@ from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from cli.serve import free_port
-from cli.server_command import ServerCommand
-from cli.server_process import StartedServer
-from environments import registry
+from bridge_cli.serve import free_port
+from bridge_cli.server_command import ServerCommand
+from bridge_cli.server_process import StartedServer
+from bridge_environments import registry
 from tests import scenarios
 from tests.models import tiny
 

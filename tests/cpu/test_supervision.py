@@ -22,8 +22,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.leash import GRACE_S
-from cli.serve import free_port
+from bridge_cli.leash import GRACE_S
+from bridge_cli.serve import free_port
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import IN_THE_ENGINE
@@ -37,10 +37,10 @@ LEFT_LIMIT_S = GRACE_S + 7
 HANG_LIMIT_S = 8.0
 INTO_THE_NEXT_BATCH_S = 0.3
 """A step is reported, and the next batch is sampled for a second or more; a busy server reports it too late."""
-COMMAND = "from cli.main import main; main()"
+COMMAND = "from bridge_cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
-from cli import main, ranks
+from bridge_cli import main, ranks
 ranks.StartedServer = functools.partial(ranks.StartedServer, hang_limit_s={HANG_LIMIT_S})
 main.main()
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import tiny_model
+from bridge_cli import tiny_model
 from tests import scenarios
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"

@@ -13,7 +13,7 @@ from bridge.config import TrainConfig
 from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from environments import registry
+from bridge_environments import registry
 from tests import scenarios
 from tests.held_memory import LIMIT_MIB, Memory
 from tests.models import tiny

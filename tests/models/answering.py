@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.demo_model import word_tokenizer
-from cli.tiny_model import SPECIAL, TEMPLATE
+from bridge_cli.demo_model import word_tokenizer
+from bridge_cli.tiny_model import SPECIAL, TEMPLATE
 from tests.models import tiny
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'

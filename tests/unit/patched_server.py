@@ -24,9 +24,9 @@ from bridge.core.process import ProcessIdentity
 from bridge.server import manifest as manifests
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest, InFlight
 from bridge.weights.digest import digest
-from cli import children
-from patches import routes
-from patches.server_fence import ServerFence
+from bridge_cli import children
+from bridge_patches import routes
+from bridge_patches.server_fence import ServerFence
 from tests.models import tiny
 from tests.scenarios import LiveServer
 from tests.unit import toy_server

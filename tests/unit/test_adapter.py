@@ -14,9 +14,9 @@ from fastapi.testclient import TestClient
 from bridge.errors import AttachError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import AdapterSlot, Holder, Refusal, Status
-from patches import routes
-from patches.adapter import AdapterClaim, ServedAdapter
-from patches.server_fence import ServerFence
+from bridge_patches import routes
+from bridge_patches.adapter import AdapterClaim, ServedAdapter
+from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving
 

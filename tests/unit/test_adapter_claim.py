@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from bridge.server.protocol import ADAPTER, TOKEN_HEADER, Holder
-from patches import routes
-from patches.adapter import AdapterClaim
-from patches.admission import Rules
-from patches.server_fence import ServerLease
+from bridge_patches import routes
+from bridge_patches.adapter import AdapterClaim
+from bridge_patches.admission import Rules
+from bridge_patches.server_fence import ServerLease
 from tests.unit.checks_sample import dead_holder, manifest
 from tests.unit.test_generate import FakeModels
 

@@ -23,7 +23,7 @@ from benchmarks._models import make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
 from bridge.config import TaskConfig
-from environments import registry
+from bridge_environments import registry
 from tests.unit.http_server import Asked, serving
 from tests.unit.openai_server import openai
 

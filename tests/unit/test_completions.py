@@ -18,12 +18,12 @@ from tokenizers import Tokenizer, decoders, models
 from bridge.rollouts import openai_api
 from bridge.rollouts.openai_api import Completions
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
-from patches import completions as completions_route
-from patches import routes
-from patches.engine_outputs import FILTERED
-from patches.generate import CLIENT_GONE
-from patches.server_fence import ServerFence
-from patches.thresholds import COUNT_BITS, KEEP_ALL, pack
+from bridge_patches import completions as completions_route
+from bridge_patches import routes
+from bridge_patches.engine_outputs import FILTERED
+from bridge_patches.generate import CLIENT_GONE
+from bridge_patches.server_fence import ServerFence
+from bridge_patches.thresholds import COUNT_BITS, KEEP_ALL, pack
 from tests.unit.checks_sample import manifest
 
 ASKED = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import UsageError
-from cli import demo_model
-from environments.arithmetic import Arithmetic
+from bridge_cli import demo_model
+from bridge_environments.arithmetic import Arithmetic
 
 SHORT = {
     "clean": {"num_steps": 3, "right_share": 1.0, "lr": 3e-3},
@@ -128,5 +128,5 @@ def test_the_cache_is_where_the_desktop_standard_puts_it(monkeypatch: pytest.Mon
 
 
 def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, cli.demo_model; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, bridge_cli.demo_model; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ from bridge.errors import ManifestError
 from bridge.server import discovery
 from bridge.server import manifest as manifests
 from bridge.server.discovery import running
-from cli import verify
+from bridge_cli import verify
 from tests.unit.checks_sample import dead_server, manifest
 
 Serve = Callable[..., Path]

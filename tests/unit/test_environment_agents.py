@@ -13,8 +13,8 @@ from bridge.rollouts.chat_request import Refusal
 from bridge.scoring.agent import Agent, WithAgent
 from bridge.scoring.tools import WithTools
 from bridge.types import Completion
-from cli.train import load_environment
-from environments import registry
+from bridge_cli.train import load_environment
+from bridge_environments import registry
 from tests.models import chat, tiny
 from tests.unit.test_environment_tools import ITERATES, SCORES, rehearsed
 

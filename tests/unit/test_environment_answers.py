@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from bridge.errors import RewardError
-from environments import answers
+from bridge_environments import answers
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
-from environments import gsm8k, registry, rows
+from bridge_environments import gsm8k, registry, rows
 
 Write = Callable[..., Path]
 WORKED = "4*2=<<4*2=8>>8\n#### 1,008"

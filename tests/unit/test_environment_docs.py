@@ -13,8 +13,8 @@ from bridge.scoring.agent import WithAgent
 from bridge.scoring.score import Score, Scores
 from bridge.scoring.tools import WithTools
 from bridge.types import Problem
-from environments import answers, registry
-from environments.gsm8k import GSM8K
+from bridge_environments import answers, registry
+from bridge_environments.gsm8k import GSM8K
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)

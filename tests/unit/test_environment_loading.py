@@ -10,8 +10,8 @@ import pytest
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
-from environments import registry
-from environments.arithmetic import Arithmetic
+from bridge_environments import registry
+from bridge_environments.arithmetic import Arithmetic
 
 CLASS = "class Task:\n"
 PROBLEM: Problem = {"prompt": "3+4="}

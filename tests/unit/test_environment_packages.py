@@ -18,8 +18,8 @@ import pytest
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import FailedScore, Score
-from environments import registry, verifiers, verifiers_program
-from environments.verifiers import FailedRequestError, Verifiers
+from bridge_environments import registry, verifiers, verifiers_program
+from bridge_environments.verifiers import FailedRequestError, Verifiers
 from tests.unit import verifiers_stand_in
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"

@@ -7,8 +7,8 @@ import pytest
 
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
-from environments import rewards
-from environments.rewards import Rewards
+from bridge_environments import rewards
+from bridge_environments.rewards import Rewards
 
 PROBLEM: Problem = {"prompt": "6*7?", "answer": " 42"}
 MINE = "def brief(problem, completion):\n    return -len(completion) / 10\n"

@@ -12,8 +12,8 @@ from bridge.config import TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts import rehearsal
 from bridge.scoring.tools import Tools, WithTools
-from cli.train import load_environment
-from environments import registry
+from bridge_cli.train import load_environment
+from bridge_environments import registry
 from tests.models import chat, tiny
 
 FILE = Path(__file__).parent / "tools_sample.py"

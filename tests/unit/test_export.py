@@ -14,7 +14,7 @@ from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import MARKER_NAME, Progress
 from bridge.run.export import export
-from cli.main import answer
+from bridge_cli.main import answer
 from tests.models import tiny
 
 MODULE = "model.layers.0.self_attn.q_proj"

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
 from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
-from patches import generate, routes
-from patches.adapter import AdapterClaim
-from patches.server_fence import ServerLease
+from bridge_patches import generate, routes
+from bridge_patches.adapter import AdapterClaim
+from bridge_patches.server_fence import ServerLease
 
 ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
 KEY = "Bearer the key"

@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from bridge.errors import UsageError
-from patches import admission, routes
-from patches.admission import Rules
-from patches.server_fence import ServerFence
+from bridge_patches import admission, routes
+from bridge_patches.admission import Rules
+from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.test_routes import AUTHORISED, FakeEngine
 

@@ -35,8 +35,8 @@ from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.scoring.tools import Reply, Tools
 from bridge.scoring.wire import HEADER, packed, read
 from bridge.types import Completion, Group, Problem, Unscored
-from cli import console
-from cli.report import command
+from bridge_cli import console
+from bridge_cli.report import command
 from tests.cli import report_runs
 from tests.models import chat, tiny
 from tests.unit import hostile_texts

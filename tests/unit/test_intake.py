@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from bridge.core import intake
 from bridge.core.intake import Waiting, limit_connections, swept
-from patches.admission import Intake
+from bridge_patches.admission import Intake
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"

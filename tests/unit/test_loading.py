@@ -14,9 +14,9 @@ from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
-from patches import loading, model_runner
-from patches.loading import RECORDS, Record, record_of, watched
-from patches.worker import BridgeWorker
+from bridge_patches import loading, model_runner
+from bridge_patches.loading import RECORDS, Record, record_of, watched
+from bridge_patches.worker import BridgeWorker
 
 HIDDEN, HEAD = 8, 4
 VOCABULARY, PADDED = 11, 16
@@ -113,7 +113,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the vLLM module that `patches.loading` reads."""
+    """Stand in for the vLLM module that `bridge_patches.loading` reads."""
     vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
     vars(vocabulary).update(VocabParallelEmbedding=VocabParallelEmbedding)
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):

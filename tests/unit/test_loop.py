@@ -20,7 +20,7 @@ from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint, export, loop
 from bridge.types import Completion, Group
-from cli.report import page, record
+from bridge_cli.report import page, record
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.test_policy import FenceClient, calls

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
-from patches import lora_slots, model_runner
+from bridge_patches import lora_slots, model_runner
 
 # The fixture and the fakes of vLLM's layers; pytest finds a fixture by its imported name.
 from tests.unit.test_layout import rows

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from patches import memory_pool
+from bridge_patches import memory_pool
 
 GIB = 2**30
 

@@ -5,7 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from bridge.errors import IncompatibleVersionError
-from patches import compatibility, engine_outputs, loading, memory_pool, model_runner, plugin, prefix_cache, tether
+from bridge_patches import (
+    compatibility,
+    engine_outputs,
+    loading,
+    memory_pool,
+    model_runner,
+    plugin,
+    prefix_cache,
+    tether,
+)
 
 
 @pytest.fixture(autouse=True)

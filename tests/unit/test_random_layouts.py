@@ -10,7 +10,7 @@ from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
 from bridge.weights.attach import _view
 from bridge.weights.layout import check_coverage, check_parts
-from patches import loading
+from bridge_patches import loading
 from tests.unit import random_server
 from tests.unit.random_server import Server
 from tests.unit.test_loading import skeleton

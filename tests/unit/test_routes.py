@@ -23,8 +23,8 @@ from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Holder, Refusal, Status, Values
-from patches import exporter, routes
-from patches.server_fence import Phase, ServerFence
+from bridge_patches import exporter, routes
+from bridge_patches.server_fence import Phase, ServerFence
 from tests.unit import http_server
 from tests.unit.checks_sample import dead_holder, holder_of, manifest
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
-from patches import sampling_watch
-from patches.engine_outputs import FILTERED
+from bridge_patches import sampling_watch
+from bridge_patches.engine_outputs import FILTERED
 
 NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
 

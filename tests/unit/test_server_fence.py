@@ -12,9 +12,9 @@ import pytest
 
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.protocol import Holder, InFlight, PauseRequest
-from patches import server_fence
-from patches.engine_outputs import SERVE_VERSION
-from patches.server_fence import ServerFence
+from bridge_patches import server_fence
+from bridge_patches.engine_outputs import SERVE_VERSION
+from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 
 ME = Holder.current()

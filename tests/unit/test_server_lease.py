@@ -9,7 +9,7 @@ import pytest
 
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.protocol import Holder, InFlight, Written
-from patches.server_fence import Phase, ServerFence
+from bridge_patches.server_fence import Phase, ServerFence
 from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run
 

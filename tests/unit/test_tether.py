@@ -13,7 +13,7 @@ LIMIT_S = 20.0
 FAMILY = """
 import multiprocessing, signal, sys, time
 from pathlib import Path
-from patches import tether
+from bridge_patches import tether
 
 def note(name):
     import os
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 FORGETFUL = """
 import multiprocessing, sys, time
 from pathlib import Path
-from patches import tether
+from bridge_patches import tether
 
 def child():
     import os
@@ -104,7 +104,7 @@ def test_a_child_that_was_forked_after_the_tie_is_tied_without_a_call_of_its_own
 
 def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
     code = (
-        "import multiprocessing, sys, time; from patches import tether\n"
+        "import multiprocessing, sys, time; from bridge_patches import tether\n"
         "def child(): tether.tie(); time.sleep(0.5); sys.exit(7)\n"
         "if __name__ == '__main__':\n"
         "    one = multiprocessing.get_context('spawn').Process(target=child)\n"
@@ -115,7 +115,7 @@ def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
 
 def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
     code = (
-        "import multiprocessing, sys, threading; from patches import tether\n"
+        "import multiprocessing, sys, threading; from bridge_patches import tether\n"
         "def child():\n"
         "    tether.tie(); tether.tie()\n"
         "    sys.exit(sum(thread.name == 'tether' for thread in threading.enumerate()))\n"

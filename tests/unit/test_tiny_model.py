@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from bridge.rollouts.conversation import Conversation
-from cli import tiny_model
-from cli.main import answer
+from bridge_cli import tiny_model
+from bridge_cli.main import answer
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from bridge.run import measuring
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
-from environments import registry
+from bridge_environments import registry
 from tests.models import chat, tiny
 from tests.unit import tools_sample
 from tests.unit.http_server import Asked, serving

@@ -12,7 +12,7 @@ from tests import troubleshooting
 from tests.troubleshooting import FINDINGS, PAGE, page
 
 ROOT = Path(__file__).parents[2]
-CHECKS = [*sorted((ROOT / "bridge" / "checks").glob("*.py")), ROOT / "cli" / "doctor.py"]
+CHECKS = [*sorted((ROOT / "bridge" / "checks").glob("*.py")), ROOT / "cli" / "bridge_cli" / "doctor.py"]
 OTHERS = {"result.py", "verify.py"}
 REPORTS = {"failed", "warned", "judged"}
 

@@ -1,4 +1,4 @@
-"""Stands in for `environments/verifiers_program.py`: it speaks the same protocol, and can be made to fail.
+"""Stands in for `bridge_environments/verifiers_program.py`: it speaks the same protocol, and can be made to fail.
 
 Its environments are named after what they do.
 """

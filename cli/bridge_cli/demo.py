@@ -1,0 +1,181 @@
+"""`bridge demo`: all of Bridge in one command, with a tiny model that it makes itself (`demo_model.py`)."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from bridge.checks.result import Check, any_failed
+from bridge.config import ServeConfig, TrainConfig
+from bridge.core import mark
+from bridge.run.run_directory import RunDirectory, write_json
+from bridge_cli import console, ranks
+from bridge_cli.options import Json
+from bridge_cli.ranks import Part, trained
+from bridge_cli.report import command as report
+from bridge_cli.serve import check_software, free_port, prepare
+from bridge_cli.steps import duration
+from bridge_cli.train import load_environment
+from bridge_cli.verify import FAILED_EXIT_CODE, proof
+
+if TYPE_CHECKING:
+    from bridge.run.metrics import Summary
+
+HOST = "127.0.0.1"
+START_LIMIT_S = 300.0
+LEAST_GAIN = 0.2
+"""How much the held-out reward must rise for the demo to pass; it usually rises twice as much."""
+LEARNING_RATE = 2e-4
+GPU_SHARE = 0.2
+"""Of a GPU: more than enough for a model of a megabyte and its KV cache."""
+
+Device = Literal["auto", "cpu", "cuda"]
+Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.")]
+Steps = Annotated[
+    int,
+    typer.Option("--steps", metavar="INTEGER", min=1, help="Training steps; with only a few, the demo cannot pass."),
+]
+Where = Annotated[
+    Device,
+    typer.Option("--device", metavar="auto|cpu|cuda", help="Where vLLM runs; auto uses a GPU if there is one."),
+]
+
+
+ModelOnly = Annotated[
+    Path | None,
+    typer.Option(
+        "--model-only", metavar="FOLDER", show_default=False,
+        help="Write a tiny model for a task of your own to this folder, and exit: it takes chat messages and tools.",
+    ),
+]  # fmt: skip
+Gpus = Annotated[
+    int, typer.Option("--gpus", metavar="INTEGER", min=1, help="Replicas, on a GPU each; on a CPU, servers.")
+]
+
+
+def demo(
+    *,
+    out: Out = Path("runs/demo"),
+    steps: Steps = 60,
+    device: Where = "auto",
+    gpus: Gpus = 1,
+    model_only: ModelOnly = None,
+    as_json: Json = False,
+) -> None:
+    """Train a tiny model in place on a running vLLM, and prove that there is one copy.
+
+    Needs no network, GPU or download. Exits with 3 if the reward did not rise or a check failed.
+    """
+    if model_only is not None:
+        _write_model(model_only)
+        return
+    check_software(device)
+    run = _fresh(out)
+    summary, checks = _train_and_verify(demo_model_folder(), run, steps, device, gpus)
+    document = conclusion(summary, checks)
+    write_json(run.path / "summary.json", document)
+    page = run.path / report.NAME
+    report.write([run.path], page)
+    _print_table(document, page, run)
+    if as_json:
+        console.data(json.dumps(document))
+    if not document["passed"]:
+        raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def _write_model(folder: Path) -> None:
+    from bridge_cli import tiny_model
+
+    with console.waiting(f"Writing a tiny model to {folder}") as detail:
+        tiny_model.write(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
+    console.note(f"to train it: bridge run --model {shlex.quote(str(folder))} --environment my_task.py:MyTask")
+
+
+def conclusion(summary: "Summary", checks: list[Check]) -> dict[str, Any]:
+    """Return the content of `summary.json`: what was measured, and whether the demo passed."""
+    before, after = summary.reward_before, summary.reward_after
+    assert before is not None and after is not None, "the demo evaluates"  # noqa: PT018  one fact
+    learned = after - before >= LEAST_GAIN
+    return {
+        "reward_before": before,
+        "reward_after": after,
+        "steps": summary.steps,
+        "updates": summary.updates,
+        "weight_bytes_copied": summary.weight_bytes,
+        "logprob_diff_max": summary.logprob_diff_max,
+        "fence_p50_ms": summary.fence_p50_ms,
+        "passed": learned and summary.weight_bytes == 0 and bool(checks) and not any_failed(checks),
+    }
+
+
+def _fresh(out: Path) -> RunDirectory:
+    """Return an empty run directory at `out`, replacing an earlier demo there but nothing else."""
+    mark.make_empty(out, "demo", RunDirectory(out).names, flag="--out")
+    return RunDirectory.create(out, environment="demo", kind="demo")
+
+
+def demo_model_folder() -> Path:
+    """Return the tiny model, which is made once and cached."""
+    from bridge_cli import demo_model
+
+    folder = demo_model.cache_folder()
+    if (folder / demo_model.name()).is_dir():
+        console.note(f"tiny model: {folder / demo_model.name()}", style="dim")
+        return folder / demo_model.name()
+    with console.waiting("making a tiny model (once; it is cached)") as detail:
+        return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
+
+
+def _train_and_verify(
+    model: Path, run: RunDirectory, steps: int, device: Device, gpus: int
+) -> tuple["Summary", list[Check]]:
+    serve = ServeConfig(
+        model=str(model),
+        port=free_port(HOST),
+        device=device,
+        gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
+        vllm_config_path=run.manifest,
+    )
+    train = TrainConfig.of(
+        model_name=str(model),
+        training_steps=steps,
+        lr=LEARNING_RATE,
+        batch_size=128,
+        max_new_tokens=4,
+        eval_samples=16,
+        run_dir=run.path,
+        gpus=gpus,
+    )
+    environment, places = load_environment(train), ranks.places(train, serve)
+    command = prepare(serve, [])
+    write_json(run.server_config, serve.document())
+    part = Part(
+        serve=serve, train=train, chosen=train, vllm_flags=[], start_limit_s=START_LIMIT_S, run_dir=run.path,
+        resume=None,
+    )  # fmt: skip
+    with ranks.started(places, run) as world:
+        world.told(part)
+        with trained(world, part, lambda: command, run, environment, log=run.server_log) as summary:
+            console.note("verifying on the same live server")
+            return summary, proof(command.manifest, as_json=False)
+
+
+def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:
+    updates, steps, passed = document["updates"], document["steps"], document["passed"]
+    idle = "" if updates == steps else f" (in {steps - updates} of {steps} steps all rewards were equal)"
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("held-out reward before", f"{document['reward_before']:.3f}")
+    table.add_row("held-out reward after", f"{document['reward_after']:.3f}")
+    table.add_row("optimizer steps, in place", f"{updates}{idle}")
+    table.add_row("bytes of weights copied", str(document["weight_bytes_copied"]))
+    table.add_row("largest difference of log-probabilities", f"{document['logprob_diff_max']:.4f} nats")
+    table.add_row("fence, median", duration(document["fence_p50_ms"] / 1e3))
+    table.add_row("report, for a browser", str(page))
+    table.add_row("summary", str(run.path / "summary.json"))
+    console.people.print()
+    console.people.print(table)
+    failure = f"the reward must rise by {LEAST_GAIN} and every check must pass"
+    console.verdict("PASS" if passed else "FAIL", "one copy, trained in place" if passed else failure)

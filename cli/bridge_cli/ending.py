@@ -1,0 +1,73 @@
+"""The last lines of a run, however it ends: its checkpoint, and the commands to resume it and to report on it."""
+
+import shlex
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.core import private
+from bridge_cli import console
+
+if TYPE_CHECKING:
+    from bridge.config import TrainConfig
+    from bridge.run.run_directory import RunDirectory
+
+GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
+"""The arguments of this process."""
+
+
+@contextmanager
+def printed(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
+    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
+    try:
+        yield
+    finally:
+        if run.metrics.exists():
+            _print(run, config)
+
+
+def _print(run: "RunDirectory", config: "TrainConfig") -> None:
+    from bridge.modes import way_of
+    from bridge.run import checkpoint
+
+    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
+    whole = [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]
+    if whole:
+        last = max(whole)
+        console.note(f"checkpoint: {saved[last]}")
+        if config.checkpoints.save_optimizer:
+            further = last + config.training_steps if last >= config.training_steps else None
+            console.note(f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}")
+    console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
+
+
+def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
+    """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
+    more = {"run_dir": str(run_dir)} | ({"training_steps": str(training_steps)} if training_steps else {})
+    return shlex.join(["bridge", *private.shown_arguments(changed(arguments, more))])
+
+
+def changed(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
+    """Return the arguments of this command with other values for these choices and, unless told not to, --resume."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    given = ((f"--{key.replace('_', '-')}", value) for key, value in choices.items())
+    more = [*(["--resume"] if resume else []), *chain.from_iterable(given)]
+    return [*_without(arguments[:place], choices, resume=resume), *more, *arguments[place:]]
+
+
+def _without(arguments: Sequence[str], fields: Container[str | None], *, resume: bool) -> Iterator[str]:
+    """Yield `arguments` without the flags of `fields` and their values, and without --resume if it is added again."""
+    from bridge.config import TrainConfig
+
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.partition("=")
+        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+        if TrainConfig.field_of(key) in fields:
+            if not equals:
+                next(rest, None)  # its value
+        elif not (resume and key in {"resume", "no_resume"}):
+            yield argument

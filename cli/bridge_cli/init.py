@@ -1,0 +1,99 @@
+"""`bridge init`: write the files that a run of one's own begins with: choices in TOML, and a task."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from bridge.config import ServeConfig, TrainConfig, template
+from bridge.errors import UsageError
+from bridge_cli import console
+from bridge_cli.options import option
+
+CHOICES = "bridge.toml"
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+HEADER = f"""\
+# The choices of: bridge run --config {CHOICES}
+# To change one, remove the # before its name. Variables (BRIDGE_LR=1e-6) and flags (--lr 1e-6) override this file.
+
+"""
+CLASS = '''\
+"""A task: problems, and a score for each completion."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+
+class MyTask:
+    """Sums of two numbers."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the problems to train on: the same ones, in the same order, each time."""
+        for a in range(30):
+            for b in range(30):
+                yield {"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Return problems for evaluation, which are not trained on."""
+        sums = ((a, 31) for a in range(30))
+        return [{"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)} for a, b in sums]
+
+    def score(self, problem: dict[str, Any], completion: str) -> float:
+        """Return the reward of one completion: 1 if its last number is the answer."""
+        return float(re.findall(r"\\d+", completion)[-1:] == [problem["answer"]])
+'''
+PROBLEMS = """\
+{"prompt": "How many days has a leap year?", "answer": "366"}
+{"prompt": [{"role": "user", "content": "What is 12 * 12?"}], "answer": "144"}
+"""
+REWARDS = '''\
+"""Rewards: each takes a problem, with the fields of its line, and a completion."""
+
+from typing import Any
+
+
+def contains_answer(problem: dict[str, Any], completion: str) -> float:
+    """Return 1 if the answer is somewhere in the completion."""
+    return float(problem["answer"] in completion)
+'''
+Task = Literal["class", "jsonl", "gsm8k"]
+FILES: Mapping[Task, Mapping[str, str]] = {
+    "class": {"my_task.py": CLASS},
+    "jsonl": {"problems.jsonl": PROBLEMS, "rewards.py": REWARDS},
+    "gsm8k": {},
+}
+"""Way to describe a task -> its files."""
+GIVEN: Mapping[Task, Mapping[str, Any]] = {
+    "class": {"environment": "my_task.py:MyTask", "eval_samples": 4},
+    "jsonl": {"environment": "jsonl", "data": "problems.jsonl", "reward": "rewards.py:contains_answer"},
+    "gsm8k": {"environment": "gsm8k", "eval_samples": 4},
+}
+"""Way to describe a task -> the choices that name its files."""
+
+Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: here).", show_default=False)]
+TASK = "A Python class, problems in JSONL with a reward in Python, or the bundled word problems (default: class)."
+TaskOption = Annotated[Task, option("--task", "class|jsonl|gsm8k", TASK)]
+Model = Annotated[str, option("--model", "MODEL", f"The model to train (default: {MODEL}).")]
+
+
+def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = MODEL) -> None:
+    """Write a file with every choice, explained, and a task to start from."""
+    given = {"model_name": model, "training_steps": 100, **GIVEN[task]}
+    files = {CHOICES: HEADER + template.commented((TrainConfig, ServeConfig), given), **FILES[task]}
+    taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
+    if taken:
+        exist = "exists" if len(taken) == 1 else "exist"
+        raise UsageError(f"{' and '.join(taken)} {exist} already", remedy="bridge init FOLDER, with a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            with (folder / name).open("x") as file:
+                file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}", remedy="bridge init FOLDER") from error
+    console.note(f"wrote {', '.join(str(folder / name) for name in files)}")
+    there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    console.note(f"to train: {there}bridge run --config {CHOICES}")

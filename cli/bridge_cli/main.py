@@ -1,0 +1,147 @@
+"""The `bridge` command: its subcommands, each imported only when it runs, and how errors are reported."""
+
+import importlib
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+from bridge import __version__
+from bridge.errors import BridgeError
+from bridge_cli import console, ending, signals
+
+REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "demo": (
+        "bridge_cli.demo:demo",
+        "Train a tiny model in place on a running vLLM, and prove that there is one copy.",
+    ),
+    "init": ("bridge_cli.init:init", "Write a file with every choice, explained, and a task to start from."),
+    "run": ("bridge_cli.run:run", "Serve a model, train it and stop the server; restart it if it dies or hangs."),
+    "serve-vllm": ("bridge_cli.serve:serve", "Start vLLM so that a trainer can share its weights."),
+    "train": ("bridge_cli.train:train", "Train a model on a server that is already running."),
+    "env": ("bridge_cli.env:env", "Feed an Atropos API with rollouts of an environment."),
+    "verify": ("bridge_cli.verify:verify", "Prove that a running server and a trainer share one copy of the weights."),
+    "restore": ("bridge_cli.restore:restore", "Load a checkpoint into the weights of a running server, in place."),
+    "export": ("bridge_cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
+    "plan": ("bridge_cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
+    "report": (
+        "bridge_cli.report.command:report",
+        "Write an HTML page with the curves and sample completions of a run, or compare several.",
+    ),
+    "doctor": (
+        "bridge_cli.doctor:doctor",
+        "Check software, hardware, environment and server, and say how to fix faults.",
+    ),
+}
+"""Name -> its function, and the first line of that function's docstring."""
+
+PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
+"""How every command parses its flags: `--learning_rate` is `--learning-rate`."""
+MARKUP: Any = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+
+
+class PlainSwitches(TyperCommand if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Shows --help and the switches of shell completion without a type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        options = super().get_params(ctx)
+        for option in options:
+            if option.name in {"help", "install_completion", "show_completion"}:
+                option.metavar = ""
+        return options
+
+
+class Command(PlainSwitches, TyperCommand):
+    """One command."""
+
+
+class Group(PlainSwitches, TyperGroup):
+    """All commands."""
+
+
+class LazyCommand(TyperCommand):
+    """Stands for a command in help texts and completions, and imports it when it is called."""
+
+    def __init__(self, name: str, place: str, help: str) -> None:  # noqa: A002  typer's name
+        super().__init__(name, help=help)
+        self._place = place
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        module, _, function = self._place.partition(":")
+        app = typer.Typer(add_completion=False, **MARKUP)
+        command = getattr(importlib.import_module(module), function)
+        app.command(self.name, cls=Command, context_settings=PARSING)(command)
+        return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+
+
+app = typer.Typer(cls=Group, context_settings=PARSING, **MARKUP)
+
+
+@app.callback(invoke_without_command=True)
+def bridge(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", metavar="", help="Print the version and exit.")] = False,
+) -> None:
+    """One copy of the weights: vLLM generates with it while a trainer updates it in place.
+
+    Start with: bridge demo
+    """
+    if version:
+        console.data(f"bridge {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.get_help()  # typer prints it
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    sys.excepthook = _report_bug
+    on_signal = signals.prepare()
+    sys.exit(on_signal.exit_code(answer(sys.argv[1:])))
+
+
+def answer(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; a user's mistake is reported as an error and a hint."""
+    ending.GIVEN.set(tuple(arguments))
+    group: Any = typer.main.get_command(app)
+    group.commands |= {name: LazyCommand(name, *known) for name, known in COMMANDS.items()}
+    try:
+        code = group.main(list(arguments), prog_name="bridge", standalone_mode=False)
+    except BridgeError as error:
+        console.fault(error.message, error.remedy)
+        return error.exit_code
+    except TyperException as error:
+        console.fault(*_usage(error))
+        return error.exit_code
+    if code == signals.INTERRUPTED:
+        console.note("interrupted")
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: TyperException) -> tuple[str, str]:
+    """Return the message and the hint for a command line that cannot be parsed."""
+    from bridge.config import borrowed
+
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "bridge"
+    flag = getattr(error, "option_name", None)
+    if flag is None or not hasattr(error, "possibilities"):
+        message = error.format_message()
+        return message[0].lower() + message[1:], f"{command} --help"
+    if hint := borrowed.hint(flag):
+        return f"no such flag: {flag}", hint
+    if near := sorted(error.possibilities or ()):
+        return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"
+    passes_on = "; vLLM's own flags go after --" if command.endswith((" serve-vllm", " run")) else ""
+    return f"no such flag: {flag}", f"{command} --help{passes_on}"
+
+
+def _report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    console.note(REPORT)

@@ -1,0 +1,89 @@
+"""`bridge report`: write one HTML page about a run, or about several side by side."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bridge.core import atomic_file
+from bridge.errors import UsageError
+from bridge.run.run_directory import REPORT
+from bridge_cli import console
+from bridge_cli.options import Json
+
+if TYPE_CHECKING:
+    from bridge_cli.report.page import View
+
+NAME = REPORT
+HEAD_BYTES = 2048
+"""A page names its generator within these; no other file is overwritten."""
+MOST_RUNS = 8
+"""The number of colors."""
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="The page (default: report.html in the run, or here for several)."),
+]
+
+
+def report(runs: Runs, *, out: Out = None, as_json: Json = False) -> None:
+    """Write an HTML page with the curves and sample completions of a run, or compare several.
+
+    The page is one file and needs no network. The run may still be in progress.
+    """
+    folders = list({folder.resolve(): folder for folder in reversed(runs)}.values())[::-1]
+    target = out or (folders[0] if len(folders) == 1 else Path()) / NAME
+    views = write(folders, target)
+    for view in views:
+        for line in view.notes:
+            console.note(f"{view.name}: {line}", style="dim")
+    console.note(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    documents = [
+        {"run": str(view.run.path), "status": view.status[0], **view.values, "notes": view.notes} for view in views
+    ]
+    console.data(json.dumps({"report": str(target), "runs": documents}) if as_json else str(target))
+
+
+def write(folders: Sequence[Path], target: Path) -> list["View"]:
+    """Write the page about the runs in `folders` to `target`, and return what it shows.
+
+    Raises:
+        UsageError: a folder is not a run, there are too many, or `target` cannot be written or is not a report.
+    """
+    if len(folders) > MOST_RUNS:
+        raise UsageError(f"{len(folders)} runs do not fit on one page", remedy=f"name at most {MOST_RUNS}")
+    if target.is_dir():
+        raise UsageError(f"{target} is a directory", remedy=f"--out {target / NAME}")
+    from bridge_cli.report import page, record
+
+    elsewhere = "name another file with --out"
+    try:
+        if target.exists():
+            with target.open("rb") as file:
+                if f'content="{page.GENERATOR}'.encode() not in file.read(HEAD_BYTES):
+                    raise UsageError(f"{target} exists and is not a report", remedy=elsewhere)
+        runs = dict(zip(names(folders), map(record.read, folders), strict=True))
+        views = [page.view(name, run, num_runs=len(runs)) for name, run in runs.items()]
+    except OSError as error:
+        what = error.filename or " or ".join(map(str, folders))
+        raise UsageError(f"cannot read {what}: {error.strerror}", remedy="check its permissions") from error
+    content = page.html(views).encode()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        atomic_file.replace(target, content)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}", remedy=elsewhere) from error
+    except UsageError as error:
+        raise UsageError(error.message, remedy=elsewhere) from error
+    return views
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """Return the paths without the folders that they have in common."""
+    resolved = [folder.resolve() for folder in folders]
+    common = os.path.commonpath([folder.parent for folder in resolved])
+    return [str(folder.relative_to(common)) for folder in resolved]

@@ -1,0 +1,156 @@
+"""`bridge restore`: load a checkpoint into a live server's weights, in place, even if they are half-written.
+
+Everything is checked before the server is paused: a refusal has changed nothing.
+"""
+
+import json
+import shlex
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bridge.core.interrupt import deferred_interrupt
+from bridge.errors import AttachError, UsageError
+from bridge.server import manifest
+from bridge_cli import console
+from bridge_cli.options import Json
+from bridge_cli.verify import ManifestPath
+
+if TYPE_CHECKING:
+    from bridge.server.client import BridgeClient
+    from bridge.server.manifest import Manifest
+
+TIMEOUT_S = 600.0
+COMPUTED_WITH = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+)  # fmt: skip
+"""What a model computes with its weights: models that differ here may have weights of the same names and shapes."""
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A checkpoint of bridge train, or any folder with weights of the served model.",
+        show_default=False,
+    ),
+]
+
+
+def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as_json: Json = False) -> None:
+    """Load a checkpoint into the weights of a running server, in place.
+
+    It repairs a server whose trainer died while writing, or restores older weights on a healthy one.
+    In-flight requests are kept, and continue with the restored weights.
+    """
+    from bridge.run import checkpoint as checkpoints
+    from bridge.server import fence
+    from bridge.server.client import BridgeClient
+    from bridge.server.fence import Update
+    from bridge.weights import adapter_folder
+
+    exported = manifest.load(vllm_config_path)
+    folder = _folder_of(checkpoint)
+    with BridgeClient(exported, timeout_s=TIMEOUT_S) as client:
+        fence.when_free(lambda: client.take_lease(f"bridge restore {folder}"))
+        with console.waiting(f"Checking {folder}"):
+            progress = checkpoints.read(folder).progress if checkpoints.is_checkpoint(folder) else None
+            is_adapter = (folder / adapter_folder.CONFIG_NAME).is_file()
+            write = _adapter_writer(client, exported, folder) if is_adapter else _model_writer(exported, folder)
+        version = 0 if progress is None else progress.weight_version
+        update = Update(write, version=version, takeover=True, last_checkpoint=folder)
+        with deferred_interrupt():  # what was done is printed before an interrupt acts
+            with console.waiting(f"Loading {folder}"):
+                times = fence.publish(client, update, writes="adapter" if is_adapter else "weights")
+            seconds = times.pause_s + times.write_s + times.publish_s
+            what = f"{folder}" if progress is None else f"{folder} (step {progress.step})"
+            console.note(f"restored {what} into {exported.model}: version {times.version}, {seconds:.2f} s")
+            if as_json:
+                step = None if progress is None else progress.step
+                found = {"checkpoint": str(folder), "step": step, "version": times.version, "seconds": seconds}
+                console.data(json.dumps(found))
+
+
+def _folder_of(checkpoint: str) -> Path:
+    """Return the folder `checkpoint`, or that of the model of this name in the hub's cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(checkpoint, local_files_only=True))
+        except (OSError, HFValidationError) as error:
+            raise UsageError(
+                f"there is no folder {checkpoint}, and no model of that name in the hub's cache",
+                remedy="name a checkpoint, such as SAVE_PATH/step_N, or the folder that the server was started with",
+            ) from error
+    return folder.resolve()
+
+
+def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
+    """Check that `folder` holds weights of the served model, and return what loads them."""
+    from bridge.ranks.world import Ranks
+    from bridge.weights import attach, model_folder, parts_folder, skeleton
+    from bridge.weights.parts import Parts
+
+    count = exported.tp_degree
+    attached = [attach.attach(exported, part, num_parts=count) for part in range(count)]
+    parts = [Parts(cuts=each.cuts, within=Ranks(part, count)) for part, each in enumerate(attached)]
+    served, name = attached[0].model, exported.model
+    found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
+    others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]
+    if others:
+        differences = "; ".join(f"{key} {found.get(key)}, expected {expected.get(key)}" for key in others[:3])
+        serve_it = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
+        raise UsageError(
+            f"{folder} is of another model than {name}, which the server serves: {differences}",
+            remedy=f"name a checkpoint of {name}, or serve that one: {serve_it}",
+        )
+    if count == 1:
+        model_folder.check(served, folder)
+    else:
+        parts_folder.check(served, parts[0], folder)
+
+    def load() -> None:
+        if count == 1:
+            model_folder.load_into(served, folder)
+            return
+        for each, part in zip(attached, parts, strict=True):
+            parts_folder.load_into(each.model, part, folder)
+            attach.settle(each.device)
+
+    def write() -> None:
+        try:
+            load()
+        except BaseException:
+            console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
+            raise
+
+    return write
+
+
+def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) -> Callable[[], None]:
+    """Check that the adapter in `folder` fits the server's slots, and return what loads it into one."""
+    from bridge.weights import adapter_folder
+
+    shard = exported.shard(0)
+    if not shard.lora_slots:
+        raise AttachError(
+            f"{folder} holds an adapter, and the server takes none",
+            remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
+        )
+    adapter_folder.check(folder, shard)
+
+    def write() -> None:
+        try:
+            client.seat_adapter(folder)
+        except AttachError:  # vLLM loads an adapter whole or not at all
+            with suppress(AttachError):  # weights that were half-written before stay so
+                client.resume()
+            raise
+
+    return write

@@ -1,0 +1,142 @@
+"""`bridge train`: train on a server that is already running, and report each step.
+
+Not covered: the training itself (`bridge/run/trainer.py`), and what `--resume` finds (`resume.py`).
+"""
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bridge.config import FeedConfig, TrainConfig
+from bridge.config.choices import flag
+from bridge.errors import UsageError
+from bridge.run.run_directory import RunDirectory, labelled_json
+from bridge.types import Environment
+from bridge_cli import console, ending, live
+from bridge_cli.memory_share import check_host
+from bridge_cli.options import Json, from_config
+from bridge_cli.resume import open_run
+from bridge_cli.steps import summary_line
+
+if TYPE_CHECKING:
+    from bridge.modes.mode import ServerProcess
+    from bridge.ranks.world import Ranks
+    from bridge.run.checkpoint import Found
+    from bridge.run.metrics import Summary
+
+
+@from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous", "restarts"))
+def train(config: TrainConfig, *, as_json: Json = False) -> None:
+    """Train a model on a server that is already running."""
+    for name in ("gpus", "hosts", "rendezvous", "restarts"):
+        if config.get(name) != config.default(name):
+            raise UsageError(
+                f"{flag(name)} {config.get(name)}: bridge train takes one running server",
+                remedy="bridge run, which starts a server on each GPU",
+            )
+    from bridge_cli.server_process import StartedServer
+    from bridge_cli.start_command import StartCommand
+
+    check_host(config)
+    environment = load_environment(config)
+    command = StartCommand.parse(config) if config.publishing.start_command else None
+    settled, run, found = open_run(config)
+    try:
+        rehearse(settled, environment)
+        server = StartedServer(command, run.server_log).running() if command else contextlib.nullcontext()
+        with server as process, ending.printed(run, settled):
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=found, chosen=config)
+    finally:
+        run.remove_if_unused()
+
+
+def load_environment(config: TrainConfig) -> Environment | None:
+    """Return the environment that `config` names; None if rollouts come from elsewhere.
+
+    Raises:
+        UsageError: there is none, it cannot be used, or it has no held-out problems to evaluate on.
+    """
+    from bridge.rollouts import problems
+    from bridge.scoring.agent import WithAgent
+    from bridge.scoring.tools import WithTools
+    from bridge_environments import registry
+
+    if config.rollouts.source != "environment":
+        return None
+    environment = registry.load(config.task)
+    unused = [name for name in ("max_turns", "tool_timeout_s") if config.get(name) != config.default(name)]
+    if unused and not isinstance(environment, WithTools | WithAgent):
+        raise UsageError(
+            f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
+            f" {config.task.environment} has none",
+            remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
+        )
+    if config.evaluation.samples:
+        problems.held_out(environment)
+    return environment
+
+
+def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) -> None:
+    """Try the first problems of `environment`, if there is one, before anything is started.
+
+    Raises:
+        UsageError: a prompt cannot be encoded, or nothing scores.
+    """
+    if environment is not None:
+        from bridge.rollouts import rehearsal
+        from bridge_environments import registry
+
+        recipe = partial(registry.scorer, config.task)
+        rehearsal.check(config.model_name, config.task, environment, recipe, console.note)
+
+
+def train_in(
+    run: RunDirectory,
+    config: TrainConfig,
+    environment: Environment | None,
+    *,
+    as_json: bool,
+    process: "ServerProcess | None" = None,
+    resume: "Found | None" = None,
+    chosen: TrainConfig | None = None,
+    ranks: "Ranks | None" = None,
+) -> "Summary":
+    """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived.
+
+    Raises:
+        BridgeError: the server, the manifest, the model or the environment is at fault.
+    """
+    from bridge.ranks.world import ALONE
+    from bridge.run import trackers, trainer
+    from bridge.run.reporting import Reporter, Several
+    from bridge_environments import registry
+
+    recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
+    ranks = ranks or ALONE
+    if not ranks.leads:
+        return trainer.train(
+            config, environment, run, Reporter(), recipe=recipe, process=process, resume=resume, chosen=chosen,
+            ranks=ranks,
+        )  # fmt: skip
+    data = console.data if as_json else None
+    first_step = resume.progress.step + 1 if resume else 1
+    with (
+        live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
+        trackers.of(config, run, first_step=first_step) as curves,
+    ):
+        summary = trainer.train(
+            config,
+            environment,
+            run,
+            Several(curves, lines),
+            recipe=recipe,
+            process=process,
+            resume=resume,
+            chosen=chosen,
+            ranks=ranks,
+        )
+    run.write_summary(summary)
+    console.note(summary_line(summary))
+    if as_json:
+        console.data(labelled_json("summary", summary, run_dir=run.path))
+    return summary

@@ -1,0 +1,162 @@
+"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights."""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from bridge.core.foreign_code import shortened
+from bridge.errors import RewardError, UsageError
+from bridge.types import Problem
+from bridge_environments import answers, own_code
+
+Score = Callable[[Problem, str], Any]
+
+
+def exact(problem: Problem, completion: str) -> float:
+    """Return 1.0 if the completion is the problem's answer, apart from white space around both."""
+    return float(completion.strip() == str(problem["answer"]).strip())
+
+
+def equal(problem: Problem, completion: str) -> float:
+    """Return 1.0 if the completion's answer equals the problem's as a number or formula."""
+    return float(answers.is_right(problem["answer"], completion))
+
+
+def is_marked(problem: Problem, completion: str) -> float:
+    r"""Return 1.0 if the completion marks an answer, by `####` or in `\\boxed{}`, right or wrong."""
+    del problem
+    return float(bool(answers.marked(completion)))
+
+
+NAMED: Mapping[str, tuple[Score, bool]] = {"math": (equal, True), "exact": (exact, True), "format": (is_marked, False)}
+"""Name -> the reward, and whether it needs the problem's answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """One reward and its weight in the sum."""
+
+    name: str
+    """Its name in the metrics."""
+    weight: float
+    score: Score
+    """Returns the number before its weight."""
+    needs_answer: bool = False
+    """Whether it reads the problem's `answer`."""
+    place: str = ""
+    """File and line of a user's function."""
+
+    def __call__(self, problem: Problem, completion: str) -> float:
+        """Return the number before its weight.
+
+        Raises:
+            RewardError: it returned something else. Whatever else its code raises is raised.
+        """
+        value = self.score(problem, completion)
+        if isinstance(value, str) or not isinstance(value, SupportsFloat):
+            raise RewardError(
+                f"reward {self.name} returned {shortened(repr(value))}, expected a number ({self.place})",
+                remedy=f"return a number from {self.name}",
+            )
+        return float(value)
+
+
+class Rewards:
+    """Several rewards as one."""
+
+    def __init__(self, rewards: tuple[Reward, ...]) -> None:
+        if any(reward.score is equal for reward in rewards):
+            import math_verify  # takes seconds, which no completion's time limit should pay for
+
+            assert math_verify
+        self._rewards = rewards
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return self.scores(problem, completion)[0]
+
+    def scores(self, problem: Problem, completion: str) -> tuple[float, dict[str, float]]:
+        """Return the weighted sum, and each reward before its weight."""
+        parts = {reward.name: reward(problem, completion) for reward in self._rewards}
+        return sum(reward.weight * parts[reward.name] for reward in self._rewards), parts
+
+
+def parse(text: str) -> tuple[Reward, ...]:
+    """Return the rewards of a list such as `math,format=0.2,my.py:brief`; a weight follows `=`.
+
+    Raises:
+        UsageError: a reward does not exist, a weight is not a number, or two have the same name.
+        RewardError: the code of a file raised.
+    """
+    rewards = tuple(_reward(item.strip()) for item in text.split(","))
+    names = [reward.name for reward in rewards]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(
+            f"--reward {text}: two rewards are called {' and '.join(sorted(twice))}",
+            remedy="give each reward once, and functions different names",
+        )
+    if not any(reward.weight for reward in rewards):
+        raise UsageError(f"--reward {text}: every weight is 0", remedy="leave =0 out of one of them")
+    return rewards
+
+
+def _reward(item: str) -> Reward:
+    name, sign, written = item.partition("=")
+    try:
+        weight = float(written) if sign else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UsageError(
+            f"--reward {item}: the weight {written!r} is not a finite number", remedy=f"--reward {name}=0.5"
+        )
+    if ":" in name or name.endswith(".py"):
+        return _own(name, weight)
+    if name in NAMED:
+        score, needs_answer = NAMED[name]
+        return Reward(name=name, weight=weight, score=score, needs_answer=needs_answer)
+    close, form = difflib.get_close_matches(name, NAMED, n=1) or ["math"], own_code.FORMS["reward"]
+    raise UsageError(
+        f"no reward {name!r}, expected {', '.join(NAMED)} or {form}",
+        remedy=f"--reward {close[0]}, or --reward {form} for your own",
+    )
+
+
+def _own(name: str, weight: float) -> Reward:
+    score = own_code.find("reward", name)
+    title = getattr(score, "__name__", type(score).__name__)
+    code, place = getattr(score, "__code__", None), Path(name.rpartition(":")[0]).name
+    remedy = f"write it as: def {title}(problem: dict, completion: str) -> float"
+    if inspect.iscoroutinefunction(score):
+        raise UsageError(f"reward {name} is an async function, expected a plain one", remedy=remedy)
+    try:
+        signature = inspect.signature(score)
+        if "completions" in signature.parameters:
+            score = _of_lists(score, signature.parameters)
+        else:
+            signature.bind({}, "")
+    except (TypeError, ValueError) as error:  # a ValueError: it is written in C and has no signature
+        raise UsageError(
+            f"reward {name} cannot be called with (problem, completion): {error}", remedy=remedy
+        ) from error
+    return Reward(
+        name=title, weight=weight, score=score, place=f"{place} line {code.co_firstlineno}" if code else place
+    )
+
+
+def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Score:
+    """Wrap a function in TRL's form, which takes lists of prompts and completions, and a list per column."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def score(problem: Problem, completion: str) -> Any:
+        is_chat = not isinstance(problem["prompt"], str)
+        given: dict[str, Any] = {**problem, "prompts": problem["prompt"]}
+        given["completions"] = [{"role": "assistant", "content": completion}] if is_chat else completion
+        wanted = given.keys() - {"prompt"} if takes_all else given.keys() & parameters.keys()
+        (value,) = function(**{key: [given[key]] for key in wanted})
+        return value
+
+    return score

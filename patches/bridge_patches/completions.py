@@ -1,0 +1,232 @@
+"""`POST /v1/bridge/completions`: what a rollout needs of `POST /v1/completions`, and nothing else.
+
+Symptom: with 64 completions at once, the API server is as busy as a small model keeps its GPU.
+Cause: vLLM's own route decodes each sampled token in the step that made it, and sends each one's text twice at the end.
+What is done: a completion is decoded once, when it is complete, and its log-probabilities stay plain numbers.
+Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
+"""
+
+import asyncio
+import math
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import groupby
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+
+from bridge.errors import AttachError
+from bridge.rollouts.distribution import filters
+from bridge.server.protocol import COMPLETIONS, CompletionsRequest
+from bridge_patches import ranks
+from bridge_patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
+from bridge_patches.generate import CLIENT_GONE
+from bridge_patches.thresholds import COUNT_BITS, unpack
+
+PINS = """
+vllm.v1.engine.async_llm
+    AsyncLLM: model_config, tokenizer, vllm_config
+    call async AsyncLLM.generate(prompt, sampling_params, request_id, lora_request)  # cancelled, it ends its request
+vllm.config.model
+    ModelConfig: max_model_len
+    call ModelConfig.get_vocab_size()
+vllm.config.vllm: VllmConfig: speculative_config
+vllm.entrypoints.openai.models.serving: OpenAIServingModels: lora_requests, base_model_paths
+vllm.sampling_params
+    SamplingParams: n, temperature, top_k, top_p, min_p, seed, max_tokens, stop, logprobs,
+        flat_logprobs, detokenize, output_kind
+    RequestOutputKind: FINAL_ONLY
+vllm.outputs
+    RequestOutput: outputs
+    CompletionOutput: index, token_ids, logprobs, finish_reason, stop_reason
+vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
+"""
+TAIL = 32
+"""Tokens of the prompt decoded before a completion: some tokenizers drop the space that a text begins with."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""How the first bytes of a character decode."""
+MOST_BYTES = 4
+"""Longest character in UTF-8."""
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.post(COMPLETIONS)
+async def complete(body: CompletionsRequest, request: Request) -> Response:
+    """Sample completions of one prompt; a client that hangs up ends them."""
+    engine, adapter = request.app.state.bridge_engine, _adapter(request, body.model)
+    length, longest = len(body.prompt), engine.model_config.max_model_len
+    if length + body.max_tokens > longest:
+        given = f"a prompt of {length} tokens and max_tokens={body.max_tokens}"
+        raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
+    chosen = _filters(body, engine)
+    request_id = f"{FILTERED if chosen else ROLLOUT}{AT_ONCE if body.stop else ''}{uuid.uuid4().hex}"
+    try:
+        answers = engine.generate(
+            {"prompt_token_ids": list(body.prompt)}, _params(body, chosen), request_id, lora_request=adapter
+        )
+        answer = await _unless_hung_up(request, answers)
+    except ValueError as error:  # vLLM refuses the request
+        raise HTTPException(400, str(error)) from error
+    if answer is None:
+        return Response(status_code=CLIENT_GONE)
+    outputs = sorted(answer.outputs, key=lambda output: output.index)
+    # The first number at each place is the sampled token's.
+    logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
+    if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
+        raise await _explained(request)
+    texts = _texts(
+        engine.tokenizer,
+        body.prompt,
+        # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
+        [list(output.token_ids[: -1 if _has_stop_token(output) else None]) for output in outputs],
+    )
+    now = request.app.state.bridge_fence.version
+
+    def origins(ranks: list[int]) -> dict[str, Any]:
+        return _with_kept(now, ranks) if chosen else {"versions": _runs(ranks)}
+
+    choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
+        {
+            "index": output.index,
+            "text": text,
+            "finish_reason": output.finish_reason,
+            "token_ids": list(output.token_ids),
+            "logprobs": {"token_logprobs": each},
+            **origins([output.logprobs.ranks[start] for start in output.logprobs.start_indices]),
+        }
+        for output, each, text in zip(outputs, logprobs, texts, strict=True)
+    ]
+    return JSONResponse({"choices": choices})
+
+
+def _filters(body: CompletionsRequest, engine: Any) -> dict[str, float]:
+    """Return the filters that can drop anything; AttachError if vLLM would not report what they keep."""
+    chosen = filters(body) if body.temperature else {}  # else always the likeliest token
+    if chosen.get("top_k", 0) >= engine.model_config.get_vocab_size():
+        del chosen["top_k"]
+    if chosen and engine.vllm_config.speculative_config is not None:
+        raise AttachError(
+            f"{', '.join(chosen)} cannot be combined with speculation: vLLM does not report what was kept",
+            remedy="restart the server without --speculative-config, or sample from the whole distribution",
+        )
+    return chosen
+
+
+def _has_stop_token(output: Any) -> bool:
+    return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+
+
+def _with_kept(now: int, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what the engine has put in place of the tokens' ranks: versions, and what was kept.
+
+    The last bits of a version are enough: none is later than that of `now`.
+
+    Raises:
+        AttachError: nothing is known of what was kept.
+    """
+    versions, thresholds, counts = unpack(ranks)
+    if not counts.all():
+        raise AttachError(
+            "this server's sampler does not report what top_k, top_p and min_p keep",
+            remedy="restart it without vLLM's choices for sampling, such as watermarks, or leave the filters out",
+        )
+    ages = (now - versions) % 2**COUNT_BITS
+    return {"versions": _runs((now - ages).tolist()), "kept": [*zip(thresholds.tolist(), counts.tolist(), strict=True)]}
+
+
+def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:
+    """Return each version with the number of tokens in a row that have it."""
+    return [(version, sum(1 for _ in run)) for version, run in groupby(versions)]
+
+
+def _adapter(request: Request, name: str) -> Any:
+    """Return the adapter called `name`; None for the model itself."""
+    models = request.app.state.openai_serving_models
+    adapter = models.lora_requests.get(name)
+    if adapter is None and name not in (served := [path.name for path in models.base_model_paths]):
+        names = ", ".join([*served, *models.lora_requests])
+        raise HTTPException(404, f"the model {name} does not exist, only {names}")
+    return adapter
+
+
+def _params(body: CompletionsRequest, chosen: Mapping[str, float]) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
+        **chosen,
+        stop=list(body.stop),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(body.stop),  # vLLM looks for them in the text
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def _unless_hung_up(request: Request, answers: AsyncGenerator[Any, None]) -> Any:
+    """Return the last of `answers`; if the client hangs up first, cancel them and return None."""
+
+    async def sample() -> Any:
+        last = None
+        async with aclosing(answers):
+            async for answer in answers:
+                last = answer
+        return last
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = sampled, _ = asyncio.ensure_future(sample()), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await sampled if sampled.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _explained(request: Request) -> Exception:
+    """Return the error for log-probabilities that are not finite: whether the weights are to blame."""
+    found = await ranks.finiteness(request.app.state.bridge_engine)
+    if not found.not_finite:
+        return HTTPException(500, f"log-probabilities are not finite, but {found.found()}: a kernel is broken")
+    return AttachError(
+        f"log-probabilities are not finite because of the weights: {found.found()}",
+        remedy=request.app.state.bridge_fence.status().remedy(),
+    )
+
+
+def _texts(tokenizer: Any, prompt: Sequence[int], completions: Sequence[list[int]]) -> list[str]:
+    """Decode completions of `prompt` as vLLM does: no special tokens, and no unfinished character."""
+    if tokenizer is None:  # --skip-tokenizer-init
+        return ["" for _ in completions]
+    tail = list(prompt[-TAIL:])
+    before, *texts = _decoded(tokenizer, [tail, *(tail + tokens for tokens in completions)])
+    return [
+        text.removeprefix(before)
+        if text.startswith(before) and not text.endswith(UNFINISHED)
+        else _whole_characters(tokenizer, tail, before, tokens)
+        for text, tokens in zip(texts, completions, strict=True)
+    ]
+
+
+def _whole_characters(tokenizer: Any, tail: list[int], before: str, tokens: list[int]) -> str:
+    """Decode a completion that ends, or whose prompt ends, inside a character."""
+    text = before
+    for length in range(len(tokens), max(-1, len(tokens) - MOST_BYTES), -1):
+        (text,) = _decoded(tokenizer, [tail + tokens[:length]])
+        if not text.endswith(UNFINISHED):
+            break
+    return text.removeprefix(before) if text.startswith(before) else _decoded(tokenizer, [tokens])[0]
+
+
+def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
+    """Decode all sequences at once if the tokenizer is one of Hugging Face's own."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
+    return list(backend.decode_batch(sequences, skip_special_tokens=True))

@@ -1,0 +1,255 @@
+"""Send a rollout's tokens from the engine 32 at a time, with raw log-probabilities and the versions that sampled them.
+
+Symptom: with log-probabilities, 64 completions of a 1.5B model take an H200 a third longer.
+Cause: every completion sends three one-element arrays per step, and msgspec calls back into Python for each of them, in
+a thread that delays the one that launches the next step; the API server then handles every token by itself.
+What is done: the log-probabilities of a step become plain numbers once, for all its requests. A rollout, whose client
+waits for the whole completion, collects its tokens in the engine. Other requests get each step's part at once.
+Why this is safe: what is sent are the bytes that vLLM's own encoder would make, and vLLM's own decoder reads them. A
+step of speculation sends several tokens of a request at once, too. A request that is aborted first sends what it has.
+Log-probabilities of prompts, which are sent once, are left alone.
+
+A rollout has no use for the ranks of its tokens in the vocabulary: it gets the version that sampled each token instead,
+and if it is filtered what was kept in the same number (`thresholds.py`).
+
+Not covered: vLLM's own figures of when a rollout's tokens came (`/metrics`), which are those of 32 tokens together.
+Seen in vLLM 0.26 to 0.33: `vllm/v1/outputs.py`, `vllm/v1/serial_utils.py`, `vllm/v1/core/sched/scheduler.py`,
+`vllm/v1/engine/core.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial, wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge_patches.thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
+
+PINS = """
+vllm.v1.engine.core
+    wrap EngineCoreProc.process_output_sockets()
+    wrap EngineCoreProc._send_finish_outputs_to_client(req_ids, client_index, finish_reason)
+    EngineCoreProc: output_queue
+    EngineCore  # gets a method for `call_utility_async`
+vllm.v1.engine
+    EngineCoreOutput: request_id, new_token_ids, new_logprobs, finish_reason, events, prefill_stats, num_nans_in_logits
+    EngineCoreOutputs: outputs
+vllm.v1.core.sched.scheduler
+    wrap Scheduler.update_from_output(scheduler_output, model_runner_output)
+    Scheduler: requests
+vllm.v1.outputs
+    # Three arrays, and where each request's rows begin.
+    LogprobsLists: logprob_token_ids, logprobs, sampled_token_ranks, cu_num_generated_tokens
+    replace LogprobsLists.slice_request(req_idx, num_positions)
+vllm.v1.serial_utils
+    CUSTOM_TYPE_RAW_VIEW
+    call MsgpackEncoder._encode_ndarray(obj)  # what we do in its place
+    call MsgpackDecoder._decode_ndarray(arr)
+"""
+ROLLOUT = "bridge-rollout-"
+"""Part of the ids of requests whose tokens get versions, and wait in the engine; vLLM adds more at both ends."""
+FILTERED = f"{ROLLOUT}filtered-"
+"""The same for requests whose tokens get thresholds, too."""
+AT_ONCE = "at-once-"
+"""Part of the ids of rollouts whose tokens do not wait: vLLM looks for stops in their text."""
+MOST_HELD = 32
+"""Tokens of a rollout that wait in the engine at most: if many end together, the API server gets this many of each."""
+SERVE_VERSION = "bridge_serve_version"
+"""Method of the engine: from now on it samples with this version."""
+
+_version = 0
+
+
+def patch() -> None:
+    """Wrap the thread that sends an engine's outputs; a process without one is unaffected."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    original = EngineCoreProc.process_output_sockets
+
+    @wraps(original)
+    def process_output_sockets(self: Any, *args: Any, **kwargs: Any) -> Any:
+        collect()
+        return original(self, *args, **kwargs)
+
+    def serve_version(_: Any, version: int) -> None:
+        global _version  # noqa: PLW0603  a process has one engine at most
+        _version = version
+
+    EngineCoreProc.process_output_sockets = process_output_sockets
+    setattr(EngineCore, SERVE_VERSION, serve_version)
+
+
+def collect() -> None:
+    """Replace how this process takes a request's part out of a step's log-probabilities, and when it is sent."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.outputs import LogprobsLists
+
+    update, finish = Scheduler.update_from_output, EngineCoreProc._send_finish_outputs_to_client
+    step: Step | None = None
+    outbox = Outbox()
+
+    def slice_request(lists: Any, req_idx: int, num_positions: int) -> Part:
+        nonlocal step
+        if step is None or step.lists is not lists:
+            step = Step(lists)
+        starts = lists.cu_num_generated_tokens
+        return Part(step, req_idx if starts is None else starts[req_idx], num_positions)
+
+    @wraps(update)
+    def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        sent = update(scheduler, *args, **kwargs)
+        for outputs in sent.values():
+            outputs.outputs = outbox.due(outputs.outputs)
+        outbox.forget(scheduler.requests)
+        return sent
+
+    @wraps(finish)
+    def send_finish(engine: Any, req_ids: Any, client_index: int, *args: Any, **kwargs: Any) -> Any:
+        if held := outbox.rest(req_ids):
+            engine.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=held)))
+        return finish(engine, req_ids, client_index, *args, **kwargs)
+
+    LogprobsLists.slice_request, Scheduler.update_from_output = slice_request, update_from_output
+    EngineCoreProc._send_finish_outputs_to_client = send_finish
+
+
+class Step:
+    """The log-probabilities of one step, converted once for all of its requests."""
+
+    def __init__(self, lists: Any) -> None:
+        """Take vLLM's arrays, and the version that sampled them: a paused engine has no output left to send."""
+        self.lists, self.version = lists, _version
+
+    @cached_property
+    def sampled(self) -> tuple[list[float], list[int]]:
+        """Log-probabilities and ranks of the sampled tokens, which come first in their rows."""
+        return self.lists.logprobs[:, 0].tolist(), self.lists.sampled_token_ranks.tolist()
+
+    @cached_property
+    def contents(self) -> list[tuple[str, tuple[int, ...], bytes, int]]:
+        """Of vLLM's three arrays, with plain ranks, the type, the shape of a row, all bytes, and the bytes of a row."""
+        ids, logprobs, ranks, _ = self.lists
+        packed = ranks.astype(np.int64)
+        if np.any(is_packed := packed >> RANK_SHIFT != 0):
+            ranks = np.where(is_packed, unpack(packed)[0], packed)
+        return [
+            (each.dtype.str, each.shape[1:], each.tobytes(), each.itemsize * math.prod(each.shape[1:]))
+            for each in (ids, logprobs, ranks)
+        ]
+
+
+class Part(NamedTuple):
+    """One request's rows of a step."""
+
+    step: Step
+    first: int
+    num_rows: int
+
+    def wire(self) -> Any:
+        """Return the rows as vLLM's `LogprobsLists`, encoded."""
+        (raw, lists), found = _wire(), []
+        for dtype, shape, content, row_bytes in self.step.contents:
+            part = content[self.first * row_bytes : (self.first + self.num_rows) * row_bytes]
+            found.append((dtype, (len(part) // row_bytes, *shape), raw(part)))
+        return lists(*found)
+
+
+@dataclass(slots=True)
+class Held:
+    """What a rollout has sampled since it sent something."""
+
+    output: Any
+    """The newest `EngineCoreOutput`."""
+    limit: int
+    """Tokens that are sent without waiting for more."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def take(self, output: Any) -> None:
+        """Add what a step brings."""
+        before, self.output = self.output, output
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            step, first, num_rows = output.new_logprobs
+            logprobs, ranks = step.sampled
+            self.logprobs += logprobs[first : first + num_rows]
+            self.ranks += ranks[first : first + num_rows]
+            self.versions += [step.version] * num_rows
+            output.new_logprobs = None  # a request that waits must not keep the arrays of a whole step
+        if before is not output:
+            output.prefill_stats = before.prefill_stats or output.prefill_stats
+            output.events = [*(before.events or ()), *(output.events or ())] or None
+            output.num_nans_in_logits = max(before.num_nans_in_logits, output.num_nans_in_logits)
+
+    def message(self) -> Any:
+        """Return the newest output with everything that was held."""
+        self.output.new_token_ids, self.output.new_logprobs = self.token_ids, None
+        if self.logprobs:
+            numbers = _instead(self.output.request_id, np.array(self.ranks), np.array(self.versions))
+            arrays = np.array(self.token_ids)[:, None], np.array(self.logprobs, np.float32)[:, None], numbers
+            raw, lists = _wire()
+            self.output.new_logprobs = lists(*((each.dtype.str, each.shape, raw(each.tobytes())) for each in arrays))
+        return self.output
+
+
+class Outbox:
+    """Tokens of rollouts that wait in the engine."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+        """By request."""
+
+    def due(self, outputs: Iterable[Any]) -> list[Any]:
+        """Return what is to be sent of a step's outputs, and hold the rest."""
+        found = []
+        for output in outputs:
+            held = self._held.get(output.request_id)
+            if held is None and ROLLOUT not in output.request_id:
+                if output.new_logprobs is not None:
+                    output.new_logprobs = output.new_logprobs.wire()
+                found.append(output)
+                continue
+            if held is None:
+                limit = 1 if AT_ONCE in output.request_id else MOST_HELD
+                held = self._held[output.request_id] = Held(output, limit)
+            held.take(output)
+            if output.finish_reason is not None or len(held.token_ids) >= held.limit:
+                del self._held[output.request_id]
+                found.append(held.message())
+        return found
+
+    def rest(self, request_ids: Iterable[str]) -> list[Any]:
+        """Return what is held of these requests, to be sent."""
+        return [self._held.pop(each).message() for each in request_ids if each in self._held]
+
+    def forget(self, living: Mapping[str, Any]) -> None:
+        """Drop what nobody waits for any more as soon as there is more of it than living requests."""
+        if len(self._held) > len(living):
+            self._held = {each: held for each, held in self._held.items() if each in living}
+
+
+def _instead(request_id: str, ranks: Any, versions: Any) -> Any:
+    """Return what a rollout gets in place of its tokens' ranks, which may be packed with thresholds.
+
+    Shapes: [N] int64, [N] int64 -> [N] int64.
+    """
+    if FILTERED not in request_id:
+        return versions
+    kept = np.where(ranks >> RANK_SHIFT != 0, ranks & KEPT_MASK, 0)  # no number of words: unknown
+    return (versions % 2**COUNT_BITS) << RANK_SHIFT | kept
+
+
+@cache
+def _wire() -> tuple[Callable[[bytes], Any], Callable[..., Any]]:
+    """Return what makes vLLM's encoding of an array's bytes, and of the arrays."""
+    from msgspec.msgpack import Ext
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
+
+    return partial(Ext, CUSTOM_TYPE_RAW_VIEW), LogprobsLists

@@ -1,0 +1,368 @@
+"""The server's side of an update: who may update it (the lease), and pause, write, publish (the fence).
+
+A trainer takes the lease before it changes anything, and returns it when it ends. While it has the lease, only that
+trainer may pause to write; any process may pause to read.
+
+Cached keys and values are dropped as soon as the scheduler has stopped: nothing is computed until it resumes, and if
+vLLM refuses, no weight has changed yet. Until then no request needs the KV cache, so the holder may have its memory.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from enum import Enum
+from typing import Any, Literal
+
+from bridge.errors import AttachError, FenceBusyError
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import FenceState, Holder, Lease, PauseRequest, Status, Written
+from bridge_patches.engine_outputs import SERVE_VERSION
+
+PINS = """
+vllm.v1.engine.async_llm
+    AsyncLLM: engine_core
+    call async AsyncLLM.reset_prefix_cache(reset_running_requests, reset_connector)
+    call async AsyncLLM.resume_generation()
+# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye, as the comment
+# beside it says; 0.33's calls pause_generation_async.
+vllm.v1.engine.core_client
+    call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
+    call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
+    call async AsyncMPClient.call_utility_async(method)
+"""
+HasLeft = Callable[[], Awaitable[bool]]
+"""Whether the caller no longer waits for the answer."""
+LOOK_S = 0.1
+"""How often to check that a process that waits for a pause, or reads inside one, is alive."""
+
+
+class Phase(Enum):
+    """Where the fence stands."""
+
+    SERVING = "serving"
+    READING = "reading"
+    """Paused, and nothing is half-written: the holder reads, or has published and the engine has not resumed yet."""
+    WRITING = "writing"
+    REWRITING = "rewriting"
+    """Paused by a holder that took over what was torn: only a publication ends this."""
+    TORN = "torn"
+    """A process of the holder died in one of the last two, whether it had begun to write or not."""
+
+
+Step = Literal["read", "write", "rewrite", "publish", "resume"]
+"""The first three are pauses: to read, to write, and to rewrite all of what may be torn."""
+PAUSES: tuple[Step, ...] = ("read", "write", "rewrite")
+NEXT: dict[Phase, dict[Step, Phase]] = {
+    Phase.SERVING: {"read": Phase.READING, "write": Phase.WRITING, "rewrite": Phase.WRITING},
+    Phase.READING: {"read": Phase.READING, "write": Phase.WRITING, "rewrite": Phase.WRITING, "resume": Phase.SERVING},
+    Phase.WRITING: {**dict.fromkeys(PAUSES, Phase.WRITING), "publish": Phase.READING, "resume": Phase.SERVING},
+    Phase.REWRITING: {"rewrite": Phase.REWRITING, "publish": Phase.READING},
+    Phase.TORN: {"rewrite": Phase.REWRITING},
+}
+"""What is allowed next: to the holder, and once that is gone, to any process."""
+
+
+class ServerLease:
+    """Who may update one server. When all of a holder's processes have ended, its lease is free."""
+
+    def __init__(self) -> None:
+        self._taken: Lease | None = None
+
+    @property
+    def held(self) -> Lease | None:
+        """The lease, unless its holder is gone."""
+        return self._taken if self._taken and not self._taken.holder.is_gone() else None
+
+    @property
+    def trainer(self) -> str:
+        """The holder, for messages."""
+        assert self.held is not None
+        return f"trainer (pid {self.held.holder.pid}, run {self.held.run})"
+
+    def take(self, holder: Holder, run: str) -> None:
+        """Give the lease to `holder`, under a new name if it has it already, or raise AttachError."""
+        _refuse_unseen(holder)
+        self.refuse_others(holder)
+        self._taken = Lease(holder=holder, run=run, since=time.time())
+
+    def give_back(self, holder: Holder) -> None:
+        if self._taken and self._taken.holder == holder:
+            self._taken = None
+
+    def refuse_others(self, holder: Holder) -> None:
+        """Raise AttachError if another holder has the lease."""
+        held = self.held
+        if held and held.holder != holder:
+            raise AttachError(
+                f"another {self.trainer} is updating this server",
+                remedy=f"wait for it to finish, stop it (kill -INT {held.holder.pid}), or start a second server on"
+                " another port",
+            )
+
+
+class ServerFence:
+    """Pauses and resumes one engine, counts versions, and knows who paused it and what would repair it."""
+
+    def __init__(
+        self,
+        engine: Any,
+        exported: Manifest,
+        *,
+        can_sleep: bool = False,
+        can_keep_kv: bool = True,
+        kv_tokens: int | None = None,
+    ) -> None:
+        self.version = 0
+        self.can_sleep, self.can_keep_kv, self.kv_tokens = can_sleep, can_keep_kv, kv_tokens
+        self.lease = ServerLease()
+        self.holder: Holder | None = None
+        self.writes: Written = "weights"
+        """What the last writer wrote."""
+        self.last_checkpoint: str | None = None
+        self._engine = engine
+        self._exported = exported
+        self._lock = asyncio.Lock()
+        self._phase = Phase.SERVING
+        """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
+        self._watcher: asyncio.Task[None] | None = None
+        self._published: tuple[Holder, int] | None = None
+        """Who published last, and the version before."""
+        self._is_asleep = False
+        """Whether a rank's KV cache may have no memory: all ranks must wake up before the next token."""
+
+    @property
+    def phase(self) -> Phase:
+        """The phase now: torn if a process of a writing holder has died."""
+        is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.is_whole()
+        return Phase.TORN if is_torn else self._phase
+
+    @property
+    def state(self) -> FenceState:
+        """The phase as clients see it."""
+        phase = self.phase
+        return "serving" if phase is Phase.SERVING else "torn" if phase is Phase.TORN else "paused"
+
+    def status(self) -> Status:
+        return Status(
+            model=self._exported.model,
+            version=self.version,
+            state=self.state,
+            holder=self.holder,
+            server=self._exported.server,
+            writes="nothing" if self._phase is Phase.READING else self.writes,
+            last_checkpoint=self.last_checkpoint,
+            can_sleep=self.can_sleep,
+            kv_tokens=self.kv_tokens,
+            can_keep_kv=self.can_keep_kv,
+            lease=self.lease.held,
+        )
+
+    def take_lease(self, holder: Holder, run: str) -> None:
+        """Let only `holder` write until it returns the lease or dies; AttachError if another has the lease or fence."""
+        self.lease.refuse_others(holder)
+        self._refuse_busy(holder)
+        self.lease.take(holder, run)
+
+    def give_lease_back(self, holder: Holder) -> None:
+        """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""
+        if self.holder != holder:
+            self.lease.give_back(holder)
+
+    async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
+        """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
+
+        Frozen requests recompute their keys and values under the new weights, or keep them. A sleeping KV cache frees
+        its memory until the engine resumes, and keeps none. A holder that dies, or `has_left` before the answer, does
+        not get the fence.
+
+        Raises:
+            FenceBusyError: another living process holds the fence.
+            AttachError: another process has the lease, another version is served, something is torn and this is no
+                takeover, a weight has moved since the load, vLLM keeps its cache, or it cannot sleep.
+        """
+        async with self._lock:
+            self._after_pause(asked)
+            self._refuse_other_version(asked.version)
+            if asked.sleep and not self.can_sleep:
+                raise AttachError(
+                    "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
+                    remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
+                )
+            try:
+                await _unless_gone(self._stand_still(asked), asked.holder, has_left)
+                after = self._after_pause(asked)  # another process may have taken the lease
+            except BaseException:
+                if self.holder is None:
+                    try:
+                        await self._resume()
+                    except BaseException:  # as a reader, the holder may retry
+                        self.enter(Phase.READING, asked.holder)
+                        raise
+                raise
+            self._published = None  # a late repetition of a publication must not end this pause
+            self.enter(after, asked.holder)
+            if asked.writes != "nothing":
+                kept = self.last_checkpoint if asked.writes == self.writes else None
+                self.writes, self.last_checkpoint = asked.writes, asked.last_checkpoint or kept
+
+    async def publish(self, holder: Holder, version: int | None = None, *, after: int | None = None) -> None:
+        """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
+
+        `after` is the version that was served before: a caller that missed the answer may retry. AttachError if another
+        version was served, `holder` does not hold the fence to write, or the KV cache gets no memory; it then still
+        holds the fence.
+        """
+        async with self._lock:
+            published, before = self._published or (None, None)
+            if after is None or after != before or published != holder:
+                self.refuse_unless_writing(holder)
+                self._refuse_other_version(after)
+                await self._wake()
+                self._published = holder, self.version
+                self.version = max(self.version + 1, version or 0)
+                self.enter(self._after("publish"), holder)  # if the holder dies from now on, nothing is torn
+            if self.holder == holder:
+                await self._resume()
+
+    async def release(self, holder: Holder) -> None:
+        """Resume without a new version, because nothing was written; does nothing if the server is not paused.
+
+        AttachError if another process holds the fence, `holder` took over torn weights, or the KV cache gets no memory.
+        """
+        if self.holder is None:  # the pending pause of a caller that has left is not granted
+            return
+        async with self._lock:
+            self._refuse_unless_held(holder)
+            self._after("resume")
+            await self._resume()
+
+    def refuse_unless_writing(self, holder: Holder) -> None:
+        """Raise AttachError unless `holder` holds the fence to write."""
+        self._refuse_unless_held(holder)
+        self._after("publish")
+
+    def enter(self, phase: Phase, holder: Holder | None) -> None:
+        self._phase, self.holder = phase, holder
+        if phase is Phase.READING and holder is not None:
+            self._watcher = asyncio.create_task(self._resume_after(holder))
+
+    def _after(self, step: Step, phase: Phase | None = None) -> Phase:
+        """Return the phase after `step`, or raise AttachError if it is not allowed now."""
+        phase = phase or self._phase
+        if step in NEXT[phase]:
+            return NEXT[phase][step]
+        assert self.holder is not None, (step, phase)
+        if phase is Phase.READING:
+            found = f"process {self.holder.pid} paused the server to read, and may not write"
+            raise AttachError(found, remedy="pause again, to write")
+        self.status().refuse_torn()
+        raise AttachError(
+            "the weights were half-written when this process took them over, and have not been rewritten",
+            remedy=self.status().remedy(),
+        )
+
+    def _after_pause(self, asked: PauseRequest) -> Phase:
+        """Return the phase of a pause, or raise what `pause` raises."""
+        _refuse_unseen(asked.holder)
+        if asked.writes != "nothing":
+            self.lease.refuse_others(asked.holder)
+        self._refuse_busy(asked.holder)
+        is_rewrite = asked.takeover and asked.writes == self.writes
+        return self._after("rewrite" if is_rewrite else "read" if asked.writes == "nothing" else "write", self.phase)
+
+    async def _stand_still(self, asked: PauseRequest) -> None:
+        await self._engine.engine_core.pause_scheduler_async(mode=asked.in_flight, clear_cache=False)
+        recomputes = asked.sleep or not (asked.keep_kv and self.can_keep_kv)
+        ranks, is_dropped = await asyncio.gather(
+            self._engine.collective_rpc("bridge_settle"),
+            self._engine.reset_prefix_cache(reset_running_requests=recomputes, reset_connector=True),
+        )
+        moved = sorted({name for names in ranks for name in names})
+        if moved:
+            raise AttachError(
+                f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
+                remedy="restart the server and attach again",
+            )
+        if not is_dropped:
+            raise AttachError(
+                "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
+                remedy="retry when no other request runs, or restart the server",
+            )
+        if asked.sleep:
+            self._is_asleep = True  # even if a rank fails
+            await self._engine.collective_rpc("bridge_sleep")
+
+    async def _resume(self) -> None:
+        await self._wake()
+        await self._engine.engine_core.call_utility_async(SERVE_VERSION, self.version)
+        await self._engine.resume_generation()
+        self.enter(Phase.SERVING, None)
+
+    async def _resume_after(self, reader: Holder) -> None:
+        """Resume if `reader` dies before the engine has resumed."""
+        while self._phase is Phase.READING and self.holder == reader:
+            if reader.is_gone():
+                with suppress(Exception):  # the engine stays paused, and the next round retries
+                    await self.release(reader)
+            await asyncio.sleep(LOOK_S)
+
+    async def _wake(self) -> None:
+        """Let every rank allocate its KV cache again if it freed it; may be retried."""
+        reasons = await self._engine.collective_rpc("bridge_wake") if self._is_asleep else []
+        if any(reasons):
+            raise AttachError(
+                f"vLLM cannot allocate its KV cache again, so it does not generate: {'; '.join(filter(None, reasons))}",
+                remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().remedy()}",
+            )
+        self._is_asleep = False
+
+    def _refuse_unless_held(self, holder: Holder) -> None:
+        if self.holder != holder:
+            owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
+            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
+        if not holder.is_gone():  # one of its processes may have died while it wrote
+            self.status().refuse_torn()
+
+    def _refuse_other_version(self, expected: int | None) -> None:
+        if expected not in (None, self.version):
+            raise AttachError(
+                f"the server serves version {self.version}, expected version {expected}: another process has published"
+                " in between",
+                remedy="resume from the newest checkpoint: bridge train --resume",
+            )
+
+    def _refuse_busy(self, holder: Holder) -> None:
+        owner = self.holder
+        if owner and owner != holder and (self._phase is Phase.READING or not owner.is_gone()):
+            raise FenceBusyError(
+                f"process {owner.pid} holds the fence, and only one process can at a time",
+                remedy=f"wait for it to finish, or stop it: kill {owner.pid}",
+            )
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left: HasLeft | None) -> None:
+    """Run `work`, but cancel it as soon as `holder` has died or left, and raise AttachError."""
+    task = asyncio.ensure_future(work)
+    try:
+        while True:
+            if not holder.is_whole() or (has_left and await has_left()):
+                raise AttachError(
+                    f"process {holder.pid} did not wait for its pause, and did not get it: nothing was written",
+                    remedy="pause again",
+                )
+            if task.done():
+                return task.result()
+            await asyncio.wait({task}, timeout=LOOK_S)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _refuse_unseen(holder: Holder) -> None:
+    """Raise AttachError unless all of `holder` is running, and the server would notice its end."""
+    if not (holder.is_visible() and holder.is_whole()):
+        raise AttachError(
+            f"process {holder.pid} is not visible to the server, which could not notice its end",
+            remedy="run both in one PID namespace: docker run --pid=container:NAME",
+        )

@@ -1,0 +1,145 @@
+"""The worker extension: it exports and inspects one rank's weights, and puts the rank's KV cache to sleep.
+
+vLLM mixes this class into its own worker (`--worker-extension-cls`), and the API server calls the methods by
+`collective_rpc`. Answers are JSON text or plain values, which every executor can carry.
+"""
+
+import json
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.server.manifest import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
+from bridge.server.protocol import Element
+from bridge.weights import cuda_ipc, digest, layout
+from bridge.weights.layout import OTHER_MODES
+from bridge.weights.shared_memory import SharedBlock
+from bridge_patches import loading, lora_slots, memory_pool, model_runner
+
+PINS = """
+vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size, data_parallel_size
+vllm.v1.worker.worker_base
+    wrap WorkerWrapperBase.init_worker(all_kwargs)  # mixes the extension into the worker
+    WorkerBase: rank, vllm_config, model_runner
+# From the runner, V1, V2 and CPU, to the manager that knows which adapter has which slot.
+vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin: lora_manager
+vllm.lora.worker_manager: WorkerLoRAManager: _adapter_manager
+vllm.lora.model_manager: LoRAModelManager: lora_index_to_id
+"""
+CHUNK = 2**24
+"""Elements checked for NaN and infinity at once."""
+
+
+class BridgeWorker:
+    """Methods that Bridge adds to vLLM's worker; `rank`, `vllm_config` and `model_runner` are the worker's own."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def bridge_export(self) -> str:
+        """Return this rank's `Shard` as JSON, or `{"error": ..., "remedy": ...}` if the model is refused."""
+        try:
+            return self._bridge_shard().model_dump_json()
+        except BridgeError as error:
+            return json.dumps({"error": error.message, "remedy": error.remedy})
+
+    def bridge_settle(self) -> list[str]:
+        """Finish all work on this rank's device, and return the parameters that have moved since the load."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return list(self.model_runner.bridge_places.moved())
+
+    def bridge_sleep(self) -> None:
+        memory_pool.sleep(self)
+
+    def bridge_wake(self) -> str | None:
+        return memory_pool.wake(self)
+
+    def bridge_digests(self) -> dict[str, str]:
+        return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
+
+    def bridge_finiteness(self) -> tuple[int, list[str]]:
+        """Return the number of parameters and matrices of adapter slots, and which of them hold NaN or infinity."""
+        model = self._bridge_model()
+        tensors = {**dict(model.named_parameters()), **lora_slots.tensors(model)}
+        return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
+
+    def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
+        """Return this rank's among the elements, in their order."""
+        return [float(self._bridge_element(each)) for each in elements if each["part"] == self.rank]
+
+    def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
+        for element, value in zip(elements, values, strict=True):
+            if element["part"] == self.rank:
+                self._bridge_element(element).fill_(value)
+        self.bridge_settle()
+
+    def bridge_adapter_slot(self, adapter_id: int) -> int | None:
+        """Return the slot of the adapter with vLLM's number `adapter_id`."""
+        holders: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        return holders.index(adapter_id) if adapter_id in holders else None
+
+    def _bridge_model(self) -> nn.Module:
+        model: nn.Module = self.model_runner.get_model()
+        return model
+
+    def _bridge_element(self, document: dict[str, Any]) -> torch.Tensor:
+        element = Element(**document)
+        return self._bridge_model().get_parameter(element.parameter).detach().view(-1)[element.index]
+
+    def _bridge_shard(self) -> Shard:
+        model, config = self._bridge_model(), self.vllm_config
+        _refuse_foreign_types(model, config.model_config.dtype)
+        record, names, block = loading.record_of(model), loading.plain_names(model), model_runner.shared_block(model)
+        slots = lora_slots.find(model, record.views)
+        device = next(model.parameters()).device
+        shard = Shard(
+            rank=self.rank,
+            gpu_uuid=cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None,
+            model_class=type(model).__name__,
+            ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()},
+            param_mappings={  # a parameter that is gone keeps its plain name, and is refused
+                name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
+                for name, view in record.views.items()
+            },
+            padding=loading.padding(model),
+            lora_slots={
+                name: LoraSlot(lora_a=_handle(a, block), lora_b=_handle(b, block)) for name, (a, b) in slots.items()
+            },
+        )
+        held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
+        layout.check_coverage(record.expected, held, shard.param_mappings, shard.padding)
+        return shard
+
+
+def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
+    others = [f"{name} ({parameter.dtype})" for name, parameter in model.named_parameters() if parameter.dtype != dtype]
+    if others:
+        raise UnsupportedModelError(
+            f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantized or repacked",
+            remedy=f"serve the unquantized model; {OTHER_MODES}",
+        )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in tensor.contiguous().view(-1).split(CHUNK))
+
+
+def _handle(tensor: torch.Tensor, block: SharedBlock | None) -> AnyHandle:
+    if block is None:
+        return cuda_ipc.export(tensor)
+    assert tensor.untyped_storage().data_ptr() == block.storage.data_ptr(), "a weight left the shared file"
+    assert block.path.startswith(f"/proc/{os.getpid()}/"), block.path
+    return SharedMemoryHandle(
+        path=block.path,
+        storage_size=block.storage.nbytes(),
+        storage_offset=0,
+        tensor_offset=int(tensor.storage_offset()),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
