@@ -25,6 +25,8 @@ ENGINE_FLAGS = ("--max-num-seqs", "{completions}", "--max-num-batched-tokens", "
 """TRL's vLLM settings."""
 ROOT = Path(__file__).parent.parent
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
+SOURCES = ("cli", "environments", "patches")
+"""Folders that each hold one package, beside `bridge`."""
 SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
 """The flags of a variant for several GPUs."""
 
@@ -136,8 +138,13 @@ def lengths_flags(lengths: str | None) -> list[str]:
     return ["--middleware", _lengths.MIDDLEWARE] if lengths else []
 
 
+def source_roots(tree: Path) -> list[str]:
+    """Return the folders of a checkout that its packages are imported from; older ones have a single folder."""
+    return [str(tree), *(str(tree / name) for name in SOURCES if (tree / name / f"bridge_{name}").is_dir())]
+
+
 def environment(work: Work) -> dict[str, str]:
     """Return the environment of both sides: vLLM logs its memory, finds this package, and knows the lengths."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([*source_roots(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     fixed = {"VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     return {**os.environ, **fixed, **({_lengths.VARIABLE: work.lengths} if work.lengths else {})}

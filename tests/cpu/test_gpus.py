@@ -39,7 +39,8 @@ def command(model: Path, folder: Path, *more: str, gpus: int = 2) -> list[str]:
     return [
         sys.executable, "-c", "from bridge_cli.main import main; main()", "run", "--gpus", str(gpus),
         "--model", str(model), "--environment", f"{scenarios.ENVIRONMENT}:Vowels",
-        "--run-dir", str(folder / "run"), "--lr", str(scenarios.LR), "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "12",
+        "--run-dir", str(folder / "run"), "--lr", str(scenarios.LR),
+        "--batch-size", str(BATCH_SIZE), "--group-size", "4", "--max-new-tokens", "12",
         "--max-model-len", str(scenarios.MAX_MODEL_LEN), "--port", str(free_port("127.0.0.1")), "--vllm-config-path",
         str(folder / manifest.MANIFEST_NAME), *more, "--", *scenarios.EAGER,
     ]  # fmt: skip

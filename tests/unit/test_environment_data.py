@@ -293,7 +293,7 @@ def test_the_scorer_of_an_environment_is_what_scores_in_it(write: Write) -> None
 
 def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
     program = (
-        "import sys\nfrom bridge.config import TaskConfig\nfrom environments import registry\n"
+        "import sys\nfrom bridge.config import TaskConfig\nfrom bridge_environments import registry\n"
         "chosen = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
         "problem = next(iter(registry.load(chosen)))\n"
         "assert registry.scorer(chosen).score(problem, '#### 1008') == 1.0\n"
