@@ -32,7 +32,9 @@ def test_vllm_is_patched_once_and_only_on_request(
     monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
     monkeypatch.setattr(tether, "tie", lambda: order.append("tie"))
     for module in (loading, model_runner, memory_pool, prefix_cache, engine_outputs):
-        monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.removeprefix("patches.")))
+        monkeypatch.setattr(
+            module, "patch", lambda name=module.__name__: order.append(name.removeprefix("bridge_patches."))
+        )
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(plugin.ENABLE, value)
