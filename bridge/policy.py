@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bridge.checks import verify
-from bridge.checks.result import Check
+from bridge.checks import Check, verify
 from bridge.config import ComputeConfig, SamplingConfig, TrainConfig
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt
@@ -385,7 +384,7 @@ class Policy:
 
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
-        return [*verify.proofs(self._attached, self._client, timeout_s=self.sampling.request_timeout_s)]
+        return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
 
     def _lease(self) -> Status:
         program = Path(sys.argv[0]).name or "python"

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.checks import facts, software
+from bridge.checks import child, software
 from bridge.config import FeedConfig, ServeConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import IncompatibleVersionError
@@ -111,7 +111,7 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "on the CPU"))
     monkeypatch.setattr(software, "installed_version", {"torch": "2.13.0+cpu", "torchvision": vision}.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0"])
-    monkeypatch.setattr(facts, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
+    monkeypatch.setattr(child, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
     found = answer([command] if command == "demo" else [command, "--model", exported.model])
     err = bridge.capsys.readouterr().err
     assert found == IncompatibleVersionError.exit_code, err

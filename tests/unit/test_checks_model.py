@@ -77,7 +77,7 @@ def test_a_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.Monkey
     def trial(_module: str, name: str, **_: object) -> Ended:
         return ended(4, f"{name} cannot be trained: its OddForCausalLM takes no position_ids")
 
-    monkeypatch.setattr(model, "run_module", trial)
+    monkeypatch.setattr(model, "run_child", trial)
     checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}))
     assert [check.status for check in checks] == ["FAIL"] * 3
     assert checks[0].found == "cannot be trained: its OddForCausalLM takes no position_ids"
@@ -87,7 +87,7 @@ def test_a_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("end", [ended(0), ended(2, "no usable model"), ended(None), ended(-9), ended(1, "no torch")])
 def test_a_trial_that_says_nothing_of_the_model_is_no_obstacle(end: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "run_module", lambda *_, **__: end)
+    monkeypatch.setattr(model, "run_child", lambda *_, **__: end)
     config = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
     assert [check.status for check in model.modes("m", config)] == ["PASS"] * 3
 

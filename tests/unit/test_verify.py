@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge.checks import verify
-from bridge.checks.result import Check
+from bridge.checks import Check, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
@@ -177,7 +176,8 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
         return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
 
     with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
-        check = verify.logprobs(attached, sampler, Endpoint(url=http.url))
+        groups = verify.sample(sampler, Endpoint(url=http.url), attached.model.config.vocab_size)
+        check = verify.logprobs(verify.logprob_diffs(attached.model, groups))
     assert check.status == status, check.found
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
     assert len(answers) == verify.NUM_PROMPTS
