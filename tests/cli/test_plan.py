@@ -137,8 +137,8 @@ def test_offloaded_state_is_held_once_per_host(plan: Planned) -> None:
 
 
 def test_process_beside_a_split_server_holds_a_copy(plan: Planned, page: Callable[..., str]) -> None:
-    for given in (("--mode", "none"), ("--mode", "lora_only", "--lora-handover", "disk")):
-        given = (*given, "--tensor-parallel-size", "2")
+    for mode in (("--mode", "none"), ("--mode", "lora_only", "--lora-handover", "disk")):
+        given = (*mode, "--tensor-parallel-size", "2")
         weights = 1.5 * 2 * PARAMETERS["7B"] / 2**30
         assert plan("7B", "80", *given)["rows"][0]["weights_gib"] == pytest.approx(weights, rel=0.02)
         assert "GiB on each of 2 GPUs" in page("7B", "80", *given)
