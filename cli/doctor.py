@@ -20,14 +20,13 @@ import typer
 from rich.text import Text
 
 import bridge
-from bridge.checks import Check, any_failed, child, failed, hardware, passed, software
+from bridge.checks import Check, any_failed, child, hardware, software, tried
 from bridge.checks import model as model_checks
 from bridge.checks.child import Facts
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT
 from bridge.core import memory
 from bridge.core.private import cleaned
-from bridge.errors import IncompatibleVersionError
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from cli import console
@@ -186,10 +185,7 @@ def requirements(machine: Machine) -> Iterator[Check]:
 def patches_fit() -> Check:
     versions = compatibility.TESTED_VERSIONS
     expected = f"vLLM {versions[0]} to {versions[-1]} with every symbol that is patched"
-    try:
-        return passed("Patches", f"fit vLLM {compatibility.check_installed()}", expected)
-    except IncompatibleVersionError as error:
-        return failed("Patches", error.message, expected, error.remedy)
+    return tried("Patches", lambda: f"fit vLLM {compatibility.check_installed()}", expected)
 
 
 def trial_gpu(facts: Facts, live: Manifest | None) -> str | None:

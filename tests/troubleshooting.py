@@ -22,6 +22,7 @@ from bridge.checks.child import Ended, Facts, Gpu
 from bridge.checks.server import Process
 from bridge.core.process import ProcessIdentity
 from bridge.server import manifest as manifests
+from bridge.server.client import BridgeClient
 from bridge.server.protocol import Finiteness, Holder, Status
 from cli import doctor
 from tests.unit.checks_sample import CPU_FACTS, GIB, UUID, cuda_handle, gpu_facts, manifest, shared_memory_handle
@@ -204,8 +205,6 @@ def answer_findings() -> Findings:
 
     yield asked(server._health, refuse)
     yield asked(server._health, lambda _: httpx.Response(503))
-    with mock.patch.object(httpx.Client, "get", side_effect=_unsendable()):
-        yield asked(server._health, refuse)
     yield asked(server._fence, refuse)
     yield asked(server._fence, lambda _: httpx.Response(404))
     yield asked(server._fence, lambda _: httpx.Response(200, text="{}"))
@@ -220,21 +219,11 @@ def answer_findings() -> Findings:
     yield asked(server._numbers, poisoned)
 
 
-def _unsendable() -> Exception:
-    from bridge.errors import UsageError
-    from bridge.server import api_key
-
-    try:
-        api_key.headers({api_key.VARIABLE: "key "})
-    except UsageError as error:
-        return error
-    raise AssertionError("the key can be sent")
-
-
 def asked(
-    check: Callable[[httpx.Client, manifests.Manifest], Check], answer: Callable[[httpx.Request], httpx.Response]
+    check: Callable[[BridgeClient, manifests.Manifest], Check], answer: Callable[[httpx.Request], httpx.Response]
 ) -> Check:
-    with httpx.Client(base_url=URL, transport=httpx.MockTransport(answer)) as client:
+    with BridgeClient(of_server(), timeout_s=1.0) as client:
+        client._http = httpx.Client(base_url=URL, transport=httpx.MockTransport(answer))
         return check(client, of_server())
 
 

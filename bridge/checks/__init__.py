@@ -6,9 +6,11 @@ memory for real.
 May import: `bridge`, psutil, httpx and packaging; torch only inside a child process, or in `verify.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from bridge.errors import BridgeError
 
 Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
 
@@ -51,6 +53,14 @@ def skipped(name: str, reason: str, expected: str, remedy: str | None = None) ->
 def judged(name: str, good: bool, found: str, expected: str, remedy: str, *, otherwise: Status = "FAIL") -> Check:
     """Return PASS if what was found is `good`; if not, the status `otherwise`, with the fix."""
     return passed(name, found, expected) if good else Check(name, otherwise, found, expected, remedy)
+
+
+def tried(name: str, action: Callable[[], str], expected: str) -> Check:
+    """Return PASS with what `action` returns, or FAIL with the BridgeError that it raises."""
+    try:
+        return passed(name, action(), expected)
+    except BridgeError as error:
+        return failed(name, error.message, expected, error.remedy)
 
 
 def any_failed(checks: Iterable[Check]) -> bool:

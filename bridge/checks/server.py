@@ -14,22 +14,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import httpx
 import psutil
-from pydantic import ValidationError
 
-from bridge.checks import Check, failed, judged, passed, skipped, warned
+from bridge.checks import Check, failed, judged, passed, skipped, tried, warned
 from bridge.core.foreign_code import shortened
-from bridge.errors import ManifestError, UsageError
+from bridge.errors import BridgeError, ManifestError
 from bridge.server import discovery
 from bridge.server import manifest as manifests
-from bridge.server.client import open_http
+from bridge.server.client import BridgeClient
 from bridge.server.manifest import Manifest, SharedMemoryHandle
-from bridge.server.protocol import Finiteness, Status
+from bridge.server.protocol import Status
 
 ANSWER_TIMEOUT_S = 5.0
-SCAN_TIMEOUT_S = 60.0
-"""Longest wait for the server to scan all of its weights."""
 FOUND, PROCESS, OTHERS, FENCE, WEIGHTS, NUMBERS = (
     "Manifest", "Server process", "Other manifests", "Fence", "Server's weights", "Server's numbers"
 )  # fmt: skip
@@ -66,12 +62,13 @@ def examine(given: Path | None) -> Examined:
         return Examined([check], path)
     readable = passed(FOUND, f"{path} ({manifest.model}, {manifest.backend})", expected)
     expected = "the server that wrote the manifest is running on this host"
-    try:
+
+    def named() -> str:
         manifests.check_server(manifest, path)
-    except ManifestError as error:
-        return Examined([readable, failed(PROCESS, error.message, expected, error.remedy)], path)
-    lives = passed(PROCESS, f"pid {manifest.server.pid} on {manifest.host}", expected)
-    return Examined([readable, lives], path, manifest)
+        return f"pid {manifest.server.pid} on {manifest.host}"
+
+    lives = tried(PROCESS, named, expected)
+    return Examined([readable, lives], path, manifest if lives.status == "PASS" else None)
 
 
 def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
@@ -139,7 +136,7 @@ def weights_open(manifest: Manifest) -> Check:
 def answers(manifest: Manifest) -> list[Check]:
     """Request the server's health, the state of its fence, and a scan of its weights; stop where one fails."""
     checks: list[Check] = []
-    with open_http(manifest.url, token=manifest.token, timeout_s=ANSWER_TIMEOUT_S) as client:
+    with BridgeClient(manifest, timeout_s=ANSWER_TIMEOUT_S) as client:
         for request in (_health, _fence, _numbers):
             checks.append(request(client, manifest))
             if checks[-1].status != "PASS":
@@ -147,37 +144,28 @@ def answers(manifest: Manifest) -> list[Check]:
     return checks
 
 
-def _health(client: httpx.Client, manifest: Manifest) -> Check:
-    name, expected = "Server health", f"{manifest.url}/health answers 200"
-    remedy = f"look into the server's log, and restart it: {START} {manifest.model}"
-    try:
-        status = client.get("/health").status_code
-    except httpx.TransportError as error:
-        return failed(name, _silence(error), expected, remedy)
-    except UsageError as error:  # the API key cannot be sent
-        return failed(name, error.message, expected, error.remedy)
-    is_healthy = status == httpx.codes.OK
-    found = f"{manifest.url} {'is healthy' if is_healthy else f'answered {status}'}"
-    return judged(name, is_healthy, found, expected, remedy)
+def _health(client: BridgeClient, manifest: Manifest) -> Check:
+    def health() -> str:
+        client.check_health()
+        return f"{manifest.url} is healthy"
+
+    return tried("Server health", health, f"{manifest.url}/health answers 200")
 
 
-def _fence(client: httpx.Client, manifest: Manifest) -> Check:
+def _fence(client: BridgeClient, manifest: Manifest) -> Check:
     expected = f"{manifest.model} is serving at {manifest.url}"
     try:
-        response = client.get("/bridge/status")
-        status = Status.model_validate_json(response.content) if response.is_success else None
-    except httpx.TransportError as error:
-        return failed(FENCE, _silence(error), expected, f"{START} {manifest.model}")
-    except ValidationError:
-        who = "its /bridge/status is not Bridge's"
+        status = client.status()
+    except BridgeError as error:
+        found = error.message
     else:
-        if status and status.server == manifest.server and status.model == manifest.model:
+        if status.server == manifest.server and status.model == manifest.model:
             return _state(status, expected)
-        who = f"/bridge/status returned {response.status_code}"
-        if status:
-            who = f"{status.model}, pid {status.server.pid}"
-    remedy = f"stop that one, or use another port: {START} {manifest.model} --port PORT"
-    return failed(FENCE, f"another server answers at {manifest.url}: {who}", expected, remedy)
+        found = f"another server answers at {manifest.url}: {status.model}, pid {status.server.pid}"
+    remedy = (
+        f"stop what answers there if it is another server, or use another port: {START} {manifest.model} --port PORT"
+    )
+    return failed(FENCE, found, expected, remedy)
 
 
 def _state(status: Status, expected: str) -> Check:
@@ -194,19 +182,13 @@ def _state(status: Status, expected: str) -> Check:
     return passed(FENCE, f"serving version {status.version} of {status.model}{updated}", expected)
 
 
-def _numbers(client: httpx.Client, manifest: Manifest) -> Check:
+def _numbers(client: BridgeClient, manifest: Manifest) -> Check:
     expected = "every weight is a finite number"
     try:
-        response = client.get("/bridge/tensors/finite", timeout=SCAN_TIMEOUT_S)
-        found = Finiteness.model_validate_json(response.content)
-        status = Status.model_validate_json(client.get("/bridge/status").content)
-    except (httpx.TransportError, ValidationError) as error:
-        return skipped(NUMBERS, f"no answer: {type(error).__name__}", expected, f"{START} {manifest.model}")
-    return judged(NUMBERS, not found.not_finite, found.found(), expected, status.remedy())
-
-
-def _silence(error: httpx.TransportError) -> str:
-    return f"no answer: {str(error) or type(error).__name__}"
+        scan, status = client.finiteness(), client.status()
+    except BridgeError as error:
+        return skipped(NUMBERS, error.message, expected, f"{START} {manifest.model}")
+    return judged(NUMBERS, not scan.not_finite, scan.found(), expected, status.remedy())
 
 
 class Process(NamedTuple):
