@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import httpx
 
-from bridge.atropos.api import AtroposApi, EnvironmentRegistration, EnvironmentStatus
+from bridge.atropos.api import AtroposApi, EnvironmentStatus
 from bridge.atropos.groups import scored_group
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
@@ -131,13 +131,11 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
             f"groups of {group_size} do not make up the trainer's batches of {trainer.batch_size} sequences",
             remedy=f"{hint}, or another batch size there: a multiple of the group size",
         )
-    registration = EnvironmentRegistration(
-        max_token_length=trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest,
-        desired_name=config.task.environment.rpartition(":")[2],
-        weight=1.0,  # the share among several environments, relative to theirs
-        group_size=group_size,
-    )
-    while (answer := api.register_environment(registration)).status != "success":
+    name = config.task.environment.rpartition(":")[2]
+    longest = trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest
+    while (
+        answer := api.register_environment(name, group_size=group_size, max_token_length=longest)
+    ).status != "success":
         wait_for("the trainer to request its first batch")
     assert answer.env_id is not None, answer
     num_steps = answer.num_steps or 0

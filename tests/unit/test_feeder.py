@@ -214,7 +214,6 @@ def test_joining_waits_for_a_trainer_and_notes_it_once(model: Path) -> None:
     ]
     assert api.registration == {
         "max_token_length": 100, "desired_name": "arithmetic", "weight": 1.0, "group_size": GROUP,
-        "min_batch_allocation": None,
     }  # fmt: skip
 
 
