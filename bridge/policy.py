@@ -78,7 +78,10 @@ class Policy:
         run_dir: Path | None = None,
     ) -> None:
         sampling = fitting(sampling, manifest.max_model_len, note)
-        self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        self._sampling = sampling
+        self._compute = compute
+        self._reads_only = reads_only
+        self._manifest = manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
         self._num_calls = 0
         """Calls of `sample` that drew their own seed."""

@@ -54,7 +54,10 @@ class AtroposStream:
         """
         self.num_retries = 0
         """Those of the last step, which include requests for a batch that the API lost."""
-        self._config, self._note, self._run_name, self._ranks = config, note, run_name, ranks
+        self._config = config
+        self._note = note
+        self._run_name = run_name
+        self._ranks = ranks
         self._noted: set[str] = set()
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
@@ -91,7 +94,8 @@ class AtroposStream:
         before, looks, groups = self._api.num_retries + self._num_lost, self._looks(step), None
         while groups is None:
             groups = self._ranks.agreed(lambda: next(looks))[0]
-        self.num_retries, self._fetched = self._api.num_retries + self._num_lost - before, []
+        self.num_retries = self._api.num_retries + self._num_lost - before
+        self._fetched = []
         return groups
 
     def evaluate(self, *, step: int) -> None:

@@ -182,7 +182,8 @@ def test_no_two_groups_or_environments_share_seeds(model: Path) -> None:
 @pytest.mark.parametrize(("max_queued_batches", "most"), [(1.0, 2), (2.5, 5)])
 def test_queue_is_filled_and_no_further(model: Path, max_queued_batches: float, most: int) -> None:
     api = FakeApi(num_steps=100)
-    api.takes, looks = False, 0
+    api.takes = False
+    looks = 0
 
     def bounded(asked: Asked) -> Answer | None:
         nonlocal looks
@@ -203,7 +204,8 @@ def test_joining_waits_for_a_trainer_and_notes_it_once(model: Path) -> None:
         nonlocal looks
         looks += asked.path == "/info"
         if looks == 3:
-            api.batch_size, api.waits = BATCH, 2
+            api.batch_size = BATCH
+            api.waits = 2
             looks += 1
         return FakeApi.__call__(api, asked)
 
