@@ -134,13 +134,6 @@ def test_a_flag_without_effect_is_refused_with_what_gives_it_one(bridge: Bridge,
     assert bridge.capsys.readouterr().err.splitlines()[-1] == f"hint: {hint}"
 
 
-def test_a_missing_model_folder_is_refused_with_a_similar_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bridge.folder / "Qwen-tiny").mkdir()
-    (bridge.folder / "Qwen-tiny" / "config.json").write_text("{}")
-    assert answer(["plan", "--model", "./Qwen-tny", "--gpu-memory", "80"]) == 2
-    assert "hint: did you mean Qwen-tiny?" in bridge.capsys.readouterr().err
-
-
 def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(
     bridge: Bridge, exported: Manifest
 ) -> None:
