@@ -33,7 +33,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.checks.result import Check
+    from bridge.checks import Check
     from bridge.config import ComputeConfig, LossConfig, SamplingConfig
     from bridge.errors import BridgeError
     from bridge.library import attach, policy_loss, samples
@@ -64,7 +64,7 @@ __all__ = [
     "serve",
 ]
 _PLACES = {
-    "bridge.checks.result": ("Check",),
+    "bridge.checks": ("Check",),
     "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
     "bridge.errors": ("BridgeError",),
     "bridge.library": ("attach", "policy_loss", "samples"),

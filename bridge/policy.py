@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bridge.checks import verify
-from bridge.checks.result import Check
+from bridge.checks import Check, verify
 from bridge.config import ComputeConfig, SamplingConfig, TrainConfig
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt
@@ -79,7 +78,10 @@ class Policy:
         run_dir: Path | None = None,
     ) -> None:
         sampling = fitting(sampling, manifest.max_model_len, note)
-        self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        self._sampling = sampling
+        self._compute = compute
+        self._reads_only = reads_only
+        self._manifest = manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
         self._num_calls = 0
         """Calls of `sample` that drew their own seed."""
@@ -385,7 +387,7 @@ class Policy:
 
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
-        return [*verify.proofs(self._attached, self._client, timeout_s=self.sampling.request_timeout_s)]
+        return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
 
     def _lease(self) -> Status:
         program = Path(sys.argv[0]).name or "python"

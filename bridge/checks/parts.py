@@ -1,7 +1,7 @@
-"""One part of a model that lies on several ranks of a server, as a program: `bridge verify` runs one for each part.
+"""One part of a model that lies on several ranks of a server: `bridge verify` runs one program for each part.
 
-`python -m bridge.checks.parts MANIFEST PART PORT` reads what was sampled from its standard input, and computes its
-log-probabilities together with the other parts; the first one prints how far they are from the server's.
+`python -m bridge.checks.child logprobs MANIFEST PART PORT` reads what was sampled from its standard input, and computes
+its log-probabilities together with the other parts; the first one prints how far they are from the server's.
 """
 
 import json
@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bridge.checks.child import refuse
 from bridge.checks.verify import logprob_diffs
-from bridge.errors import BridgeError
 from bridge.passes.parallel import divide
 from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
 from bridge.server import manifest
@@ -23,7 +21,7 @@ from bridge.weights import cuda_ipc
 from bridge.weights.attach import attach
 
 
-def _main(path: str, part: str, port: str) -> int:
+def run(path: str, part: str, port: str) -> None:
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
     key, asked = json.load(sys.stdin)
     groups = [_group(*each) for each in asked]
@@ -44,7 +42,6 @@ def _main(path: str, part: str, port: str) -> int:
         ranks.close()
     if own == 0:
         sys.stdout.write(json.dumps(found_diffs.tolist()))
-    return 0
 
 
 def _group(prompt: list[int], completions: list[tuple[list[int], list[float]]]) -> Group:
@@ -56,10 +53,3 @@ def _group(prompt: list[int], completions: list[tuple[list[int], list[float]]]) 
     ]
     rewards = (0.0,) * len(made)
     return Group(problem={"prompt": ""}, prompt_token_ids=tuple(prompt), completions=tuple(made), rewards=rewards)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(_main(*sys.argv[1:]))
-    except BridgeError as error:
-        sys.exit(refuse(error.message))

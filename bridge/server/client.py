@@ -28,6 +28,8 @@ CONNECT_LIMIT_S = 15.0
 CONTROL_LIMIT_S = 30.0
 """Timeout of a call that takes a healthy server milliseconds. vLLM's API server survives a killed engine: without a
 timeout the call would block forever, inside the fence, where Ctrl-C is held back."""
+SCAN_LIMIT_S = 60.0
+"""Timeout of a scan of all weights."""
 FAREWELL_LIMIT_S = 5.0
 """Timeout for returning the lease, which also ends with this process."""
 KEEPALIVE_S = 2.0
@@ -264,6 +266,10 @@ class BridgeClient(VllmClient):
     def resume(self) -> Status:
         """Resume generation with the same version: nothing was written."""
         return self._control("POST", "/bridge/resume")
+
+    def finiteness(self) -> protocol.Finiteness:
+        """Return whether every weight is a finite number; the server scans all of them."""
+        return self._answer("GET", "/bridge/tensors/finite", protocol.Finiteness, limit_s=SCAN_LIMIT_S)
 
     def digests(self, part: int = 0) -> dict[str, str]:
         """Return the digest of each of vLLM's parameters on one of its ranks, computed by the server."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from bridge.checks.result import Check, any_failed
+from bridge.checks import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json

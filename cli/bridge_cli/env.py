@@ -58,24 +58,24 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
 
 
 def progress_line(progress: "FeedProgress") -> str:
-    """Return the progress since the last line."""
+    """Return how far it is."""
     step = f"{progress.step}/{progress.num_steps}" if progress.num_steps > 0 else str(progress.step)
     speed = f"{progress.tokens_per_s:,.0f} tok/s  queue {progress.queued_batches:.1f} batches"
-    return _line(f"step {step}", progress, progress.reward_mean, speed)
+    return _line(f"step {step}", progress, speed)
 
 
 def summary_line(progress: "FeedProgress") -> str:
     """Return the result."""
-    done = f"done: the trainer has its {progress.num_steps} batches"
-    return _line(done, progress, progress.reward_mean_so_far, f"{progress.seconds:.0f} s")
+    return _line(f"done: the trainer has its {progress.num_steps} batches", progress, f"{progress.seconds:.0f} s")
 
 
-def _line(start: str, progress: "FeedProgress", reward: float | None, end: str) -> str:
+def _line(start: str, progress: "FeedProgress", end: str) -> str:
     troubles = {
         "too long": progress.too_long,
         "without a reward": progress.unscored,
         "unanswered": progress.unanswered,
         "retries": progress.retries,
     }
-    figures = [start, f"{progress.groups} groups sent", f"reward {'-' if reward is None else f'{reward:.3f}'}", end]
-    return "  ".join(figures + [f"{count} {what}" for what, count in troubles.items() if count])
+    reward = "-" if progress.reward_mean is None else f"{progress.reward_mean:.3f}"
+    figures = [start, f"{progress.groups} groups sent", f"reward {reward}", end]
+    return "  ".join(figures + [f"{count} {name}" for name, count in troubles.items() if count])

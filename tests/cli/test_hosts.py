@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checks import passed
 from bridge.checks import verify as verified
-from bridge.checks.result import passed
 from bridge.config import TrainConfig
 from bridge.config.choices import HOSTS_KNOW
 from bridge.core import claim, mark

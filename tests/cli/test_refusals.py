@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.checks import facts, software
+from bridge.checks import child, software
 from bridge.config import FeedConfig, ServeConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import IncompatibleVersionError
@@ -111,7 +111,7 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "on the CPU"))
     monkeypatch.setattr(software, "installed_version", {"torch": "2.13.0+cpu", "torchvision": vision}.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0"])
-    monkeypatch.setattr(facts, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
+    monkeypatch.setattr(child, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
     found = answer([command] if command == "demo" else [command, "--model", exported.model])
     err = bridge.capsys.readouterr().err
     assert found == IncompatibleVersionError.exit_code, err
@@ -132,13 +132,6 @@ def test_software_that_vllm_cannot_start_with_is_refused(
 def test_a_flag_without_effect_is_refused_with_what_gives_it_one(bridge: Bridge, flags: list[str], hint: str) -> None:
     assert answer(["run", "--model", "m", *flags]) == 2
     assert bridge.capsys.readouterr().err.splitlines()[-1] == f"hint: {hint}"
-
-
-def test_a_missing_model_folder_is_refused_with_a_similar_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bridge.folder / "Qwen-tiny").mkdir()
-    (bridge.folder / "Qwen-tiny" / "config.json").write_text("{}")
-    assert answer(["plan", "--model", "./Qwen-tny", "--gpu-memory", "80"]) == 2
-    assert "hint: did you mean Qwen-tiny?" in bridge.capsys.readouterr().err
 
 
 def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(

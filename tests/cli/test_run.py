@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks.result import failed, passed
+from bridge.checks import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError

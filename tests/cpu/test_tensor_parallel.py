@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
-from bridge.checks import processes
+from bridge.checks import server as server_checks
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.opening import learner_of
@@ -47,9 +47,9 @@ EITHER = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """Remove what vLLM's ranks leave in /dev/shm."""
-    before = processes.leftover_mailboxes()
+    before = server_checks.leftover_mailboxes()
     yield
-    for path in processes.leftover_mailboxes():
+    for path in server_checks.leftover_mailboxes():
         if path not in before:
             path.unlink(missing_ok=True)
 

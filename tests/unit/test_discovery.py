@@ -9,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.checks import processes
+from bridge.checks import Check
 from bridge.checks import server as checks
-from bridge.checks.result import Check
 from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError
 from bridge.server import discovery
@@ -123,10 +122,10 @@ def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(
     tmp_path: Path, ancestors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = discovery.choice(tmp_path / "m.json", manifest())
-    listener = processes.Listener(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
-    monkeypatch.setattr(processes, "listening", lambda: {9001: listener.pid})
-    monkeypatch.setattr(processes, "describe", lambda _: listener)
-    check = processes.port(9001, None, {11: name})
+    listener = checks.Process(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
+    monkeypatch.setattr(checks, "listening", lambda: {9001: listener.pid})
+    monkeypatch.setattr(checks, "describe", lambda _: listener)
+    check = checks.port(9001, None, {11: name})
     assert check.status == "WARN"
     assert f"--vllm-config-path {tmp_path / 'm.json'}" in str(check.remedy)
     assert "kill " not in f"{check.found} {check.remedy}"

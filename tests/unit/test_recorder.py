@@ -99,20 +99,6 @@ def test_silent_connections_keep_no_agent_out(monkeypatch: pytest.MonkeyPatch) -
     assert received == [b""] * 32
 
 
-def test_a_silent_connection_is_closed_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "limit_connections", partial(intake.limit_connections, limit_s=0.05))
-
-    async def act(port: int, _: str) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /half")
-        try:
-            return await reader.read()
-        finally:
-            writer.close()
-
-    assert with_a_run(act) == b""
-
-
 @pytest.mark.parametrize(("route", "field"), [("chat/completions", "model"), ("responses", "metadata")])
 def test_no_depth_of_a_field_that_is_repeated_is_a_fault(route: str, field: str) -> None:
     """The answer repeats it a few levels deeper, and both are limited by what JSON can be read and written."""

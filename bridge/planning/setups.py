@@ -1,4 +1,4 @@
-"""The setups that `bridge plan` considers, the most precise first, and how each fits."""
+"""The setups that `bridge plan` considers, the most precise first, how each fits, and its command."""
 
 import shlex
 from collections.abc import Collection, Mapping
@@ -30,12 +30,12 @@ OPTIMIZERS = tuple(
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
-ELSEWHERE = "cuda:1"
+ANOTHER_GPU = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, OPTIMIZERS),
     ({"mode": "lora_only"}, ({"lora_handover": "memory"}, {"lora_handover": "disk"})),
     ({"mode": "none", "trainer_device": "auto"}, OPTIMIZERS),
-    ({"mode": "none", "trainer_device": ELSEWHERE}, OPTIMIZERS),
+    ({"mode": "none", "trainer_device": ANOTHER_GPU}, OPTIMIZERS),
 )
 """Mode and device of the trainer, with the setups there."""
 VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}
@@ -45,8 +45,7 @@ class Limits(NamedTuple):
     """The available memory, and the least KV cache."""
 
     gpu_bytes: float
-    host_bytes: float
-    """Infinite if unknown."""
+    host_bytes: float  # infinite if unknown
     kv_tokens: int
 
 
@@ -56,67 +55,50 @@ class Row:
 
     mode: str
     trainer_device: str
-    name: str
-    """Its optimizer, or how its adapter is published, and other options."""
-    flags: tuple[str, ...]
-    """The flags that choose it."""
-    verdict: str
-    """`fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`."""
-    lacking_gib: float
-    """Missing on the GPU or in host memory; 0: it fits."""
-    weights_gib: float
-    """vLLM's weights and the trainer's own, on one device or two."""
-    gradients_gib: float
-    """As many gradients as exist at once, in bf16."""
-    sums_gib: float
-    """What summing gradients in float32 would add; 0: an update has too few micro-batches for that."""
+    name: str  # its optimizer, or how its adapter is published, and other options
+    flags: tuple[str, ...]  # the flags that choose it
+    verdict: str  # `fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`
+    lacking_gib: float  # missing on the GPU or in host memory; 0: it fits
+    weights_gib: float  # vLLM's weights and the trainer's own, on one device or two
+    gradients_gib: float  # as many gradients as exist at once, in bf16
+    sums_gib: float  # what float32 sums would add; 0: an update has too few micro-batches for them
     state_gib: float
-    host_gib: float
-    """In host memory, of all replicas: the optimizer's state, and with a trainer there all that it holds."""
-    activations_gib: float
-    """Activations of the smallest micro-batch worth training with, recomputed layer by layer."""
-    rest_gib: float
-    """Contexts, vLLM's buffers and graphs, and temporaries."""
-    kv_awake_gib: float
-    """Left for a KV cache that is always awake."""
-    kv_asleep_gib: float | None
-    """Left for one that sleeps while training; None: this mode does not allow it."""
-    kv_tokens: int
-    """Tokens of the KV cache of the verdict."""
+    host_gib: float  # of all replicas: the optimizer's state, and all that a trainer on the host holds
+    activations_gib: float  # of the smallest micro-batch worth training with, recomputed layer by layer
+    rest_gib: float  # contexts, vLLM's buffers and graphs, and temporaries
+    kv_awake_gib: float  # left for a KV cache that is always awake
+    kv_asleep_gib: float | None  # left for one that sleeps while training; None: this mode does not allow it
+    kv_tokens: int  # of the KV cache of the verdict
 
 
 def plan_rows(
-    size: ModelSize,
-    config: TrainConfig,
-    limits: Limits,
-    modes: Collection[str],
-    num_gpus: int = 1,
-    num_parts: int = 1,
+    size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str], num_gpus: int, num_parts: int
 ) -> list[Row]:
-    """Return every setup in one of `modes` that agrees with the choices given in `config`.
+    """Return every setup in one of `modes` that agrees with the choices given in `config`, the most precise first.
 
     `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
-    found = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
-    if config.replicas > 1 or num_parts > 1:
-        found = [each for each in found if not _is_alone(each, num_parts)]
-    if num_parts > 1:
-        found = [each for each in found if each["mode"] == "shared_vllm" or each.get("lora_handover") == "memory"]
-    agreeing = [{**choices, **given} for choices in found if all(_agree(choices, *item) for item in given.items())]
+    setups = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
+    agreeing = [
+        {**choices, **given}
+        for choices in setups
+        if _can_train(choices, config.replicas, num_parts) and all(_agree(choices, *item) for item in given.items())
+    ]
     if config.replicas > 1:
-        agreeing = [each for each in agreeing if each.get("trainer_device") != ELSEWHERE]
-    rows = [_row(size, config.changed(**choices), choices, limits, num_gpus) for choices in agreeing]
-    if not rows:
+        agreeing = [choices for choices in agreeing if choices.get("trainer_device") != ANOTHER_GPU]
+    if not agreeing:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
-    return rows
+    return [_row(size, config.changed(**choices), choices, limits, num_gpus) for choices in agreeing]
 
 
-def _is_alone(choices: Choices, num_parts: int) -> bool:
-    """Return whether an optimizer trains on one GPU, or on servers of one GPU each."""
+def _can_train(choices: Choices, replicas: int, num_parts: int) -> bool:
+    """Return whether a setup can train so many replicas, each in so many parts."""
     released, offloaded = choices.get("gradient_release", False), choices.get("offload_optimizer", False)
-    return bool(released and (offloaded or num_parts > 1))
+    if num_parts > 1:
+        return not released and (choices["mode"] == "shared_vllm" or choices.get("lora_handover") == "memory")
+    return replicas == 1 or not (released and offloaded)
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:
@@ -129,9 +111,9 @@ def _agree(choices: Choices, field: str, value: Any) -> bool:
 def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits, num_gpus: int) -> Row:
     need = Need.of(size, config, gpu_bytes=limits.gpu_bytes, num_ranks=num_gpus)
     least_kv = limits.kv_tokens * need.kv_per_token
-    found = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
+    fit = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
-    lacking = max(found.lacking, need.host - limits.host_bytes, 0)
+    lacking = max(fit.lacking, need.host - limits.host_bytes, 0)
     kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
     offloaded = ", offloaded" if config.optimizer.offload else ""
     return Row(
@@ -139,7 +121,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
         trainer_device=config.trainer_device,
         name=kind + offloaded + (", released" if config.optimizer.gradient_release else ""),
         flags=tuple(part for item in choices.items() for part in _flag(*item)),
-        verdict="does not fit" if lacking else "fits asleep" if found.asleep else "fits",
+        verdict="does not fit" if lacking else "fits asleep" if fit.asleep else "fits",
         lacking_gib=lacking / GIB,
         weights_gib=(need.served + need.own) / GIB,
         gradients_gib=need.gradients / GIB,
@@ -150,7 +132,7 @@ def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits,
         rest_gib=(need.engine + memory.CONTEXT_BYTES + need.temporaries) / GIB,
         kv_awake_gib=awake.kv / GIB,
         kv_asleep_gib=asleep.kv / GIB if need.can_sleep else None,
-        kv_tokens=int(found.kv / need.kv_per_token),
+        kv_tokens=int(fit.kv / need.kv_per_token),
     )
 
 
