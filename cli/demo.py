@@ -12,10 +12,9 @@ from bridge.checks.result import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json
-from cli import console, ranks
+from cli import console, ranks, report
 from cli.options import Json
 from cli.ranks import Part, trained
-from cli.report import command as report
 from cli.serve import check_software, free_port, prepare
 from cli.steps import duration
 from cli.train import load_environment

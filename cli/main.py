@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
     "plan": ("cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
-        "cli.report.command:report",
+        "cli.report:report",
         "Write an HTML page with the curves and sample completions of a run, or compare several.",
     ),
     "doctor": ("cli.doctor:doctor", "Check software, hardware, environment and server, and say how to fix faults."),
