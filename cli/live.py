@@ -1,8 +1,6 @@
 """The live view of a run: its lines scroll as usual; progress bars, the metrics and a sample stay below them.
 
 A separate thread draws on the terminal: training hands it lines and metrics, and never waits for it.
-
-No line ends in a border: a character that the terminal draws wider than expected would break it.
 """
 
 import itertools
@@ -17,10 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from bridge.core.interrupt import deferred_interrupt
@@ -33,9 +30,6 @@ from bridge.types import Group as Rollouts
 from cli import console
 from cli.steps import Lines, duration
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 PERIOD_S = 0.25
 """Between two refreshes of the terminal."""
 LONGEST_GOODBYE_S = 3.0
@@ -47,7 +41,7 @@ WIDE_ENOUGH = 100
 ROWS_FOR_LINES = 9
 """Rows that are left for the lines above the view."""
 MOST_SAMPLE_LINES = 12
-MOST_STEPS = 4000
+MOST_STEPS = 2000
 """Steps whose metrics are kept for the bars."""
 READ_CHARACTERS = 4000
 """Characters of a text that are read to show a few lines of it."""
@@ -115,6 +109,10 @@ class View(Lines):
         self._step_ends: deque[float] = deque(maxlen=21)
         self._evaluations: list[Evaluation] = []
         self._sample: Sample | None = None
+        self._num_reports = 0
+        self._drawn: tuple[int, int, int] | None = None
+        """Size of the terminal and number of steps and evaluations that `_body` shows."""
+        self._body: list[Table | Text] = []
         self._lines: deque[Text] = deque()
         """Lines that are not printed yet."""
         self._printed: deque[Text] = deque(maxlen=ROWS_FOR_LINES - 1)
@@ -155,11 +153,13 @@ class View(Lines):
             self._run_bar, completed=metrics.step, description=f"step {metrics.step}/{self._num_steps}",
             detail=f"{duration(pace_s)} a step, {rest}",
         )  # fmt: skip
+        self._num_reports += 1
         self.width = self._terminal.width
         super().step(metrics, groups)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._evaluations.append(evaluation)
+        self._num_reports += 1
         super().evaluation(evaluation)
 
     def close(self) -> None:
@@ -173,11 +173,18 @@ class View(Lines):
         width, height = self._terminal.size
         if width < NARROWEST or height < LOWEST:
             return Group()
+        state = (width, height, self._num_reports)
+        if state != self._drawn:  # else the bars alone move
+            self._drawn = state
+            self._body = self._drawing(width, height)
+        return Group(self._bars.get_renderable(), *self._body)
+
+    def _drawing(self, width: int, height: int) -> list[Table | Text]:
         steps, evaluations = list(self._steps), list(self._evaluations)
         table, num_lines = _table(steps, evaluations, room=height - ROWS_FOR_LINES - 5, has_ranges=width >= WIDE_ENOUGH)
         room = min(height - ROWS_FOR_LINES - 3 - num_lines, MOST_SAMPLE_LINES)
         sample = _sample(self._sample, steps[-1].step, width, room) if self._sample and steps and room > 1 else []
-        return Group(self._bars.get_renderable(), table, *sample)
+        return [table, *sample]
 
     def _paint(self) -> None:
         from rich.live import Live
@@ -217,9 +224,6 @@ class Bars:
         self.height = height
         self._style = style
 
-    def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)
-
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         yield Text("\n".join(self.rows(options.max_width)), style=self._style, no_wrap=True, overflow="crop")
 
@@ -244,13 +248,11 @@ class Bars:
 
 def _table(
     steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], *, room: int, has_ranges: bool
-) -> "tuple[Table, int]":
+) -> tuple[Table, int]:
     """Return a table of at most `room` lines, and their number.
 
     It has the metrics declared `live` that are not 0 throughout, and those of a custom loss: the last value, and bars.
     """
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, min_width=12)
@@ -258,11 +260,13 @@ def _table(
     table.add_column(style="dim", no_wrap=True, justify="right")
     left = room
     for metric in steps[-1].metrics() if steps else METRICS.values():
+        if not metric.live and metric.name in METRICS:
+            continue
         is_reward = metric.name == "reward_mean"
         values = [float(value) if is_number(value := step.get(metric.name)) else math.nan for step in steps]
         finite = [value for value in values if math.isfinite(value)]
         bars = Bars(values, height=min(3, room // 6), style="green") if is_reward else Bars(values)
-        if (metric.live or metric.name not in METRICS) and any(finite) and bars.height <= left:
+        if any(finite) and bars.height <= left:
             span = f"{_shown(metric, min(finite)).split(' ')[0]} to {_shown(metric, max(finite))}" if has_ranges else ""
             table.add_row(metric.title, _shown(metric, values[-1]), bars, span)
             left -= bars.height

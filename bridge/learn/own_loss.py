@@ -98,11 +98,13 @@ class OwnLoss:
         return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", remedy=EXAMPLE)
 
     def _sum_and_count(self, name: str, value: Any, shape: tuple[int, ...]) -> tuple[Tensor, Any]:
-        total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-        if not isinstance(total, Tensor) or total.shape != (shape if count is None else ()):
-            raise self.fault(f"returned {described(value)} as metric {name!r}", f"a tensor of shape {shape}, or a pair"
-                             " (sum, count) of scalar tensors")  # fmt: skip
-        return total.detach(), shape[0] if count is None else count
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        total, count = value if is_pair else (value, shape[0])
+        is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.shape == ())
+        if not isinstance(total, Tensor) or total.shape != (() if is_pair else shape) or not is_number:
+            expected = f"a tensor of shape {shape}, or a pair (sum, count) of scalar tensors"
+            raise self.fault(f"returned {described(value)} as metric {name!r}", expected)
+        return total.detach(), count
 
     def tried(self, lengths: tuple[int, ...], *, has_reference: bool) -> "OwnLoss":
         """Call the function on a made-up micro-batch, and return this loss with the metrics that it returned.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import bridge
 from bridge.config import LossConfig
@@ -25,8 +24,7 @@ from tests.unit import test_learner
 from tests.unit.several_ranks import on_ranks
 from tests.unit.test_learner import base, learner_of, updated, weights
 from tests.unit.test_policy_loss import doubled, group_of
-from tests.unit.test_trainer import runner
-from tests.unit.trainer_runs import Running
+from tests.unit.trainer_runs import Running, runner
 
 EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'own_loss_file.py'}:soft_clip"
 DAPO = """
@@ -123,8 +121,9 @@ def test_library_has_the_same_loss(tmp_path: Path) -> None:
     own = LossConfig(name=file(tmp_path))
     (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])], own), max_tokens=100, device=torch.device("cpu"))
     logprobs = (batch.sampled_logprobs_N - 0.1).requires_grad_()
-    old: dict[str, Tensor] = {"old_logprobs_N": batch.sampled_logprobs_N}
-    assert torch.equal(bridge.policy_loss(logprobs, batch, own, **old), bridge.policy_loss(logprobs, batch, **old))
+    old = batch.sampled_logprobs_N
+    expected = bridge.policy_loss(logprobs, batch, old_logprobs_N=old)
+    assert torch.equal(bridge.policy_loss(logprobs, batch, own, old_logprobs_N=old), expected)
 
 
 BROKEN: dict[str, tuple[str, str]] = {
@@ -139,6 +138,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "return tensors.logprobs, {'a b': tensors.mask}": ("returned metrics {'a b'", ""),
     "return tensors.logprobs, {'a': 7}": ("returned 7 as metric 'a', expected a tensor of shape (5,), or a pair", ""),
     "return tensors.logprobs, {'a': (tensors.mask, 1)}": ("as metric 'a'", ""),
+    "return tensors.logprobs, {'a': (tensors.mask.sum(), None)}": ("as metric 'a'", ""),
     "return tensors.logprobs, {f'n{len(tensors.mask)}': tensors.mask}": ("returned the metrics ['n1'], expected", ""),
 }
 

@@ -17,6 +17,7 @@ from bridge.run.metrics import RECORDED, Evaluation, StepMetrics
 from bridge.run.reporting import Trackers
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group
+from tests import metrics_table
 
 
 def metrics(step: int, **changed: Any) -> StepMetrics:
@@ -141,6 +142,12 @@ def test_every_number_of_a_step_has_a_curve_of_its_own() -> None:
     values = metrics(1, logprob_diff_mean=math.nan, grad_norm=math.inf).curves()
     assert not {"mismatch/logprob_diff_mean", "train/grad_norm"} & set(values)
     assert all(map(math.isfinite, values.values()))
+
+
+def test_docs_list_every_metric() -> None:
+    page = metrics_table.PAGE.read_text()
+    assert page == metrics_table.replaced(page), "python -m tests.metrics_table rewrites it"
+    assert page.count("| `") > len(METRICS)
 
 
 def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
