@@ -119,11 +119,19 @@ class Learner:
         ranks: Ranks = ALONE,
         parallel: Parallel | None = None,
     ) -> None:
-        self.optimizer, self._ranks, self._parallel = optimizer, ranks, parallel
-        self._config, self._model, self._budget, self._reference = config, model, budget, reference
-        self._spec, self._temperature = LossSpec.of(config.loss), config.sampling.temperature
-        self._schedule, self._num_before = factory.schedule(config), 0
-        """Factor of the learning rate by the number of planned updates before, and that number for this batch."""
+        self.optimizer = optimizer
+        self._ranks = ranks
+        self._parallel = parallel
+        self._config = config
+        self._model = model
+        self._budget = budget
+        self._reference = reference
+        self._spec = LossSpec.of(config.loss)
+        self._temperature = config.sampling.temperature
+        self._schedule = factory.schedule(config)
+        """Factor of the learning rate by the number of planned updates before."""
+        self._num_before = 0
+        """That number for this batch."""
         self._updates_in_backward = config.optimizer.gradient_release and not config.optimizer.offload
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit, or the user's loss failed. The weights are whole."""
@@ -238,10 +246,13 @@ class Learner:
         return [mini_batch[index] for index in balance.dealt(mini_batch, self._ranks)]
 
     def _take(self, mini_batches: list[list[Sample]]) -> None:
-        self._mini_batches, self._parts = mini_batches, list[list[_Part]]()
-        self._prepared = self._is_written = False
+        self._mini_batches = mini_batches
+        self._parts = list[list[_Part]]()
+        self._prepared = False
+        self._is_written = False
         self._num_updates = 0
-        self._norms, self._losses = list[float](), list[Tensor]()  # of every update, and of one that was skipped
+        self._norms = list[float]()  # of every update, and of one that was skipped
+        self._losses = list[Tensor]()  # the same
         device = self._model.device
         self._entropy = torch.zeros((), dtype=torch.float64, device=device)
         self._tally = Tally.zero(device)

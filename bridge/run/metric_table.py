@@ -8,7 +8,7 @@ Not covered: measuring (`measuring.py`), the records (`metrics.py`).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -18,44 +18,36 @@ SCALES = {"%": 100.0, "ms": 1e3}
 """Unit -> factor from the recorded number to the displayed one; 1 for other units."""
 
 
+Derive = Callable[[Mapping[str, Any]], float]
+"""Computes a metric from a record."""
+
+
 def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def number(record: Mapping[str, Any], name: str) -> float:
-    value = record.get(name)
-    return value if is_number(value) else math.nan
+    """Return a number of a record; NaN if it is missing or anything else."""
+    return value if is_number(value := record.get(name)) else math.nan
 
 
-def total(*names: str) -> Callable[[Mapping[str, Any]], float]:
-    """Return a function that adds up the numbers of a record with these names; NaN if it has none."""
-
-    def add(record: Mapping[str, Any]) -> float:
-        known = [value for name in names if is_number(value := record.get(name)) and not math.isnan(value)]
-        return sum(known) if known else math.nan
-
-    return add
+def known_sum(values: Iterable[Any]) -> float:
+    """Return the sum of the numbers among the values; NaN if there are none."""
+    known = [value for value in values if is_number(value) and not math.isnan(value)]
+    return sum(known) if known else math.nan
 
 
-def per_second(amount: str, seconds: str) -> Callable[[Mapping[str, Any]], float]:
-    """Return a function that divides two numbers of a record; NaN if one is missing, or no time passed."""
-
-    def divide(record: Mapping[str, Any]) -> float:
-        tokens, time_s = number(record, amount), number(record, seconds)
-        return tokens / time_s if time_s > 0 else math.nan
-
-    return divide
+def total(*names: str) -> Derive:
+    return lambda record: known_sum(record.get(name) for name in names)
 
 
-def items_from(name: str, first: int, end: int | None = None) -> Callable[[Mapping[str, Any]], float]:
-    """Return a function that adds up some items of a list in a record; NaN if they are missing."""
+def sum_of_items(name: str, first: int, end: int | None = None) -> Derive:
+    """Return the sum of some items of a list."""
+    return lambda record: known_sum(value[first:end] if isinstance(value := record.get(name), list | tuple) else ())
 
-    def add(record: Mapping[str, Any]) -> float:
-        items = record.get(name)
-        known = [value for value in items[first:end] if is_number(value)] if isinstance(items, list | tuple) else []
-        return sum(known) if known else math.nan
 
-    return add
+def per_second(amount: str, seconds: str) -> Derive:
+    return lambda record: number(record, amount) / (number(record, seconds) or math.nan)
 
 
 def _sampling_s(record: Mapping[str, Any]) -> float:
@@ -87,7 +79,7 @@ class Metric:
     """How the values of all steps are summed up in a report; empty: they are not."""
     live: bool = False
     """Whether the live view shows it."""
-    derive: Callable[[Mapping[str, Any]], float] | None = None
+    derive: Derive | None = None
     """Computes it from a record; None: it is recorded."""
 
     @property
@@ -213,7 +205,7 @@ CHARTS = (
     Chart(ENGINES, "Tokens by |Δ log-probability|", "Share of the tokens in each range.", (
         Metric(name="logprob_diff_large_share", title="Tokens of a large mismatch", unit="%",
                label=f"{LOGPROB_DIFF_EDGES[LARGE_BIN - 1]:g} nats and more",
-               derive=items_from("logprob_diff_histogram", LARGE_BIN)),
+               derive=sum_of_items("logprob_diff_histogram", LARGE_BIN)),
         Metric(name="logprob_diff_histogram", title="Tokens by mismatch", unit="%", items=BINS,
                curve="logprob_diff_share/",
                about="Share of the tokens in each bin of the same differences, from 0.001 nats to 1 nat and more."),
@@ -240,7 +232,7 @@ CHARTS = (
     ), "plain"),
     Chart(ENGINES, "Tokens by age", "Share of the tokens that are so many versions old.", (
         Metric(name="older_share", title="Tokens of older weights", unit="%", label="1 and more",
-               derive=items_from("lag_shares", 1, MOST_LAGS)),
+               derive=sum_of_items("lag_shares", 1, MOST_LAGS)),
         Metric(name="lag_shares", title="Tokens by age", unit="%", items=("", *map(str, range(1, MOST_LAGS))),
                about="Share of these tokens that are 0, 1, 2, ... versions old."),
     ), "stacked"),

@@ -107,8 +107,9 @@ class Artist:
             names = [*columns][is_stacked:]
             yield chart.title + suffix, {columns[name]: scale * self._values(self._single, name) for name in names}
             return
-        for name in [*columns][: 1 if chart.metrics[0].items is None else None]:
-            title = chart.title if len(chart.metrics) == 1 and name in METRICS else f"{chart.title}: {columns[name]}"
+        is_list = chart.metrics[0].items is not None
+        for name in [*columns][: None if is_list else 1]:
+            title = f"{chart.title}: {columns[name]}" if is_list or len(chart.metrics) > 1 else chart.title
             yield title + suffix, {label: scale * self._values(run, name) for label, run in self._runs.items()}
 
     def _values(self, run: Run, name: str) -> Column:

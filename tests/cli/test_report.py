@@ -227,6 +227,7 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
     one = report_runs.make(tmp_path / "one", num_steps=30)
     other = report_runs.make(tmp_path / "other", num_steps=20, planned=30, seed=1, lr=1e-6, loss="grpo")
     report_runs.write_rollouts(one, report_runs.groups(30))
+    rewrite(one, *((index, {"my_ratio": index}) for index in range(30)))
     page = written(one.path, one.path, other.path, out=tmp_path / "page.html")  # the same run given twice is one
     for expected in ("2 runs side by side", "--lr 2e-06 1e-06", "--loss dapo grpo", "one, held out"):
         assert expected in page.words
@@ -234,7 +235,7 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
     assert {
         "Mean reward", "Parts of the reward: correct", "Parts of the reward: format", "Completion length, tokens",
         "|Δ log-probability|: mean, nats", "Tokens by |Δ log-probability|: 0.1 nats and more, %",
-        "Where a step's time goes: in all, s",
+        "Where a step's time goes: in all, s", "my_ratio",
     } <= set(page.charts)  # fmt: skip
     assert names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert names([Path("/a/x/run")]) == ["run"]
