@@ -58,9 +58,9 @@ class StepMetrics(dict[str, Any]):
             value = self.get(metric.name)
             if isinstance(value, list | tuple):
                 names = metric.items or map(str, itertools.count())
-                value = {item: each for item, each in zip(names, value, strict=False) if item}
+                value = {item: part for item, part in zip(names, value, strict=False) if item}
             pairs = value.items() if isinstance(value, Mapping) else [("", value)]
-            yield from ((metric, str(item), float(each)) for item, each in pairs if is_number(each))
+            yield from ((metric, str(item), float(part)) for item, part in pairs if is_number(part))
 
     def metrics(self) -> list[Metric]:
         """Return the declared metrics, then the others of this record."""
@@ -148,8 +148,8 @@ def goal_of(stop_at: str | None, of_loss: Collection[str] = ()) -> Goal:
     """
     if stop_at is None:
         return lambda _: False
-    found = CONDITION.fullmatch(stop_at.strip())
-    if found is None or found[3].count(".") > 1:
+    condition = CONDITION.fullmatch(stop_at.strip())
+    if condition is None or condition[3].count(".") > 1:
         raise UsageError(
             f"--stop-at: found {stop_at!r}, expected a metric, >= or <=, and a number",
             remedy="--stop-at 'eval_reward_mean>=0.9', in quotes",
@@ -157,16 +157,20 @@ def goal_of(stop_at: str | None, of_loss: Collection[str] = ()) -> Goal:
     plain = [metric for metric in METRICS.values() if metric.items is None]
     of_steps = {metric.name for metric in plain if metric.name not in OF_EVALUATIONS} | {*of_loss}
     known = [*of_steps, *(f"eval_{metric.name}" for metric in plain if metric.held_out)]
-    if found[1] not in known:
-        near = difflib.get_close_matches(found[1], known, n=1)
+    if condition[1] not in known:
+        near = difflib.get_close_matches(condition[1], known, n=1)
         raise UsageError(
-            f"--stop-at: there is no metric {found[1]!r}",
+            f"--stop-at: there is no metric {condition[1]!r}",
             remedy=f"did you mean {near[0]}?"
             if near
             else "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it",
         )
-    of_evaluation = found[1] not in of_steps
-    name, compare, bound = found[1].removeprefix("eval_" if of_evaluation else ""), COMPARISONS[found[2]], found[3]
+    of_evaluation = condition[1] not in of_steps
+    name, compare, bound = (
+        condition[1].removeprefix("eval_" if of_evaluation else ""),
+        COMPARISONS[condition[2]],
+        condition[3],
+    )
     return lambda record: (
         isinstance(record, Evaluation) == of_evaluation and compare(number(record, name), float(bound))
     )

@@ -187,7 +187,7 @@ class Trackers(Reporter):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._trackers is not None:
-            self._each(lambda tracker: tracker.close(failed=kind is not None))
+            self._call(lambda tracker: tracker.close(failed=kind is not None))
         self._trackers = {}
 
     def phase(self, name: Phase) -> None:  # noqa: ARG002 - the base's
@@ -202,12 +202,12 @@ class Trackers(Reporter):
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         text = _sample_text(groups) if self._shows_texts else None
-        self._each(lambda tracker: tracker.log(metrics.step, metrics.curves(), text))
+        self._call(lambda tracker: tracker.log(metrics.step, metrics.curves(), text))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._each(lambda tracker: tracker.log(evaluation.step, evaluation.curves()))
+        self._call(lambda tracker: tracker.log(evaluation.step, evaluation.curves()))
 
-    def _each(self, do: Callable[[Tracker], None]) -> None:
+    def _call(self, do: Callable[[Tracker], None]) -> None:
         self.phase("rollouts")
         trackers = self._trackers or {}
         for name, tracker in list(trackers.items()):
@@ -271,11 +271,11 @@ def _open_all(config: TrainConfig, run: RunDirectory, first_step: int) -> dict[s
 
 
 def _sample_text(groups: Sequence[Group]) -> str | None:
-    found = sample(groups)
-    if found is None:
+    shown = sample(groups)
+    if shown is None:
         return None
-    prompt, answer = prompt_text(found.group)[-LONGEST_TEXT:], found.completion.text[:LONGEST_TEXT]
-    text = f"{prompt}\n\n--- reward {found.reward:.3f} ---\n\n{answer}"
+    prompt, answer = prompt_text(shown.group)[-LONGEST_TEXT:], shown.completion.text[:LONGEST_TEXT]
+    text = f"{prompt}\n\n--- reward {shown.reward:.3f} ---\n\n{answer}"
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate is not valid UTF-8
 
 

@@ -107,13 +107,13 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
     steps = sorted(rows)
     columns = _columns([rows[step] for step in steps])
-    config, server, summary = (_document(each, notes) for each in (files.config, files.server_config, files.summary))
+    config, server, summary = (_document(file, notes) for file in (files.config, files.server_config, files.summary))
     choices = private.shown(TrainConfig.written(config))
     evaluated = [row for _, row in json_objects(files.evaluations, notes, has_step)]
-    found = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
-    notes += _missing(files, rows.values(), choices, has_evaluations=bool(found))
+    evaluations = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
+    notes += _missing(files, rows.values(), choices, has_evaluations=bool(evaluations))
     dated = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
-    times = sorted(datetime.fromtimestamp(each.stat().st_mtime) for each in dated if each.is_file())
+    times = sorted(datetime.fromtimestamp(file.stat().st_mtime) for file in dated if file.is_file())
     with files.server_log.open("rb") if files.server_log.is_file() else io.BytesIO() as log:
         version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
     about = {
@@ -125,7 +125,7 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         name=name, path=path, steps=steps,
         samples=samples(files.rollouts, notes, longest=LONGEST_TEXT // num_runs),
         columns=columns, config=choices, notes=notes, about=about,
-        evaluations=[found[step] for step in sorted(found)], holder=claim.holder(path.stat().st_ino),
+        evaluations=[evaluations[step] for step in sorted(evaluations)], holder=claim.holder(path.stat().st_ino),
         server=private.shown(ServeConfig.written(server)),
         derived=[*(config.get("derived") or ()), *(server.get("derived") or ())],
         events=list(_events(files, steps, columns)),
