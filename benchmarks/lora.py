@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -112,7 +111,7 @@ def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sa
     steps: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / f"run-{way}", environment="parity")
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    summary = train(config, Parity(), run, Listener(lambda step: steps.append(asdict(step))))
+    summary = train(config, Parity(), run, Listener(lambda step: steps.append(dict(step))))
     gc.collect()
     parity = compare_with_peft(folder, summary.checkpoint, sampled)
     return {

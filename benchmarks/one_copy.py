@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -75,7 +74,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     )  # fmt: skip
     metrics: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / "run", environment="parity")
-    summary = train(config, Parity(), run, Listener(lambda step: metrics.append(asdict(step))))
+    summary = train(config, Parity(), run, Listener(lambda step: metrics.append(dict(step))))
     attach_ms.append(summary.attach_ms)
     gc.collect()
     torch.cuda.empty_cache()

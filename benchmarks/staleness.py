@@ -31,7 +31,7 @@ from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import whole_folder
 from bridge.learn import learner
-from bridge.learn.policy_loss import LossSpec, policy_loss
+from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
 from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
@@ -198,7 +198,7 @@ def naive() -> Iterator[None]:
 
     def clipped(
         logprobs: Tensor, _: Tensor, batch: MicroBatch, spec: LossSpec, reference: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Sums]:
         return policy_loss(logprobs, batch.sampled_logprobs_N, batch, spec, reference)
 
     with patch.object(learner, "policy_loss", clipped):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from bridge.checks import Check
     from bridge.config import ComputeConfig, LossConfig, SamplingConfig
     from bridge.errors import BridgeError
+    from bridge.learn.own_loss import LossTensors
     from bridge.library import attach, policy_loss, samples
     from bridge.passes.packing import MicroBatch, Sample
     from bridge.policy import Policy
@@ -53,6 +54,7 @@ __all__ = [
     "FenceTimes",
     "Group",
     "LossConfig",
+    "LossTensors",
     "MicroBatch",
     "Policy",
     "Sample",
@@ -67,6 +69,7 @@ _PLACES = {
     "bridge.checks": ("Check",),
     "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
     "bridge.errors": ("BridgeError",),
+    "bridge.learn.own_loss": ("LossTensors",),
     "bridge.library": ("attach", "policy_loss", "samples"),
     "bridge.passes.packing": ("MicroBatch", "Sample"),
     "bridge.policy": ("Policy",),

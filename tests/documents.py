@@ -108,6 +108,10 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge report runs/20261121-1040-gsm8k": RUN,
         "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
     },
+    "docs/training.md": {
+        "# my_loss.py": FILE,
+        "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --loss my_loss.py:plain_clip": SLOW,
+    },
     "docs/scaling.md": {
         "bridge run --model MODEL --gpus 4 --batch-size 256": GPUS,
         "bridge run --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_tensor_parallel.py"),

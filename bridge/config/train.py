@@ -1,10 +1,11 @@
 """Choices of one training run, nested by concern."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bridge.config.borrowed import TRAIN_ALIASES
 from bridge.config.choices import Config, NoEffectError, Section, flag
@@ -19,6 +20,8 @@ Source: `GRPOConfig` of TRL 1.16; "LoRA Without Regret", Schulman et al. 2025.
 """
 
 
+LOSS_NAMES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
+"""The published losses."""
 AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
 
 
@@ -27,8 +30,12 @@ class LossConfig(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"name": "loss"}
 
-    name: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"] = "dapo"
-    """Policy loss, as published; the choices below override parts of it."""
+    name: str = "dapo"
+    """Policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo` or `rloo` as published, or your own,
+    `file.py:function`; the choices below override parts of it."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """Average over all tokens, over completions after the tokens of each, or over a constant (default: the loss's own;
+    `token_mean` for your own)."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
     clip_high: float | None = Field(default=None, gt=0)
@@ -63,6 +70,18 @@ class LossConfig(Section):
     """Largest importance weight, or largest ratio kept (default: 2 for `truncate`, 5 for `mask`)."""
     mismatch_alarm: float = Field(default=0.1, gt=0)
     """Warn when the mean absolute log-prob mismatch of a step exceeds this, in nats."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_loss(cls, name: str) -> str:
+        if name not in LOSS_NAMES and not re.fullmatch(r".+\.py:\w+", name):
+            raise ValueError(f"must be one of {', '.join(LOSS_NAMES)}, or path/to/file.py:function")
+        return name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function in a file of the user's."""
+        return self.name not in LOSS_NAMES
 
 
 class OptimizerConfig(Section):
@@ -412,6 +431,7 @@ class TrainConfig(Config):
 
 EFFECTIVE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "clip_dual": ("loss", ("dapo", "grpo", "dr_grpo", "gspo", "rloo")),
+    **dict.fromkeys(("clip_low", "clip_high", "ratio_level"), ("loss", LOSS_NAMES)),
     "mismatch_level": ("mismatch", ("truncate", "mask")),
     "trainer_device": ("mode", ("lora_only", "none")),
     "reference_model": ("mode", ("shared_vllm", "none")),

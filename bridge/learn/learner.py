@@ -15,11 +15,11 @@ Shape suffixes: N rows (positions that predict a sampled token).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
-from bridge.errors import UsageError
+from bridge.errors import RewardError, UsageError
 from bridge.learn import balance
 from bridge.learn.mismatch import Mismatch, Tally, measure, share
-from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, least_entropy, policy_loss
+from bridge.learn.policy_loss import LossSpec, least_entropy, means, policy_loss
 from bridge.learn.reference import Reference
 from bridge.learn.samples import mini_batches
 from bridge.optimizers import factory
@@ -60,7 +60,8 @@ class Learnt:
     """Mean entropy of the policy at the sampled tokens, before the first update, in nats."""
     mismatch: Mismatch
     """Between the server and the trainer, before the first update."""
-    shares: LossShares
+    loss_metrics: Mapping[str, float]
+    """The loss's own: means over the tokens of all updates."""
     num_tokens: int
     """Sampled tokens that were trained on."""
     balance: float
@@ -68,6 +69,27 @@ class Learnt:
     num_updates: int
     num_skipped: int
     """Updates that were skipped because their gradient was not finite: the first of them ends its step."""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Return the figures by their names in `metrics.jsonl`."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "updates": self.num_updates,
+            "skipped_updates": self.num_skipped,
+            "entropy": self.entropy,
+            **self.loss_metrics,
+            "logprob_diff_mean": self.mismatch.mean,
+            "logprob_diff_max": self.mismatch.max,
+            "logprob_diff_histogram": self.mismatch.histogram,
+            "corrected_share": self.mismatch.changed_share,
+            "importance_weight": self.mismatch.weight_mean,
+            "effective_share": self.mismatch.effective_share,
+            "tokens_trained": self.num_tokens,
+            "rank_token_balance": self.balance,
+        }
 
 
 @dataclass(kw_only=True)
@@ -97,14 +119,22 @@ class Learner:
         ranks: Ranks = ALONE,
         parallel: Parallel | None = None,
     ) -> None:
-        self.optimizer, self._ranks, self._parallel = optimizer, ranks, parallel
-        self._config, self._model, self._budget, self._reference = config, model, budget, reference
-        self._spec, self._temperature = LossSpec.of(config.loss), config.sampling.temperature
-        self._schedule, self._num_before = factory.schedule(config), 0
-        """Factor of the learning rate by the number of planned updates before, and that number for this batch."""
+        self.optimizer = optimizer
+        self._ranks = ranks
+        self._parallel = parallel
+        self._config = config
+        self._model = model
+        self._budget = budget
+        self._reference = reference
+        self._spec = LossSpec.of(config.loss)
+        self._temperature = config.sampling.temperature
+        self._schedule = factory.schedule(config)
+        """Factor of the learning rate by the number of planned updates before."""
+        self._num_before = 0
+        """That number for this batch."""
         self._updates_in_backward = config.optimizer.gradient_release and not config.optimizer.offload
         self._refusal: UsageError | None = None
-        """Why no batch can follow: an update can never fit. The weights are whole."""
+        """Why no batch can follow: an update can never fit, or the user's loss failed. The weights are whole."""
         self._prepared = False
         self._least = list[Tensor]()
         """For each update the least entropy of the tokens that are trained on; empty: all are."""
@@ -137,14 +167,27 @@ class Learner:
         most = max(self._mini_batches, key=lambda each: sum(one.num_tokens for one in each))
         return any(self._ranks.run_and_gather(lambda: bool(most) and self._budget.is_short(most)))
 
+    @property
+    def loss_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that the loss returns."""
+        return self._spec.metrics
+
+    def check_usable(self, cause: type[UsageError] = UsageError) -> None:
+        """Check that no update of the last batch can never fit in memory, and that the user's loss did not fail in it.
+
+        Raises:
+            UsageError: one of them, if it is a `cause`.
+        """
+        if isinstance(self._refusal, cause):
+            raise self._refusal
+
     def prepare(self) -> None:
         """Compute, once, what comes before the first change of a weight; an interrupt leaves nothing behind.
 
         Raises:
             UsageError: it does not fit in memory, or an update of the batch before did not.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        self.check_usable()
         if self._prepared:
             return
         try:
@@ -161,8 +204,9 @@ class Learner:
     def write(self) -> None:
         """Take every update of the batch.
 
-        An update is skipped if its gradient is not finite, and ends the batch. So does one that does not fit in memory
-        after the first: the weights and the optimizer's state are then those of the update before.
+        An update is skipped if its gradient is not finite, and ends the batch. So does one after the first that does
+        not fit in memory, or in which the user's loss fails: the weights and the optimizer's state are then those of
+        the update before.
 
         Raises:
             UsageError: memory ran out in the middle of an update with gradient release.
@@ -191,7 +235,7 @@ class Learner:
             lr=self._config.learning_rate * self._schedule(self._num_before),
             entropy=share(self._ranks.all_reduce_dp(self._entropy).item(), self._num_tokens),
             mismatch=sum(tallies, Tally.zero(torch.device("cpu"))).read(),
-            shares=LossShares.of(self._ranks.all_reduce_dp(self._loss_sums)),
+            loss_metrics=means(dict(zip(self._spec.metrics, self._ranks.all_reduce_dp(self._sums), strict=True))),
             num_tokens=self._num_tokens,
             balance=self._busiest,
             num_updates=self._num_updates,
@@ -202,14 +246,17 @@ class Learner:
         return [mini_batch[index] for index in balance.dealt(mini_batch, self._ranks)]
 
     def _take(self, mini_batches: list[list[Sample]]) -> None:
-        self._mini_batches, self._parts = mini_batches, list[list[_Part]]()
-        self._prepared = self._is_written = False
+        self._mini_batches = mini_batches
+        self._parts = list[list[_Part]]()
+        self._prepared = False
+        self._is_written = False
         self._num_updates = 0
-        self._norms, self._losses = list[float](), list[Tensor]()  # of every update, and of one that was skipped
+        self._norms = list[float]()  # of every update, and of one that was skipped
+        self._losses = list[Tensor]()  # the same
         device = self._model.device
         self._entropy = torch.zeros((), dtype=torch.float64, device=device)
         self._tally = Tally.zero(device)
-        self._loss_sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(self._spec.metrics), 2, dtype=torch.float64, device=device)
 
     def _least_entropies(self) -> list[Tensor]:
         """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
@@ -304,14 +351,17 @@ class Learner:
         return True
 
     def _fits(self, parts: Sequence[_Part]) -> bool:
-        """Compute the gradients of an update after the first; return whether they fit in every rank's memory."""
+        """Compute the gradients of an update after the first; return whether every rank could."""
         try:
             with self._ranks.tp_pass():
                 self._differentiate(parts)
+        except RewardError as error:  # not raised here: no weight is half written
+            self._refusal = error
+            fits = False
         except torch.OutOfMemoryError as error:
             try:
                 self._budget.shrink(error)
-            except UsageError as refusal:  # not raised here: no weight is half written
+            except UsageError as refusal:  # raised later, for the same reason
                 self._refusal = refusal
             fits = False
         else:
@@ -346,11 +396,12 @@ class Learner:
         self._model.zero_grad(set_to_none=True)
         self._losses.append(self._no_loss())
         try:
-            losses = [self._loss(part) for part in parts]  # none, if all of the update is other ranks'
-            is_finite = all(self._ranks.all_gather_object(all(math.isfinite(loss.item()) for loss in losses)))
+            losses = self._losses_before_writing(parts)
+            is_usable = losses is not None and all(math.isfinite(loss.item()) for loss in losses)
+            is_finite = all(self._ranks.all_gather_object(is_usable))
             if is_finite:
                 with self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm):
-                    for loss in losses:
+                    for loss in losses or ():
                         loss.backward()
         except torch.OutOfMemoryError as error:
             raise UsageError(
@@ -359,6 +410,14 @@ class Learner:
                 " --kv-sleep always",
             ) from error
         self._norms.append(self.optimizer.global_norm() if is_finite else math.nan)
+
+    def _losses_before_writing(self, parts: Sequence[_Part]) -> list[Tensor] | None:
+        """Return the losses of an update, none if all of it is other ranks'; None if the user's loss failed."""
+        try:
+            return [self._loss(part) for part in parts]
+        except RewardError as error:
+            self._refusal = error
+            return None
 
     def _exchange(self) -> None:
         """Add up the gradients of several ranks, and compute their norm."""
@@ -384,9 +443,9 @@ class Learner:
         if self._reference is not None and part.reference_logprobs_N is None:
             part.reference_logprobs_N = self._reference.logprobs(part.batch, self._temperature)
         assert part.old_logprobs_N is not None
-        loss, sums_K = policy_loss(logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N)
+        loss, sums = policy_loss(logprobs_N, part.old_logprobs_N, part.batch, self._spec, part.reference_logprobs_N)
         self._losses[-1] += loss.detach()
-        self._loss_sums += sums_K
+        self._sums += torch.stack([sums[name] for name in self._spec.metrics])
         return loss
 
     def _remember(self, part: _Part, logprobs_N: Tensor, entropies_N: Tensor) -> None:

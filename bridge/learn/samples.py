@@ -101,8 +101,8 @@ def mini_batches(
 def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
     """Return the samples of one update, in the order of `groups`: the completions that have a gradient.
 
-    Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence,
-    those whose advantages are all zero.
+    Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence or a
+    custom loss, those whose advantages are all zero.
 
     Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
         DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
@@ -111,7 +111,7 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
 
 
 def has_gradient(sample: Sample, spec: LossSpec) -> bool:
-    return spec.kl_coef > 0 or any(sample.advantages)
+    return spec.kl_coef > 0 or spec.own is not None or any(sample.advantages)
 
 
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:

@@ -5,7 +5,6 @@ They have the form of those of `bridge train`: `bridge report`, `export` and `re
 Not covered: loading weights into the server (`bridge/policy.py`).
 """
 
-import dataclasses
 import math
 import sys
 import time
@@ -274,7 +273,7 @@ def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what `bridge train` reports of a step's groups, under the same names."""
     if not groups:
         return {}
-    whole = dataclasses.asdict(measuring.evaluation(groups, step=step, version=0, seconds=0.0))
+    whole = measuring.evaluation(groups, step=step, version=0, seconds=0.0)
     others = ("step", "weight_version", "seconds", "num_problems", "pass_at_k")
     completions = [each for group in groups for each in group.completions]
     return {

@@ -21,7 +21,7 @@ import torch
 from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import RankError, ServerUnreachableError, UsageError
+from bridge.errors import RankError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn import mismatch, reference
 from bridge.learn.opening import MakeOptimizer, learner_of
 from bridge.modes import way_of
@@ -174,7 +174,7 @@ class Trainer:
         self._steps: list[StepMetrics] = []
         self._evaluated: Evaluation | None = None
         """The last evaluation."""
-        self._goal, self._is_reached = goal_of(config.stop_at), False
+        self._goal, self._is_reached = goal_of(config.stop_at, self._learner.loss_metrics), False
         self._begun_at = 0
         """Step of the checkpoint that the run resumed from."""
         self._written = 0
@@ -228,6 +228,7 @@ class Trainer:
                 self._save()
             if step < last and interval and step % interval == 0:
                 self._evaluate()
+        self._learner.check_usable(RewardError)  # after the last step, an update that did not fit is no error
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
@@ -260,11 +261,14 @@ class Trainer:
                 )
             )
             learnt = self._learner.learnt()
-            metrics = measuring.step(
-                step, groups, learnt, times,
-                served=served, stream=self._stream, rollout_s=seconds[0], train_s=seconds[1],
-                changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._opened.device,
-            )  # fmt: skip
+            metrics = measuring.step_metrics(
+                step,
+                measuring.rollouts(groups, self._stream, served=served),
+                measuring.times(times, rollout_s=seconds[0], train_s=seconds[1]),
+                learnt.metrics,
+                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt.num_updates else 0.0},
+                measuring.memory(self._opened.device),
+            )
             self._steps.append(metrics)
             if self._ranks.is_rank_zero:
                 if self._config.tracking.save_rollouts:
@@ -408,13 +412,13 @@ class Trainer:
             self._run.append_evaluation(found)
         self._reporter.evaluation(found)
         self._compare(found)
-        return found.reward_mean
+        return float(found.reward_mean)
 
     def _last_evaluation(self) -> float | None:
         """Evaluate what is served now, unless that is done: the run may have ended with an evaluation."""
         done = self._evaluated
         if done and (done.step, done.weight_version) == (self._written, self._mode.version):
-            return done.reward_mean
+            return float(done.reward_mean)
         return self._evaluate()
 
     def _tell_stream(self) -> None:

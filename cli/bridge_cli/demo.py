@@ -12,10 +12,9 @@ from bridge.checks import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import console, ranks
+from bridge_cli import console, ranks, report
 from bridge_cli.options import Json
 from bridge_cli.ranks import Part, trained
-from bridge_cli.report import command as report
 from bridge_cli.serve import check_software, free_port, prepare
 from bridge_cli.steps import duration
 from bridge_cli.train import load_environment

@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("bridge_cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
     "plan": ("bridge_cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
-        "bridge_cli.report.command:report",
+        "bridge_cli.report:report",
         "Write an HTML page with the curves and sample completions of a run, or compare several.",
     ),
     "doctor": (

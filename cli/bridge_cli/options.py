@@ -37,7 +37,7 @@ PANELS: Mapping[str | None, tuple[str, ...]] = {
     ),
     "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
     "Loss": (
-        "loss", "clip_low", "clip_high", "clip_dual", "ratio_level", "advantage_scale", "mask_truncated",
+        "loss", "aggregation", "clip_low", "clip_high", "clip_dual", "ratio_level", "advantage_scale", "mask_truncated",
         "top_entropy", "kl_coef", "kl_in_reward", "reference_model", "mismatch", "mismatch_level",
         "mismatch_low", "mismatch_high", "mismatch_alarm",
     ),

@@ -22,15 +22,19 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     Call it before anything is started.
 
     Raises:
-        UsageError: checkpoints of another run are in the way, no step is left, or the run directory, the reference or
-            --stop-at cannot be used.
+        UsageError: checkpoints of another run are in the way, no step is left, or the run directory, the reference, the
+            loss or --stop-at cannot be used.
     """
     from bridge.learn import reference
-    from bridge.run import metrics, trackers
+    from bridge.learn.policy_loss import LossSpec
+    from bridge.run import metrics, reporting
 
-    metrics.goal_of(config.stop_at)
+    of_loss = LossSpec.of(config.loss).metrics
+    if config.loss.is_own:
+        metrics.check_names(of_loss[1:], config.loss.name)  # `kl` is Bridge's
+    metrics.goal_of(config.stop_at, of_loss)
     reference.check(config)
-    trackers.check(config)
+    reporting.check_trackers(config)
     passed_over: list[str] = []
     config, found = _resumed(config, passed_over) if config.resume else (config, None)
     if found is not None:

@@ -107,28 +107,27 @@ def train_in(
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
     from bridge.ranks.world import ALONE
-    from bridge.run import trackers, trainer
-    from bridge.run.reporting import Reporter, Several
+    from bridge.run import reporting, trainer
     from bridge_environments import registry
 
     recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
     ranks = ranks or ALONE
     if not ranks.is_rank_zero:
         return trainer.train(
-            config, environment, run, Reporter(), recipe=recipe, process=process, resume=resume, chosen=chosen,
-            ranks=ranks,
+            config, environment, run, reporting.Reporter(), recipe=recipe, process=process, resume=resume,
+            chosen=chosen, ranks=ranks,
         )  # fmt: skip
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
-        trackers.of(config, run, first_step=first_step) as curves,
+        reporting.trackers_of(config, run, first_step=first_step) as curves,
     ):
         summary = trainer.train(
             config,
             environment,
             run,
-            Several(curves, lines),
+            reporting.Several(curves, lines),
             recipe=recipe,
             process=process,
             resume=resume,

@@ -7,13 +7,14 @@ from typing import Any
 
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
+from bridge.core import own_code
 from bridge.core.foreign_code import source_file
 from bridge.errors import UsageError
 from bridge.scoring.agent import Agent
 from bridge.scoring.score import Scores
 from bridge.scoring.tools import Tools
 from bridge.types import Environment, Problem
-from bridge_environments import inspection, own_code, packages, rewards, rows
+from bridge_environments import inspection, packages, rewards, rows
 from bridge_environments.arithmetic import Arithmetic
 from bridge_environments.gsm8k import GSM8K
 from bridge_environments.jsonl import JSONL

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from bridge.core import own_code
 from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
-from bridge_environments import answers, own_code
+from bridge_environments import answers
 
 Score = Callable[[Problem, str], Any]
 

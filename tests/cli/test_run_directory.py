@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 import os
@@ -17,11 +16,9 @@ from bridge.config import TrainConfig
 from bridge.core import json_lines, mark
 from bridge.errors import UsageError
 from bridge.run import rollout_record
-from bridge.run.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group, Message, Unscored
-
-FIELDS = [field.name for field in dataclasses.fields(StepMetrics)]
 
 
 def metrics(step: int, **changed: float) -> StepMetrics:
@@ -33,9 +30,8 @@ def metrics(step: int, **changed: float) -> StepMetrics:
         "rollouts": "0a1b",
         "device": "cpu",
     }
-    known |= {"logprob_diff_histogram": (0.5, 0.5), "reward_parts": {"exact": 0.5}}
-    values = dict.fromkeys(FIELDS, 0.5) | known | changed
-    return StepMetrics(**values)  # type: ignore[arg-type]
+    known |= {"logprob_diff_histogram": (0.5, 0.5), "lag_shares": (1.0,), "reward_parts": {"exact": 0.5}}
+    return StepMetrics(dict.fromkeys(RECORDED, 0.5) | known | changed)
 
 
 def test_every_step_is_one_object_with_the_documented_names(tmp_path: Path) -> None:
@@ -44,7 +40,7 @@ def test_every_step_is_one_object_with_the_documented_names(tmp_path: Path) -> N
         run.append(metrics(step))
         written = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         assert len(written) == step
-    assert list(written[0]) == FIELDS
+    assert tuple(written[0]) == RECORDED
     assert [step["step"] for step in written] == [1, 2]
 
 
@@ -142,7 +138,7 @@ def group(*texts: str, prompt: str | list[Message] = "2+3=", **changed: Any) -> 
 def evaluation(step: int, reward: float = 0.5) -> Evaluation:
     return Evaluation(
         step=step, weight_version=step, reward_mean=reward, reward_std=0.5, reward_parts={"exact": reward}, unscored=0,
-        num_problems=8, completion_tokens_mean=4.0, truncated_share=0.0, seconds=1.0,
+        num_problems=8, completion_tokens_mean=4.0, truncated_share=0.0, seconds=1.0, pass_at_k={},
     )  # fmt: skip
 
 

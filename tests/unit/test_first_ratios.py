@@ -100,7 +100,7 @@ def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest
         assert found.num_updates == updates * passes
         assert len(seen) == 4 * passes
         assert not any(log_ratios_N.any() for log_ratios_N in seen), (loss, updates, passes)
-        assert (found.shares.clip_low, found.shares.clip_high) == (0, 0)
+        assert (found.loss_metrics["clipped_low_share"], found.loss_metrics["clipped_high_share"]) == (0, 0)
 
 
 def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,5 +133,5 @@ def test_a_pass_for_entropies_has_the_code_of_the_update(monkeypatch: pytest.Mon
 @pytest.mark.timeout(600)
 def test_gspo_keeps_its_gradient_where_layers_are_compiled_in_bf16() -> None:
     plain, compiled = (learnt(loss="gspo", compile_layers=compiles) for compiles in (False, True))
-    assert (compiled.shares.clip_low, compiled.shares.clip_high) == (0, 0)
+    assert (compiled.loss_metrics["clipped_low_share"], compiled.loss_metrics["clipped_high_share"]) == (0, 0)
     assert compiled.grad_norm == pytest.approx(plain.grad_norm, rel=0.02)

@@ -27,7 +27,7 @@ from bridge.rollouts.agent_runs import Run, conversations, scored
 from bridge.rollouts.conversation import FORMATS, Conversation, parsed
 from bridge.rollouts.recorder import Recorder
 from bridge.rollouts.recording import Recording
-from bridge.run import measuring, trackers
+from bridge.run import measuring, reporting
 from bridge.run.run_directory import RunDirectory
 from bridge.scoring.agent import Agent
 from bridge.scoring.score import FailedScore, Origin, Score, score_one
@@ -36,7 +36,7 @@ from bridge.scoring.tools import Reply, Tools
 from bridge.scoring.wire import HEADER, packed, read
 from bridge.types import Completion, Group, Problem, Unscored
 from bridge_cli import console
-from bridge_cli.report import command
+from bridge_cli import report as command
 from tests.cli import report_runs
 from tests.models import chat, tiny
 from tests.unit import hostile_texts
@@ -142,7 +142,7 @@ def test_hostile_text_is_logged_without_control_characters(
     defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", num_steps=4).path)
     terminal = (tmp_path / "terminal").open("w", encoding="utf-8")
     monkeypatch.setattr(console, "people", Console(file=terminal, soft_wrap=True, force_terminal=True, width=80))
-    writer = trackers.TensorBoard(TrainConfig.of(model_name="m"), run, 1)
+    writer = reporting.TensorBoard(TrainConfig.of(model_name="m"), run, 1)
     metrics = report_runs.metrics(5, 5)
     for number, text in enumerate(texts):
         with defects.of("event", text):
@@ -159,7 +159,7 @@ def test_hostile_text_is_logged_without_control_characters(
                     deep = [deep]
                 run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
             with defects.of("sample", text):
-                writer.log(number, metrics.curves(), trackers._sample_text([group]))
+                writer.log(number, metrics.curves(), reporting._sample_text([group]))
     with closing(terminal), defects.of("report", ""):
         writer.close(failed=False)
         command.write([run.path], run.report)

@@ -18,6 +18,7 @@ from bridge.errors import UsageError
 from bridge.learn import learner as module
 from bridge.learn import opening, policy_loss, reference
 from bridge.learn.learner import Learner, Learnt
+from bridge.learn.policy_loss import Sums
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
@@ -218,7 +219,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *odd: Callable[[Tensor], Tensor] |
     """Apply one entry of `odd` to the loss per call, then none; return the call counter."""
     original, calls = policy_loss.policy_loss, [0]
 
-    def bent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def bent(*arguments: Any) -> tuple[Tensor, Sums]:
         calls[0] += 1
         loss, statistics = original(*arguments)
         change = odd[calls[0] - 1] if calls[0] <= len(odd) else None
@@ -310,7 +311,9 @@ def test_later_updates_are_by_ratios_to_the_weights_before_the_first(
     num_tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert learnt.num_tokens == num_tokens
     assert sum(clipped) > 0
-    assert learnt.shares.clip_low + learnt.shares.clip_high == pytest.approx(sum(clipped) / (num_tokens * passes))
+    assert learnt.loss_metrics["clipped_low_share"] + learnt.loss_metrics["clipped_high_share"] == pytest.approx(
+        sum(clipped) / (num_tokens * passes)
+    )
 
 
 def test_what_is_compared_with_the_server_is_the_model_before_the_first_update(groups: list[Group]) -> None:
@@ -397,7 +400,7 @@ def test_a_divergence_is_from_the_frozen_reference(
         kl_coef=0.5, kl_in_reward=in_reward, reference_model=str(folder),
     )  # fmt: skip
     assert distance(moved(weights(model), before), moved(expected, before)) < CLOSE * 10
-    assert learnt.shares.kl > 0.01
+    assert learnt.loss_metrics["kl"] > 0.01
 
 
 def test_completions_without_an_advantage_are_still_kept_near_the_reference(groups: list[Group]) -> None:
@@ -618,7 +621,7 @@ def test_what_is_interrupted_leaves_nothing_and_is_done_over(
     nothing = learner.learnt()
     assert (nothing.num_updates, nothing.loss, nothing.grad_norm, nothing.entropy) == (0, 0, 0, 0)
     assert math.isnan(nothing.mismatch.mean)
-    assert math.isnan(nothing.shares.clip_low)
+    assert math.isnan(nothing.loss_metrics["clipped_low_share"])
     learner.prepare()
     learner.write()
     assert learner.learnt() == expected

@@ -147,9 +147,8 @@ def test_report_reads_the_run_of_a_loop(attach: Attach, tmp_path: Path) -> None:
     assert [*run.column("my_metric")] == [1.0, 4.0, 9.0]
     assert [*run.column("parts/second")] == [1.0, 2.0, 3.0]
     assert (run.column("step_s") > 0).all()
-    view = page.view("run", run)
-    assert view.status[0] == "finished"
-    text = page.html([view])
+    assert page.status(run)[0] == "finished"
+    text = page.html([run])
     assert "Other metrics" in text
     assert "my_metric" in text
     assert "parts: second" in text

@@ -1,6 +1,5 @@
 """The trainer against a fake server: its steps, and what each way of ending leaves behind."""
 
-import dataclasses
 import json
 import math
 import os
@@ -18,11 +17,12 @@ from bridge.config import TrainConfig
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn import learner, policy_loss
 from bridge.learn.learner import Learner
+from bridge.learn.policy_loss import Sums
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
 from bridge.run import checkpoint, measuring
-from bridge.run.metrics import StepMetrics
+from bridge.run.metrics import RECORDED
 from bridge.run.run_directory import RunDirectory, to_json
 from bridge.types import Completion, Problem
 from tests.cli import report_runs
@@ -40,8 +40,7 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
         before = run.weights()
         summary = run.train(eval_samples=2)
         assert run.mode.calls == ["open", "publish", "publish", "publish", "catch up", "close"]
-        names = [field.name for field in dataclasses.fields(StepMetrics)]
-        assert [list(row) for row in run.metrics] == [names] * STEPS
+        assert [tuple(row) for row in run.metrics] == [RECORDED] * STEPS
         for step, row in enumerate(run.metrics, start=1):
             assert (row["step"], row["weight_version"], row["tokens_generated"]) == (step, 3 + step, 24)
             assert (row["fence_pause_s"], row["fence_write_s"], row["fence_publish_s"]) == (0.25, 0.5, 1.0)
@@ -144,7 +143,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the gradient of these steps non-finite; each has one micro-batch."""
     original, calls = policy_loss.policy_loss, 0
 
-    def bent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def bent(*arguments: Any) -> tuple[Tensor, Sums]:
         nonlocal calls
         calls += 1
         loss, statistics = original(*arguments)
@@ -428,7 +427,7 @@ def test_an_interrupt_while_gradients_are_computed_costs_no_published_step(
 ) -> None:
     original, calls = policy_loss.policy_loss, 0
 
-    def interrupted(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def interrupted(*arguments: Any) -> tuple[Tensor, Sums]:
         nonlocal calls
         calls += 1
         if calls == 3:

@@ -12,14 +12,18 @@ from typing import Any, Literal
 from bridge.core.foreign_code import foreign_code, source_file
 from bridge.errors import UsageError
 
-Choice = Literal["environment", "reward"]
+Choice = Literal["environment", "reward", "loss"]
 """The choice that names the object: its flag without the dashes."""
-FORMS: Mapping[Choice, str] = {"environment": "path/to/file.py:ClassName", "reward": "path/to/file.py:function"}
-NOUNS: Mapping[Choice, str] = {"environment": "class", "reward": "function"}
+FORMS: Mapping[Choice, str] = {
+    "environment": "path/to/file.py:ClassName",
+    "reward": "path/to/file.py:function",
+    "loss": "path/to/file.py:function",
+}
+NOUNS: Mapping[Choice, str] = {"environment": "class", "reward": "function", "loss": "function"}
 
 
 def find(choice: Choice, name: str) -> Any:
-    """Return the class of an environment or the function of a reward that `name`, `file.py:Name`, refers to.
+    """Return the class of an environment or the function of a reward or a loss that `name`, `file.py:Name`, refers to.
 
     While the file is loaded its folder comes first on `sys.path`, as when Python runs the file, so it can import its
     neighbors; imports inside functions that run later find only those that are imported already.
