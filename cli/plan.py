@@ -21,7 +21,7 @@ from bridge.planning import memory
 from bridge.planning.memory import GIB, SERVERS_GPU, Need
 from bridge.planning.model_size import ModelSize, folder_of
 from bridge.run.run_directory import RunDirectory
-from cli import accelerator, console, ranks
+from cli import accelerator, console, layout
 from cli.options import Json, from_config, option
 from cli.plan_rows import Limits, Row, command, plan_rows
 
@@ -96,8 +96,8 @@ def plan(
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
-    tp_size = ranks.tp_size(train, serve)
-    replicated = train.changed(gpus=ranks.dp_size(train, tp_size))
+    tp_size = layout.tp_size(train, serve)
+    replicated = train.changed(gpus=layout.dp_size(train, tp_size))
     limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     fitting = [row for row in rows if not row.lacking_gib]

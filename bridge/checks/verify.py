@@ -6,7 +6,6 @@ compared instead.
 
 import json
 import math
-import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -255,7 +254,7 @@ def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeo
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     asked = [[each.prompt_token_ids, [[one.token_ids, one.logprobs] for one in each.completions]] for each in groups]
-    told = json.dumps([secrets.token_hex(), asked])
+    told = json.dumps(asked)
 
     def computed(part: int) -> str:
         ended = run_module(PART, str(path), str(part), str(port), timeout_s=timeout_s, stdin=told)
