@@ -259,7 +259,7 @@ def test_two_hosts_meet_and_the_one_with_the_rendezvous_is_first(networks: Netwo
 
 def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_path: Path) -> None:
     def start(number: int, restarts: int) -> Launched:
-        body = "if resumes:\n    world.barrier()\n    return\n" + WAITS
+        body = "if world.broadcast_object(resumes):\n    return\n" + WAITS
         return Launched(
             tmp_path / str(number), body, count=1, inside=networks[number], hosts=2, rendezvous=PLACE, restarts=restarts
         )
