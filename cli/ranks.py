@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from bridge.run.metrics import Summary
 
 MAIN = "from cli.ranks import main; main()"
-JOIN_LIMIT_S = 600.0
-"""Longest wait for the other ranks."""
 OF_ELASTIC = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -104,10 +102,9 @@ class Place:
             device = torch.device("cuda", self.rank % self.tp_size)
             torch.cuda.set_device(device)
         listener = socket.create_server((self.address, self.port)) if self.rank == 0 else None
-        deadline = time.monotonic() + JOIN_LIMIT_S
         ranks = Ranks.join(
             self.rank, self.world_size, tp_size=self.tp_size, host=self.address, port=self.port, device=device,
-            listener=listener, can_come=lambda: time.monotonic() < deadline,
+            listener=listener,
         )  # fmt: skip
         (self.scratch / f"{self.local_rank}.joined").touch()
         return ranks

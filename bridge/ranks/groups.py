@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,8 @@ OBJECT_LIMIT = timedelta(hours=24)
 """Longest wait for another rank's object: that rank may be starting a server or sampling."""
 DEVICE_LIMIT = timedelta(minutes=5)
 """Longest wait for a tensor of another rank."""
+MEET_LIMIT_S = 600.0
+"""Longest wait for all ranks."""
 SILENCE_S = 30
 """A connection to a host that lost its power is given up after this time; gloo alone would wait for its timeout."""
 POLL_S = 0.1
@@ -30,7 +32,6 @@ def meet(
     port: int,
     device: torch.device,
     listener: socket.socket | None,
-    can_come: Callable[[], bool],
 ) -> tuple[Any, set[int]]:
     """Make the default group, and return a store for the watch and the group's connections.
 
@@ -43,9 +44,10 @@ def meet(
         master_listen_fd=None if listener is None else listener.detach(),
     )  # fmt: skip
     store.set(str(rank), "")
+    deadline = time.monotonic() + MEET_LIMIT_S
     while not store.check([*map(str, range(world_size))]):
-        if not can_come():
-            raise RankError("another rank ended before it was ready", remedy="see what it wrote")
+        if time.monotonic() > deadline:
+            raise RankError("another rank ended before it was ready", remedy="its output says why")
         time.sleep(POLL_S)
     before = sockets()
     dist.init_process_group(

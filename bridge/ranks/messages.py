@@ -1,6 +1,6 @@
 """What ranks send each other: JSON, so that no message can run code. Numbers keep every bit.
 
-Besides JSON's own types it carries tuples, dictionaries with any keys, bytes, paths, tensors, and the dataclasses and
+Besides JSON's own types it carries tuples, dictionaries with any keys, paths, tensors, and the dataclasses and
 pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096 tokens takes milliseconds.
 
 Source: "Using distributed features" in PyTorch's SECURITY.md.
@@ -174,13 +174,11 @@ def _text(content: bytes) -> str:
 
 ENCODERS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (dict, "dict", lambda value: [[_encoded(key), _encoded(item)] for key, item in value.items()]),
-    (bytes, "bytes", _text),
     (Path, "path", str),
     (Tensor, "tensor", _encoded_tensor),
 )
 DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "dict": lambda content: {_decoded(key): _decoded(item) for key, item in content},
-    "bytes": base64.b64decode,
     "path": Path,
     "tensor": _decoded_tensor,
     "tuple": lambda content: tuple(_decoded(content)),

@@ -55,18 +55,15 @@ class Ranks(Tensors):
         device: torch.device,
         host: str = LOOPBACK,
         listener: socket.socket | None = None,
-        can_come: Callable[[], bool] = lambda: True,
     ) -> "Ranks":
         """Meet the other ranks at `port` of `host`, where rank 0 listens with `listener`.
-
-        It waits for as long as `can_come` is true; an interrupt ends the wait.
 
         Raises:
             RankError: one did not come.
         """
         ranks = cls(rank, world_size, tp_size)
         with ranks._errors_of_torch(), groups.noticing_silence():
-            store, connections = groups.meet(rank, world_size, host, port, device, listener, can_come)
+            store, connections = groups.meet(rank, world_size, host, port, device, listener)
             ranks._watch = Watch(store, device, rank, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
             ranks._objects = groups.object_group(None)

@@ -31,6 +31,7 @@ from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
+from bridge.ranks import groups as groups_of_torch
 from bridge.ranks import world
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, trainer
@@ -705,11 +706,11 @@ def test_ranks_cannot_be_reached_from_another_host() -> None:
         assert all(ipaddress.ip_address(each).is_loopback for each in addresses), addresses
 
 
-def test_the_first_rank_does_not_wait_for_one_that_ended() -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_of_torch, "MEET_LIMIT_S", 0.2)
     listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
-    port = listener.getsockname()[1]
     with pytest.raises(RankError, match="ended before it was ready"):
-        Ranks.join(0, 2, port=port, device=cpu, listener=listener, can_come=lambda: False)
+        Ranks.join(0, 2, port=listener.getsockname()[1], device=cpu, listener=listener)
 
 
 class Interrupting(Reporter):
