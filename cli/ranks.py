@@ -8,18 +8,17 @@ Not covered: how ranks are started and restarted (`launcher.py`), what they exch
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from bridge.config import ServeConfig, TrainConfig
@@ -29,6 +28,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
 from bridge.types import Environment
 from cli import ending, layout, signals
+from cli.leash import PR_SET_PDEATHSIG
 from cli.serve import free_port, prepare
 from cli.server_command import ServerCommand
 from cli.server_process import StartedServer, reachable
@@ -47,8 +47,6 @@ OF_ELASTIC = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 }  # fmt: skip
 """Variables that TorchElastic or the launcher sets: vLLM and other libraries would take them for their own."""
-DEATH_S = 0.1
-"""Time for the kernel to give this process another parent, after the signal that reports the parent's death."""
 LOST = 1
 """Exit code of a rank that lost another one: TorchElastic restarts all."""
 
@@ -290,21 +288,14 @@ def main() -> None:
     """Run the command that the launcher was given, as one of its ranks, and exit."""
     from cli import main as command
 
+    # SIGTERM at the launcher's death would be an interrupt, on which all ranks agree; this host is lost
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     place = Place.of_elastic(settings)
     if place.local_rank:
         place.log_to(place.scratch / f"{place.local_rank}.log")
     sys.excepthook = command.report_bug
     on_signal = signals.prepare()
-    launcher = os.getppid()
-
-    def on_term(number: int, frame: FrameType | None) -> None:
-        time.sleep(DEATH_S)
-        if os.getppid() != launcher:
-            os._exit(128 + number)  # the launcher was killed: this is no interrupt, on which all ranks would agree
-        on_signal(number, frame)
-
-    signal.signal(signal.SIGTERM, on_term)
     PLACE.set(place)
     if place.run_dir.exists():
         arguments = ending.changed(arguments, {"run_dir": str(place.run_dir.resolve())})
