@@ -74,24 +74,7 @@ def demo(
         _write_model(model_only)
         return
     check_software(device)
-    model = demo_model_folder()
-    serve = ServeConfig(
-        model=str(model),
-        port=free_port(HOST),
-        device=device,
-        gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
-        vllm_config_path=RunDirectory(out).manifest,
-    )
-    train = TrainConfig.of(
-        model_name=str(model),
-        training_steps=steps,
-        lr=LEARNING_RATE,
-        batch_size=128,
-        max_new_tokens=4,
-        eval_samples=16,
-        run_dir=out,
-        gpus=gpus,
-    )
+    serve, train = _choices(out, steps, device, gpus)
     with ranks.joined(train, serve) as world:
         job = Job(serve=serve, chosen=train, environment=load_environment(train), start_limit_s=START_LIMIT_S)
         opened = Opened(train=train, run_dir=out, resume=None)
@@ -110,6 +93,28 @@ def demo(
         console.data(json.dumps(document))
     if not document["passed"]:
         raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def _choices(out: Path, steps: int, device: Device, gpus: int) -> tuple[ServeConfig, TrainConfig]:
+    model = demo_model_folder()
+    serve = ServeConfig(
+        model=str(model),
+        port=free_port(HOST),
+        device=device,
+        gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
+        vllm_config_path=RunDirectory(out).manifest,
+    )
+    train = TrainConfig.of(
+        model_name=str(model),
+        training_steps=steps,
+        lr=LEARNING_RATE,
+        batch_size=128,
+        max_new_tokens=4,
+        eval_samples=16,
+        run_dir=out,
+        gpus=gpus,
+    )
+    return serve, train
 
 
 def _write_model(folder: Path) -> None:

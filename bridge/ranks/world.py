@@ -34,7 +34,8 @@ class Ranks(Tensors):
 
     def __init__(self, rank: int = 0, world_size: int = 1, tp_size: int = 1) -> None:
         super().__init__(rank, world_size, tp_size)
-        self.dp_rank, self.tp_rank = divmod(rank, tp_size)
+        self.dp_rank = rank // tp_size
+        self.tp_rank = rank % tp_size
         self.dp_size = world_size // tp_size
         self._objects: dist.ProcessGroup | None = None
         """gloo group for objects: one, because a rank outside a fence may report to those inside why it failed."""
