@@ -118,6 +118,19 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    """Kill the launchers of a test that failed; their ranks end with them."""
+    yield
+    while RUNNING:
+        process = RUNNING.pop()
+        process.kill()
+        process.wait()
+
+
+RUNNING: list[subprocess.Popen[bytes]] = []
+
+
 class Launched:
     """A launcher in a process of its own."""
 
@@ -128,6 +141,7 @@ class Launched:
         argv = [*inside, sys.executable, "-c", LAUNCHER, rank(body), given, str(count), str(folder)]
         with (folder / "launcher.out").open("ab") as output:
             self.process = subprocess.Popen(argv, stdout=output, stderr=output, env=dict(os.environ), cwd=folder)
+        RUNNING.append(self.process)
 
     @property
     def output(self) -> str:
