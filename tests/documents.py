@@ -115,7 +115,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
     "docs/scaling.md": {
         "bridge run --model MODEL --gpus 4 --batch-size 256": GPUS,
         "bridge run --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_tensor_parallel.py"),
-        "export BRIDGE_SECRET=...": tested("tests/cpu/test_hosts.py"),
+        "bridge run --model MODEL --gpus 8 --hosts 2 --rendezvous 10.0.0.1:29400 --batch-size 256": tested(
+            "tests/cpu/test_hosts.py"
+        ),
         "bridge run --ray --model MODEL --gpus 8 --hosts 2 --batch-size 256 --save-path /shared/saved --restarts 3": (
             tested("tests/cli/test_on_ray.py")
         ),

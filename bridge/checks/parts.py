@@ -23,17 +23,14 @@ from bridge.weights.attach import attach
 
 def run(path: str, part: str, port: str) -> None:
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
-    key, asked = json.load(sys.stdin)
-    groups = [_group(*each) for each in asked]
+    groups = [_group(*each) for each in json.load(sys.stdin)]
     found, own = manifest.load(Path(path)), int(part)
     uuid, count = found.shard(own).gpu_uuid, found.tp_degree
     device = torch.device("cpu") if uuid is None else cuda_ipc.device_of(uuid)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     listener = socket.create_server((LOOPBACK, int(port))) if own == 0 else None
-    ranks = Ranks.join(
-        own, count, tp_size=count, port=int(port), device=device, key=bytes.fromhex(key), listener=listener
-    )
+    ranks = Ranks.join(own, count, tp_size=count, port=int(port), device=device, listener=listener)
     try:
         attached = attach(found, own, num_parts=count)
         divide(attached.model, attached.cuts, ranks.tp_group.process_group)

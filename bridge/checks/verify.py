@@ -6,7 +6,6 @@ compared instead.
 
 import json
 import math
-import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -239,7 +238,7 @@ def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeo
     tokens = [
         [group.prompt_token_ids, [[one.token_ids, one.logprobs] for one in group.completions]] for group in groups
     ]
-    sampled = json.dumps([secrets.token_hex(), tokens])
+    sampled = json.dumps(tokens)
 
     def computed(part: int) -> str:
         ended = run_child("logprobs", str(path), str(part), str(port), timeout_s=timeout_s, stdin=sampled)

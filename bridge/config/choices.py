@@ -22,9 +22,7 @@ from bridge.core.foreign_code import described, said
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
-HOSTS_KNOW = "BRIDGE_SECRET"
-"""Variable with what the hosts of one run know and nobody else does: others can read a flag in a list of processes."""
-NO_CHOICES = {"BRIDGE_MANIFEST_PATH", HOSTS_KNOW}
+NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
 """Variables that are no choices of a command."""
 
 

@@ -256,8 +256,7 @@ class TrainConfig(Config):
     hosts: int = Field(default=1, ge=1)
     """Hosts to train on, with --gpus on each; the same command is started on every one of them."""
     rendezvous: str | None = None
-    """Where the hosts meet, HOST:PORT: an address of one of them, which runs the first rank, and a free port there. Set
-    BRIDGE_SECRET to the same value on every host."""
+    """Where the hosts meet, HOST:PORT: an address of one of them, which runs the first rank, and a free port there."""
     restarts: int = Field(default=0, ge=0)
     """When a rank or a host is lost, resume from the newest checkpoint up to this many times; the remaining hosts wait
     for the lost one to be started again."""

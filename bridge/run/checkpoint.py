@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -249,17 +250,28 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MARKER_NAME).is_file()
 
 
-def marker(folder: Path) -> str | None:
-    """Return what tells the checkpoint in `folder` from any other one; None if there is none that can be read."""
+def check_on_all_hosts(folder: Path, ranks: Ranks) -> None:
+    """Check that every host sees the first rank's checkpoint in `folder`; called by all ranks.
+
+    Raises:
+        CheckpointError: one does not.
+    """
+    hosts = ranks.all_gather_object((socket.gethostname(), fingerprint(folder)))
+    for name, marker in hosts:
+        if marker != hosts[0][1]:
+            found = "has no checkpoint" if marker is None else "has another checkpoint"
+            raise CheckpointError(
+                f"{name} {found} in {folder.absolute()}, and {hosts[0][0]} has the one to resume from",
+                remedy="keep checkpoints in a folder that all hosts share, with --save-path",
+            )
+
+
+def fingerprint(folder: Path) -> str | None:
+    """Return the digest of a checkpoint's marker; None if there is none that can be read."""
     try:
         return hashlib.sha256((folder / MARKER_NAME).read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of every file of a checkpoint, the marker last."""
-    return {name: path.stat().st_size for name, path in (*_files(folder).items(), (MARKER_NAME, folder / MARKER_NAME))}
 
 
 def read(folder: Path) -> Found:

@@ -31,7 +31,7 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
-from bridge.run import delivery, measuring
+from bridge.run import checkpoint, measuring
 from bridge.run.checkpoint import Checkpoints, Found
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
@@ -382,7 +382,7 @@ class Trainer:
         if self._written:
             newest = self._save()
             self._checkpoints.pin(newest)
-            delivery.deliver(newest, self._ranks)
+            checkpoint.check_on_all_hosts(newest, self._ranks)
         if self._sleeps:
             self._learner.forget()  # the new server needs its memory for the KV cache
         if self._opened.device.type == "cuda":

@@ -43,6 +43,8 @@ def _leave_guard(parent: int) -> None:
 
 def _guard(parent: int, program: int, session: int) -> None:
     """Wait until the session is empty; once the parent has ended, kill what is left of it after GRACE_S."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are the program's: a whole group may get them
     _forget_environment()
     _wait([parent, program], None)
     deadline = None

@@ -101,7 +101,7 @@ def bridge(
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    sys.excepthook = _report_bug
+    sys.excepthook = report_bug
     on_signal = signals.prepare()
     sys.exit(on_signal.exit_code(answer(sys.argv[1:])))
 
@@ -142,6 +142,6 @@ def _usage(error: TyperException) -> tuple[str, str]:
     return f"no such flag: {flag}", f"{command} --help{passes_on}"
 
 
-def _report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+def report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
     console.note(REPORT)

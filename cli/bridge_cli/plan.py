@@ -19,7 +19,7 @@ from bridge.planning import memory
 from bridge.planning.memory import GIB, SERVERS_GPU
 from bridge.planning.model_size import ModelSize, folder_of
 from bridge.planning.setups import Limits, Row, command, plan_rows
-from bridge_cli import accelerator, console, ranks
+from bridge_cli import accelerator, console, layout
 from bridge_cli.options import Json, from_config, option
 
 SHOWN = {
@@ -107,8 +107,8 @@ def planned(serve: ServeConfig, train: TrainConfig, gpu_gib: float | None, host_
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
     host_bytes = left_bytes() if gpu_gib is None else math.inf
     host_bytes = host_bytes if host_gib is None else host_gib * GIB
-    tp_size = ranks.tp_size(train, serve)
-    replicated = train.changed(gpus=ranks.dp_size(train, tp_size))
+    tp_size = layout.tp_size(train, serve)
+    replicated = train.changed(gpus=layout.dp_size(train, tp_size))
     limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     best = next((row for row in rows if not row.lacking_gib), None)

@@ -31,8 +31,8 @@ from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
+from bridge.ranks import groups as groups_of_torch
 from bridge.ranks import world
-from bridge.ranks.messages import Messages
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, trainer
 from bridge.run.checkpoint import Found, Progress
@@ -42,7 +42,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Trainer
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.several_ranks import KEY, LIMIT_S, START, on_ranks
+from tests.unit.several_ranks import LIMIT_S, START, on_ranks
 from tests.unit.test_learner import (
     FAR,
     base,
@@ -706,51 +706,11 @@ def test_ranks_cannot_be_reached_from_another_host() -> None:
         assert all(ipaddress.ip_address(each).is_loopback for each in addresses), addresses
 
 
-class Planted:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.place.touch, ()
-
-
-def planted(ranks: Ranks, place: Path, key: bytes) -> None:
-    """Tell the others something that does harm, without their key."""
-    if ranks.rank == 1:
-        ranks._messages = Messages(1, 2, key)
-        ranks._messages.exchanged(Planted(place), ranks._limited())
-    ranks.all_gather_object(None)
-
-
-@pytest.mark.parametrize("key", [b"", b"a guess"])
-def test_what_was_not_sent_by_the_run_is_not_unpickled(tmp_path: Path, key: bytes) -> None:
-    first, _ = on_ranks(2, planted, tmp_path / "harm", key)
-    assert isinstance(first, RankError)
-    assert "in the place of rank 1 was not sent by this run" in str(first)
-    assert not (tmp_path / "harm").exists()
-    on_ranks(2, planted, tmp_path / "harm", KEY)
-    assert (tmp_path / "harm").exists(), "the test plants nothing"
-
-
-def replayed(ranks: Ranks) -> None:
-    """Tell the same message again."""
-    ranks.all_gather_object("once")
-    if ranks.rank == 1:
-        ranks._messages.count -= 1
-    ranks.all_gather_object("once")
-
-
-def test_a_message_is_valid_once() -> None:
-    assert all(isinstance(each, RankError) for each in on_ranks(2, replayed))
-
-
-def test_the_first_rank_does_not_wait_for_one_that_ended() -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_of_torch, "MEET_LIMIT_S", 0.2)
     listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
-    port = listener.getsockname()[1]
     with pytest.raises(RankError, match="ended before it was ready"):
-        Ranks.join(0, 2, port=port, device=cpu, key=b"", listener=listener, can_come=lambda: False)
+        Ranks.join(0, 2, port=listener.getsockname()[1], device=cpu, listener=listener)
 
 
 class Interrupting(Reporter):

@@ -1,7 +1,6 @@
-"""What must be equal on all hosts of one run, and the first difference.
+"""What must be equal on all hosts of one run: it is compared once, before anything is started.
 
-Not covered: how hosts tell each other (`rendezvous.py`), and the weights, which are compared once they are served
-(`bridge/modes/patched_server.py`).
+Not covered: the weights, which are compared once they are served (`bridge/modes/patched_server.py`).
 """
 
 import hashlib
@@ -11,16 +10,20 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bridge
 from bridge.checks import model, software
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.core import private
+from bridge.errors import UsageError
+
+if TYPE_CHECKING:
+    from bridge.ranks.world import Ranks
 
 Facts = Mapping[str, str]
-"""What must be equal, by the name for a person."""
+"""What must be equal, by its name in messages."""
 HOST = "host"
 OWN = {
     "run_dir", "save_path", "resume", "restarts", "rendezvous", "port", "host", "vllm_port", "vllm_host", "server_url",
@@ -32,15 +35,24 @@ LONGEST = 60
 """Characters of a value in the message."""
 
 
+def check(ranks: "Ranks", train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> None:
+    """Compare all hosts with the first one; called by all ranks.
+
+    Raises:
+        UsageError: one differs.
+    """
+    first, *others = ranks.run_and_gather(lambda: facts(train, serve, vllm_flags))
+    if differing := next(filter(None, (difference(first, other) for other in others)), None):
+        raise UsageError(differing, remedy=REMEDY)
+
+
 def facts(train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> Facts:
-    """Return what must be equal on all hosts, the most telling first."""
-    found = {HOST: socket.gethostname(), **dict(_software())}
+    """Return what must be equal on all hosts, the most general first."""
+    known = {HOST: socket.gethostname(), **dict(_software())}
     for config in (train, serve):
-        found |= dict(_choices(config))
-    found["vLLM's flags"] = " ".join(private.shown_arguments(vllm_flags))
-    for name, digest in _files(train):
-        found[name] = digest
-    return found
+        known |= dict(_choices(config))
+    known["vLLM's flags"] = " ".join(private.shown_arguments(vllm_flags))
+    return known | dict(_files(train))
 
 
 def difference(ours: Facts, theirs: Facts) -> str | None:
