@@ -24,6 +24,9 @@ from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
+from bridge.processes.server_command import prepare
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
@@ -33,8 +36,6 @@ from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from bridge_cli.demo import demo_model_folder
-from bridge_cli.serve import free_port, prepare
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 
 REFERENCE, PLAIN = "float32 master", "bf16"

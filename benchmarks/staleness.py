@@ -33,6 +33,9 @@ from bridge.core import whole_folder
 from bridge.learn import learner
 from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
+from bridge.processes.server_command import prepare
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
@@ -45,8 +48,6 @@ from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from bridge_cli import demo_model
 from bridge_cli.demo import GPU_SHARE, LEARNING_RATE, demo_model_folder
-from bridge_cli.serve import free_port, prepare
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 
 TASKS = ("sums", "counting")
@@ -230,7 +231,7 @@ def counting_model() -> Path:
     folder = demo_model.cache_folder() / f"counting-{WARM_UP_STEPS}x{WARM_UP_BATCH}"
     if folder.is_dir():
         return folder
-    tokenizer = demo_model._tokenizer()
+    tokenizer = demo_model.demo_tokenizer()
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     draw, problems = random.Random(0), list(Counting())  # noqa: S311  no secret is made of it
     say("counting: making a model")
@@ -240,7 +241,9 @@ def counting_model() -> Path:
     for step in range(WARM_UP_STEPS):
         slips = step > 0.8 * WARM_UP_STEPS
         examples = [
-            (str(problem["prompt"]), slipped(problem["answer"], draw) if slips else str(problem["answer"]), 1.0)
+            demo_model.answered(
+                str(problem["prompt"]), slipped(problem["answer"], draw) if slips else str(problem["answer"])
+            )
             for problem in draw.sample(problems, WARM_UP_BATCH)
         ]
         cosine = 0.5 * (1 + math.cos(math.pi * step / WARM_UP_STEPS))

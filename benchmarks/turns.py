@@ -39,7 +39,7 @@ from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Problem
-from bridge_cli.tiny_model import TEMPLATE
+from bridge_cli.demo_model import TEMPLATE
 from bridge_environments import registry
 
 AIM = 0.8

@@ -26,7 +26,7 @@ Words (each has one meaning everywhere in this repository):
 - *mode*: how new weights reach vLLM.
 - *rollout*, *group*: one sampled completion with its reward; the rollouts of one prompt.
 
-May import: neither `patches`, `environments` nor `cli`, but for `serve`; neither vLLM, typer nor rich.
+May import: neither `patches`, `environments` nor `cli`; neither vLLM, typer nor rich.
 """
 
 import importlib
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from bridge.config import ComputeConfig, LossConfig, SamplingConfig
     from bridge.errors import BridgeError
     from bridge.learn.own_loss import LossTensors
-    from bridge.library import attach, policy_loss, samples
+    from bridge.library import attach, policy_loss, samples, serve
     from bridge.passes.packing import MicroBatch, Sample
     from bridge.policy import Policy
     from bridge.server.fence import FenceTimes
     from bridge.trl import for_trl
     from bridge.types import Completion, Group
-    from bridge_cli.serving import serve
 
 __version__ = "0.1.0"
 __all__ = [
@@ -70,13 +69,12 @@ _PLACES = {
     "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
     "bridge.errors": ("BridgeError",),
     "bridge.learn.own_loss": ("LossTensors",),
-    "bridge.library": ("attach", "policy_loss", "samples"),
+    "bridge.library": ("attach", "policy_loss", "samples", "serve"),
     "bridge.passes.packing": ("MicroBatch", "Sample"),
     "bridge.policy": ("Policy",),
     "bridge.server.fence": ("FenceTimes",),
     "bridge.trl": ("for_trl",),
     "bridge.types": ("Completion", "Group"),
-    "bridge_cli.serving": ("serve",),
 }
 """Module -> names that are imported from it when they are first used."""
 

@@ -11,11 +11,12 @@ from rich.table import Table
 from bridge.checks import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
+from bridge.processes.server_command import prepare
+from bridge.processes.start_checks import check_software, free_port
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import console, ranks, report
 from bridge_cli.options import Json
 from bridge_cli.ranks import Job, Opened, trained
-from bridge_cli.serve import check_software, free_port, prepare
 from bridge_cli.steps import duration
 from bridge_cli.train import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
@@ -117,10 +118,10 @@ def _choices(out: Path, steps: int, device: Device, gpus: int) -> tuple[ServeCon
 
 
 def _write_model(folder: Path) -> None:
-    from bridge_cli import tiny_model
+    from bridge_cli import demo_model
 
     with console.waiting(f"Writing a tiny model to {folder}") as detail:
-        tiny_model.write(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
+        demo_model.write_tiny(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
     console.note(f"to train it: bridge run --model {shlex.quote(str(folder))} --environment my_task.py:MyTask")
 
 
@@ -160,7 +161,7 @@ def demo_model_folder() -> Path:
 
 
 def _train_and_verify(world: "Ranks", job: Job, opened: Opened, run: RunDirectory) -> tuple["Summary", list[Check]]:
-    command = prepare(job.serve, [])
+    command = prepare(job.serve, [], output=console)
     write_json(run.server_config, job.serve.document())
     with trained(world, job, opened, run, command) as summary:
         console.note("verifying on the same live server")

@@ -33,9 +33,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from bridge.config import TrainConfig
 from bridge.core.interrupt import SIGNALS
 from bridge.errors import BridgeError, RankError, UsageError
+from bridge.processes import children
 from bridge.ranks.groups import noticing_silence
 from bridge.ranks.world import INTERFACES, LOOPBACK
-from bridge_cli import children, console, ending
+from bridge_cli import console, ending
 from bridge_cli.layout import Layout
 from bridge_cli.ranks import MAIN, OF_ELASTIC
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bridge.checks import model
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge_cli import accelerator
+from bridge.processes import accelerator
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_PORT = 65535

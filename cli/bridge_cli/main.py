@@ -126,7 +126,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 def _usage(error: TyperException) -> tuple[str, str]:
     """Return the message and the hint for a command line that cannot be parsed."""
-    from bridge.config import borrowed
+    from bridge.config import declaration
 
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "bridge"
@@ -134,7 +134,7 @@ def _usage(error: TyperException) -> tuple[str, str]:
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()
         return message[0].lower() + message[1:], f"{command} --help"
-    if hint := borrowed.hint(flag):
+    if hint := declaration.hint(flag):
         return f"no such flag: {flag}", hint
     if near := sorted(error.possibilities or ()):
         return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"

@@ -17,8 +17,9 @@ from typing import Any
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import ENVIRONMENT_PREFIX
 from bridge.errors import RankError, UsageError
-from bridge_cli import children, console, ending, layout
-from bridge_cli.serve import free_port
+from bridge.processes import children
+from bridge.processes.start_checks import free_port
+from bridge_cli import console, ending, layout
 
 LIMIT_S = 600.0
 """Longest wait for nodes: a cluster that grows starts them first."""

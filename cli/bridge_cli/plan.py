@@ -19,7 +19,8 @@ from bridge.planning import memory
 from bridge.planning.memory import GIB, SERVERS_GPU
 from bridge.planning.model_size import ModelSize, folder_of
 from bridge.planning.setups import Limits, Row, command, plan_rows
-from bridge_cli import accelerator, console, layout
+from bridge.processes import accelerator
+from bridge_cli import console, layout
 from bridge_cli.options import Json, from_config, option
 
 SHOWN = {

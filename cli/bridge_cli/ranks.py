@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import RankError, UsageError
+from bridge.processes.leash import PR_SET_PDEATHSIG
+from bridge.processes.server_command import ServerCommand, prepare
+from bridge.processes.server_process import StartedServer, reachable
+from bridge.processes.start_checks import free_port
+from bridge.processes.vllm_flags import value
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
 from bridge.types import Environment
-from bridge_cli import ending, layout, signals
-from bridge_cli.leash import PR_SET_PDEATHSIG
-from bridge_cli.serve import free_port, prepare
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer, reachable
+from bridge_cli import console, ending, layout, signals
 from bridge_cli.train import train_in
-from bridge_cli.vllm_flags import value
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -209,7 +209,7 @@ def trained(
         def start() -> StartedServer | None:
             if not ranks.is_tp_rank_zero:
                 return None
-            server = StartedServer(commands[0], log, limit_s=job.start_limit_s)
+            server = StartedServer(commands[0], log, limit_s=job.start_limit_s, output=console)
             return running.enter_context(server.running(ranks.check_abort))
 
         process = ranks.run_on_all(start)

@@ -9,17 +9,17 @@ import typer
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.processes.accelerator import check_host
+from bridge.processes.server_command import ServerCommand, prepare
+from bridge.processes.server_process import START_LIMIT_S
+from bridge.processes.vllm_flags import names
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import consistency, console, ending, ranks
-from bridge_cli.memory_share import check_host
 from bridge_cli.options import Json, from_config
 from bridge_cli.ranks import Job, Opened, attached_to, send_key, shares_weights, trained
 from bridge_cli.resume import open_run
-from bridge_cli.serve import VllmFlags, prepare
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import START_LIMIT_S
+from bridge_cli.serve import VllmFlags
 from bridge_cli.train import load_environment, rehearse
-from bridge_cli.vllm_flags import names
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -101,7 +101,9 @@ class FirstRank:
         if (place := ranks.PLACE.get()) is not None:
             place.keep(self.directory.path)
         train = fit_completions(train, job.serve.max_model_len, console.note)
-        self.command = prepare(job.serve, [*job.vllm_flags], shares_weights=shares_weights(train), trainer=train)
+        shares = shares_weights(train)
+        flags = [*job.vllm_flags]
+        self.command = prepare(job.serve, flags, shares_weights=shares, trainer=train, output=console)
         send_key(job.vllm_flags)
         rehearse(train, job.environment)
         write_json(self.directory.server_config, job.serve.document(job.serve))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from bridge.config import FeedConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
+from bridge.processes.accelerator import check_host
 from bridge.run.run_directory import RunDirectory, labelled_json
 from bridge.types import Environment
 from bridge_cli import console, ending, live
-from bridge_cli.memory_share import check_host
 from bridge_cli.options import Json, from_config
 from bridge_cli.resume import open_run
 from bridge_cli.steps import summary_line
@@ -34,8 +34,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
                 f"{flag(name)} {config.get(name)}: bridge train takes one running server",
                 remedy="bridge run, which starts a server on each GPU",
             )
-    from bridge_cli.server_process import StartedServer
-    from bridge_cli.start_command import StartCommand
+    from bridge.processes.server_command import StartCommand
+    from bridge.processes.server_process import StartedServer
 
     check_host(config)
     environment = load_environment(config)
@@ -43,7 +43,9 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     settled, run, found = open_run(config)
     try:
         rehearse(settled, environment)
-        server = StartedServer(command, run.server_log).running() if command else contextlib.nullcontext()
+        server = (
+            StartedServer(command, run.server_log, output=console).running() if command else contextlib.nullcontext()
+        )
         with server as process, ending.printed(run, settled):
             train_in(run, settled, environment, as_json=as_json, process=process, resume=found, chosen=config)
     finally:
@@ -51,11 +53,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
 
 
 def load_environment(config: TrainConfig) -> Environment | None:
-    """Return the environment that `config` names; None if rollouts come from elsewhere.
-
-    Raises:
-        UsageError: there is none, it cannot be used, or it has no held-out problems to evaluate on.
-    """
+    """Return the environment that `config` names; None if rollouts come from elsewhere."""
     from bridge.rollouts import problems
     from bridge.scoring.agent import WithAgent
     from bridge.scoring.tools import WithTools
@@ -77,11 +75,7 @@ def load_environment(config: TrainConfig) -> Environment | None:
 
 
 def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) -> None:
-    """Try the first problems of `environment`, if there is one, before anything is started.
-
-    Raises:
-        UsageError: a prompt cannot be encoded, or nothing scores.
-    """
+    """Try the first problems of `environment`, if there is one, before anything is started."""
     if environment is not None:
         from bridge.rollouts import rehearsal
         from bridge_environments import registry
@@ -101,11 +95,7 @@ def train_in(
     chosen: TrainConfig | None = None,
     ranks: "Ranks | None" = None,
 ) -> "Summary":
-    """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived.
-
-    Raises:
-        BridgeError: the server, the manifest, the model or the environment is at fault.
-    """
+    """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived."""
     from bridge.ranks.world import ALONE
     from bridge.run import reporting, trainer
     from bridge_environments import registry

@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 import bridge
+from bridge.processes.start_checks import free_port
 from bridge.run.trainer import Trainer
 from bridge_cli.main import answer
-from bridge_cli.serve import free_port
 from tests.models import tiny
 from tests.unit import patched_server
 

@@ -9,11 +9,12 @@ import pytest
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.processes import accelerator
+from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import Ranks
-from bridge_cli import accelerator, layout, ranks
+from bridge_cli import layout, ranks
 from bridge_cli.layout import VISIBLE, Layout
 from bridge_cli.ranks import Job
-from bridge_cli.server_command import ServerCommand
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bridge.planning.setups import OPTIMIZERS
-from bridge_cli import accelerator, console
+from bridge.processes import accelerator
+from bridge_cli import console
 from bridge_cli.main import answer
 from bridge_cli.plan import tokens
 from tests.models.sizes import PARAMETERS, folder_of, qwen2

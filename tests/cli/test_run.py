@@ -9,13 +9,13 @@ from bridge.checks import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
+from bridge.processes.server_command import ServerCommand
 from bridge.run import trainer
 from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
 from bridge_cli import demo, ranks, run, steps, train, verify
-from bridge_cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
 
 
@@ -67,7 +67,7 @@ def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_an_adapter_that_vllm_cuts_in_another_way_is_refused_before_it_starts() -> None:
+def test_an_adapter_that_vllm_shards_is_refused() -> None:
     split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
     memory, disk = (TrainConfig.of(model_name="m", mode="lora_only", lora_handover=way) for way in ("memory", "disk"))
     flags = ["--enforce-eager", "--fully_sharded_loras"]
@@ -102,7 +102,7 @@ def test_a_step_is_one_line() -> None:
         assert part in line
 
 
-def test_the_data_of_a_run_are_its_steps_its_evaluations_and_what_it_came_to(
+def test_the_json_of_a_run_is_steps_evaluations_and_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     came_to = Summary(
@@ -148,7 +148,7 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in again.path.iterdir()] == [mark.NAME]
 
 
-def test_a_file_in_place_of_the_folder_is_refused_by_the_flag_of_the_command(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file, expected a folder") as caught:
         demo._fresh(tmp_path / "file")

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run import trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
@@ -17,9 +20,6 @@ from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from bridge_cli import demo_model
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 from tests.scenarios import EAGER, START_LIMIT_S, with_forked_engine
 

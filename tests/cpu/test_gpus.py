@@ -19,10 +19,10 @@ import pytest
 from safetensors.torch import load_file
 
 from bridge.errors import ServerUnreachableError
+from bridge.processes.leash import GRACE_S
+from bridge.processes.start_checks import free_port
 from bridge.server import manifest
-from bridge_cli.leash import GRACE_S
 from bridge_cli.ranks import MAIN
-from bridge_cli.serve import free_port
 from tests import scenarios
 from tests.models import tiny
 

@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 from tests import scenarios
 from tests.models import tiny

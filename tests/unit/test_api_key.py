@@ -13,11 +13,11 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
+from bridge.processes.server_process import health
 from bridge.server import api_key
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
-from bridge_cli.server_process import health
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
 from tests.unit.lora_runs import RANK, World, world_in

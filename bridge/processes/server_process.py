@@ -21,11 +21,11 @@ from typing import Literal
 
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
+from bridge.processes import PLAIN, Output, children, server_log
+from bridge.processes.children import Child
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.start_checks import check_port
 from bridge.server import api_key, manifest
-from bridge_cli import children, console, server_log
-from bridge_cli.children import Child
-from bridge_cli.serve import check_port
-from bridge_cli.server_command import ServerCommand
 
 START_LIMIT_S = 1800.0
 STOP_GRACE_S = 15.0
@@ -50,10 +50,20 @@ class StartedServer:
     """One server at a time, on one port; implements `bridge.modes.mode.ServerProcess`."""
 
     def __init__(
-        self, command: ServerCommand, log: Path, *, limit_s: float = START_LIMIT_S, hang_limit_s: float = HANG_LIMIT_S
+        self,
+        command: ServerCommand,
+        log: Path,
+        *,
+        limit_s: float = START_LIMIT_S,
+        hang_limit_s: float = HANG_LIMIT_S,
+        output: Output = PLAIN,
     ) -> None:
-        self._command, self._log, self._host = command, log, reachable(command.host)
-        self._limit_s, self._hang_limit_s = limit_s, hang_limit_s
+        self._command = command
+        self._log = log
+        self._host = reachable(command.host)
+        self._limit_s = limit_s
+        self._hang_limit_s = hang_limit_s
+        self._output = output
         self._server: Child | None = None
         self._is_ready = False
         self._watchdog = contextlib.ExitStack()
@@ -67,17 +77,13 @@ class StartedServer:
         return self._server.process.pid if self._server else None
 
     @contextlib.contextmanager
-    def running(self, heed: Callable[[], None] = lambda: None) -> Iterator["StartedServer"]:
+    def running(self, check_abort: Callable[[], None] = lambda: None) -> Iterator["StartedServer"]:
         """Serve for as long as the context lasts; the server is ready when it begins and gone when it ends.
 
-        `heed` is called while it starts, and may raise to end that.
-
-        Raises:
-            ServerUnreachableError: it was not ready in time, or died, then or later.
-            BridgeError: the patches refused the model.
+        `check_abort` is called while it starts, and may raise to end that.
         """
         try:
-            self._start(None, heed)
+            self._start(None, check_abort)
             yield self
         except ServerUnreachableError as error:
             if str(self._log) in error.remedy:
@@ -90,22 +96,18 @@ class StartedServer:
             self._stop()
 
     def restart(self, model: str | Path) -> None:
-        """Stop what is left of the server, start it with the weights of `model`, and wait until it is ready.
-
-        Raises:
-            ServerUnreachableError: it does not start; the message has the reason, the hint its log.
-        """
+        """Stop what is left of the server, start it with the weights of `model`, and wait until it is ready."""
         with acting_interrupt():  # nothing is half-written while a server starts
             self._stop()
             self._restarts += 1
             self._start(model)
 
-    def _start(self, model: str | Path | None, heed: Callable[[], None] = lambda: None) -> None:
+    def _start(self, model: str | Path | None, check_abort: Callable[[], None] = lambda: None) -> None:
         check_port(self._command.host, self._command.port)
         server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
         with deferred_interrupt():  # a process that we lose track of is never stopped
             self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
-        route = self._wait(self._server, heed)
+        route = self._wait(self._server, check_abort)
         self._is_ready = True
         self._watchdog.enter_context(self._watched(self._server, route))
 
@@ -115,7 +117,8 @@ class StartedServer:
         serves = server is not None and self._is_ready and server.is_alive()
         try:
             self._watchdog.close()
-            self._is_ready, self._verdict = False, ""
+            self._is_ready = False
+            self._verdict = ""
         finally:
             if server is not None:
                 children.stop(server, grace_s=STOP_GRACE_S if serves else START_GRACE_S)
@@ -137,33 +140,33 @@ class StartedServer:
     def _watch(self, server: Child, route: str, over: threading.Event) -> None:
         bad = 0
         while not over.wait(PERIOD_S) and server.is_alive():
-            found = health(self._host, self._command.port, route, limit_s=self._hang_limit_s, is_over=over.is_set)
-            bad = bad + 1 if found == "unwell" else 0
-            if bad < PATIENCE and found != "silent":
+            answer = health(self._host, self._command.port, route, limit_s=self._hang_limit_s, is_over=over.is_set)
+            bad = bad + 1 if answer == "unwell" else 0
+            if bad < PATIENCE and answer != "silent":
                 continue
             if over.is_set() or not server.is_alive():  # it is being stopped, or has ended
                 return
             self._verdict = "lost its engine" if bad else f"gave no answer for {self._hang_limit_s:g} s"
             stopped = f"vLLM (pid {server.process.pid}) {self._verdict}: it was stopped"
-            console.note(f"{stopped}; its log is {self._log}", style="yellow")
+            self._output.note(f"{stopped}; its log is {self._log}", style="yellow")
             children.kill(server)
             return
 
-    def _wait(self, server: Child, heed: Callable[[], None]) -> str:
+    def _wait(self, server: Child, check_abort: Callable[[], None]) -> str:
         """Wait until `server` is ready, and return the route that reports its health."""
         began = time.monotonic()
 
         def progress(elapsed: float) -> None:
-            heed()
+            check_abort()
             detail(f"{elapsed:.0f} s  {server_log.progress(self._log)}")
 
         what = "restarting" if self._restarts else "starting"
-        with console.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
+        with self._output.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
             route = children.wait_until(
                 server, lambda: self._answering(server), limit_s=self._limit_s, progress=progress
             )
         if route is not None:
-            console.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+            self._output.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
             return route
         if not server.is_alive():
             raise self._died(server)

@@ -1,14 +1,19 @@
-"""The share of a GPU that vLLM may use so that training fits beside it, and whether it fits into the host's memory.
+"""The device of vLLM, and the share of a GPU that leaves room for training; neither torch nor vLLM is imported.
 
-Not covered: the arithmetic (`bridge/planning/memory.py`), and other setups (`bridge plan`).
+Not covered: whether the GPU fits the installed vLLM (`bridge doctor`), the arithmetic (`bridge/planning/memory.py`).
+Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`), which honors
+CUDA_VISIBLE_DEVICES.
 """
 
+import ctypes
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from bridge.checks import software
+from bridge.checks.software import INSTALL, Device
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core.memory import left_bytes
-from bridge.errors import UsageError
+from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
@@ -17,6 +22,44 @@ UNKNOWN_SHARE = 0.45
 """Share of the GPU for a model of unknown size."""
 FULL = TrainConfig.of(model_name="")
 """The default trainer: it trains the server's own weights."""
+
+
+def choose(asked: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
+    """Return where vLLM will run, and why."""
+    installed, gpus = software.installed_vllm(), gpu_memory_bytes()
+    built_for = software.built_for(installed)
+    if built_for is None:
+        raise IncompatibleVersionError("vLLM is not installed", remedy=INSTALL["cuda" if gpus else "cpu"])
+    package = " ".join(next(iter(installed.items())))
+    if asked == "cuda" and not gpus:
+        raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or pass --device cpu")
+    if asked == "cuda" and built_for == "cpu":
+        raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", remedy=INSTALL["cuda"])
+    if asked == "cpu" and built_for == "cuda":
+        raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", remedy=INSTALL["cpu"])
+    if built_for == "cuda" and not gpus:
+        remedy = f"nvidia-smi; or {INSTALL['cpu']}"
+        raise IncompatibleVersionError(f"{package} is built for GPUs, and the driver shows none", remedy=remedy)
+    many = "s" if len(gpus) > 1 else ""
+    where = f"{len(gpus)} GPU{many} of {gpus[0] / 2**30:.0f} GiB" if built_for == "cuda" else "on the CPU"
+    return built_for, f"{package}, {where}"
+
+
+def gpu_memory_bytes() -> list[int]:
+    """Return the memory of every visible GPU in bytes; empty without a GPU or driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, sizes = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    for index in range(count.value):
+        device, size = ctypes.c_int(), ctypes.c_size_t()
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        sizes.append(size.value)
+    return sizes
 
 
 class MemoryShare(NamedTuple):
@@ -68,11 +111,7 @@ def expected(config: ServeConfig) -> TrainConfig:
 
 
 def check_host(trainer: TrainConfig) -> None:
-    """Check that the state of an offloaded optimizer fits into what is left of this host's memory.
-
-    Raises:
-        UsageError: it does not, and the kernel would kill the run in its first step.
-    """
+    """Check that the state of an offloaded optimizer fits into what is left of this host's memory."""
     if not trainer.optimizer.offload:
         return
     try:

@@ -14,7 +14,7 @@ from bridge.checks import model as model_checks
 from bridge.checks.software import Device
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge_cli import accelerator, memory_share
+from bridge.processes import accelerator
 
 SHORT_NAMES: Mapping[str, str] = {
     "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -183,41 +183,41 @@ def added(
     trainer: TrainConfig,
 ) -> Added:
     """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
-    given, on_gpu, found = names(flags), device == "cuda", Added()
+    given, on_gpu, extra = names(flags), device == "cuda", Added()
     model = model_checks.read(config.model) if on_gpu else None
     if config.gpu_memory_utilization:
-        found.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     elif on_gpu and "--kv-cache-memory-bytes" not in given:
-        derived = memory_share.derive(
+        derived = accelerator.derive(
             config.model,
             gpu_bytes=min(accelerator.gpu_memory_bytes()),
             tensor_parallel_size=config.tensor_parallel_size,
             trainer=trainer,
             max_model_len=config.max_model_len,
         )
-        found.argv += ["--gpu-memory-utilization", str(derived.share)]
-        found.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
-    found.argv += LOGPROBS_MODE if LOGPROBS_MODE[0] not in given else ()
+        extra.argv += ["--gpu-memory-utilization", str(derived.share)]
+        extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
+    extra.argv += LOGPROBS_MODE if LOGPROBS_MODE[0] not in given else ()
     if shares_weights:
-        found.argv += WORKER_EXTENSION
-        found.argv += NO_PAGES if NO_PAGES[0] not in given else ()
-        found.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
-        found.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
+        extra.argv += WORKER_EXTENSION
+        extra.argv += NO_PAGES if NO_PAGES[0] not in given else ()
+        extra.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
+        extra.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
     why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
-    found.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
+    extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
     window = model_checks.window(model, config.max_model_len)
     if window is not None and given.isdisjoint(CHOOSES_GRAPHS):
-        found.argv += PIECEWISE_GRAPHS
+        extra.argv += PIECEWISE_GRAPHS
         why = f"every layer's window, {window:,} tokens, may be shorter than a sequence: vLLM's full CUDA graphs err"
-        found.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
+        extra.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
     if config.max_lora_rank is not None:
-        _add_adapters(found, config.max_lora_rank, given)
+        _add_adapters(extra, config.max_lora_rank, given)
     if not on_gpu:
-        _add_cpu(found, config, outer)
-    return found
+        _add_cpu(extra, config, outer)
+    return extra
 
 
-def _add_adapters(found: Added, rank: int, given: set[str]) -> None:
+def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:
     """Let the server take one adapter of `rank` at a time."""
     size = next((size for size in RANKS if size >= rank), None)
     if size is None:
@@ -226,13 +226,13 @@ def _add_adapters(found: Added, rank: int, given: set[str]) -> None:
             remedy=f"--lora-r {RANKS[-1]}, or train all weights with --mode shared_vllm",
         )
     if size != rank and "--max-lora-rank" not in given:
-        found.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")
+        extra.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")
     for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
-        found.argv += [flag, *values] if flag not in given else []
-    found.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        extra.argv += [flag, *values] if flag not in given else []
+    extra.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
 
 
-def _add_cpu(found: Added, config: ServeConfig, outer: Mapping[str, str]) -> None:
+def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> None:
     """Give vLLM on a CPU little memory for KV, and each rank its own cores, which it cannot tell apart on one node."""
     derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if config.tensor_parallel_size > 1:
@@ -241,8 +241,8 @@ def _add_cpu(found: Added, config: ServeConfig, outer: Mapping[str, str]) -> Non
         groups = [cores[rank * each : (rank + 1) * each] for rank in range(config.tensor_parallel_size)]
         derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
     unset = {name: value for name, value in derived.items() if not outer.get(name)}
-    found.environment |= unset
-    found.notes += [f"{name}={value}: not set, derived" for name, value in unset.items()]
+    extra.environment |= unset
+    extra.notes += [f"{name}={value}: not set, derived" for name, value in unset.items()]
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,8 @@ import pytest
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.planning.model_size import ModelSize
-from bridge_cli import memory_share
-from bridge_cli.memory_share import MemoryShare
+from bridge.processes import accelerator
+from bridge.processes.accelerator import MemoryShare
 from tests.models.sizes import folder_of, qwen2
 
 GIB = 2**30
@@ -27,7 +27,7 @@ def share_of(
     folder = tmp_path / size
     if not folder.exists():
         folder_of(qwen2(size), folder)
-    return memory_share.derive(
+    return accelerator.derive(
         str(folder),
         gpu_bytes=int(gib * GIB),
         tensor_parallel_size=ranks,
@@ -36,20 +36,20 @@ def share_of(
     )
 
 
-def test_weights_engine_and_the_longest_sequence_fit_and_the_trainer_gets_the_rest(tmp_path: Path) -> None:
+def test_the_trainer_gets_what_vllm_does_not_need(tmp_path: Path) -> None:
     found = share_of(tmp_path)
     kv = 32768 * 57344 / GIB
     assert 14.2 + 4.5 + kv < found.share * 140 < 14.2 + 5 + 2 * kv + 2
     assert found.reason == ("7.62B parameters: of 140 GiB training needs 87, and at least 3 for activations")
 
 
-def test_a_longer_sequence_that_the_server_has_to_take_gets_its_kv_cache(tmp_path: Path) -> None:
+def test_a_longer_sequence_gets_a_larger_share(tmp_path: Path) -> None:
     shares = [share_of(tmp_path, max_model_len=tokens).share for tokens in (1024, 32768, 131072)]
     assert shares == sorted(shares)
     assert shares[2] * 140 > 14.2 + 4.5 + 131072 * 57344 / GIB
 
 
-def test_an_adapter_leaves_the_kv_cache_more_where_memory_is_short_and_a_second_copy_leaves_it_less(
+def test_an_adapter_leaves_more_and_a_second_copy_less(
     tmp_path: Path,
 ) -> None:
     small: dict[str, Any] = {"micro_batch_tokens": 4096, "gradient_checkpointing": True}
@@ -74,7 +74,7 @@ def test_what_training_needs_follows_its_choices(tmp_path: Path, choices: dict[s
     assert f"training needs {needs}, " in share_of(tmp_path, **choices).reason
 
 
-def test_a_run_that_fits_only_while_the_kv_cache_sleeps_gets_what_sleeping_allows(tmp_path: Path) -> None:
+def test_a_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> None:
     found = share_of(tmp_path, size="32B", offload_optimizer=True)
     assert found.share == 0.9
     assert found.reason.endswith("while the KV cache sleeps")
@@ -83,7 +83,7 @@ def test_a_run_that_fits_only_while_the_kv_cache_sleeps_gets_what_sleeping_allow
     assert "more than there is: see bridge plan" in awake.reason
 
 
-def test_a_kv_cache_that_is_to_sleep_gets_all_that_training_leaves_it_then(tmp_path: Path) -> None:
+def test_a_sleeping_kv_cache_gets_what_training_leaves(tmp_path: Path) -> None:
     always = share_of(tmp_path, kv_sleep="always")
     assert always.share * 140 + 71 + 0.5 == pytest.approx(140, abs=1.5), "the optimizer's state stays"
     assert always.reason.endswith("while the KV cache sleeps")
@@ -101,7 +101,7 @@ def test_a_trainer_on_another_device_leaves_vllm_the_gpu(tmp_path: Path, device:
     assert found == MemoryShare(0.9, "the trainer is on another device")
 
 
-def test_weights_that_are_split_are_trained_split_but_for_a_second_copy(tmp_path: Path) -> None:
+def test_split_weights_are_trained_split(tmp_path: Path) -> None:
     assert "training needs 44, " in share_of(tmp_path, ranks=2).reason
     assert "training needs 101, " in share_of(tmp_path, ranks=2, mode="none").reason
 
@@ -112,9 +112,9 @@ def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> No
     assert share_of(tmp_path, gpus=2, **given) == share_of(tmp_path, **given)
 
 
-def test_a_model_whose_size_cannot_be_told_gets_a_share_that_says_so() -> None:
-    found = memory_share.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
-    assert found.share == memory_share.UNKNOWN_SHARE
+def test_a_model_of_unknown_size_gets_a_default_share() -> None:
+    found = accelerator.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
+    assert found.share == accelerator.UNKNOWN_SHARE
     assert "is not known before it is loaded" in found.reason
 
 
@@ -132,26 +132,26 @@ def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
             assert 0 < found.share <= 0.9
 
 
-def test_a_server_that_is_started_alone_expects_the_trainer_that_its_flags_tell_of() -> None:
-    assert memory_share.expected(ServeConfig(model="m")).mode == "shared_vllm"
-    adapter = memory_share.expected(ServeConfig(model="m", max_lora_rank=64))
+def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
+    assert accelerator.expected(ServeConfig(model="m")).mode == "shared_vllm"
+    adapter = accelerator.expected(ServeConfig(model="m", max_lora_rank=64))
     assert (adapter.mode, adapter.lora.r) == ("lora_only", 64)
 
 
 @pytest.mark.parametrize(
     ("choices", "each"), [({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12)]
 )
-def test_an_offloaded_state_that_does_not_fit_into_the_host_is_refused(
+def test_an_offloaded_state_beyond_the_host_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], each: int
 ) -> None:
     """All GPUs of a host hold it once."""
     model = str(folder_of(qwen2("7B"), tmp_path / "model"))
     needed = each * ModelSize.of(model).num_params
     trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})
-    monkeypatch.setattr(memory_share, "left_bytes", lambda: needed - GIB)
+    monkeypatch.setattr(accelerator, "left_bytes", lambda: needed - GIB)
     with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of this host's memory"):
-        memory_share.check_host(trainer)
-    memory_share.check_host(trainer.changed(model_name="org/name-of-none"))
-    monkeypatch.setattr(memory_share, "left_bytes", lambda: needed + GIB)
-    memory_share.check_host(trainer)
-    memory_share.check_host(TrainConfig.of(model_name=model))
+        accelerator.check_host(trainer)
+    accelerator.check_host(trainer.changed(model_name="org/name-of-none"))
+    monkeypatch.setattr(accelerator, "left_bytes", lambda: needed + GIB)
+    accelerator.check_host(trainer)
+    accelerator.check_host(TrainConfig.of(model_name=model))
