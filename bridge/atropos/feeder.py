@@ -93,8 +93,11 @@ def feed(
     lengths = [length for url in urls if (length := max_model_len(url))]
     config = fit_completions(config, min(lengths, default=None), note)
     tokenizer, task = skeleton.tokenizer(config.model_name), config.task
-    scorer = Scorer(recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env)
     sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
+    scorer = Scorer(
+        recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
+        call_here=sampler.call_here,
+    )  # fmt: skip
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
         joined = join(api, config, note)
         try:

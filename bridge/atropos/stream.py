@@ -19,7 +19,7 @@ from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
-from bridge.types import Group, TrainedProblems
+from bridge.types import Environment, Group, TrainedProblems
 from bridge.weights import skeleton
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -34,6 +34,18 @@ Source: atroposlib 0.4.0, `ServerManager.__init__`.
 """
 FIRST_REPORT_S = 30.0
 """Seconds without a batch after which the reason is reported, and again whenever the time has doubled."""
+
+
+def open_stream(
+    config: TrainConfig,
+    environment: Environment | None,  # noqa: ARG001  the environments are elsewhere
+    note: Callable[[str], None],
+    *,
+    run_name: str,
+    progress: Callable[[int, int], None],  # noqa: ARG001
+    ranks: Ranks = ALONE,
+) -> "AtroposStream":
+    return AtroposStream(config, note, run_name=run_name, ranks=ranks)
 
 
 class AtroposStream:

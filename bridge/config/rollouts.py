@@ -1,9 +1,9 @@
 """Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -62,6 +62,22 @@ def _json_object(example: str, *, reserved: Collection[str] = (), optional: bool
         return parsed
 
     return BeforeValidator(parse)
+
+
+class Source(NamedTuple):
+    """Where rollouts come from."""
+
+    module: str
+    """Its function `open_stream` opens the stream; imported once a run needs it."""
+    samples_here: bool
+    """Whether the run samples problems of its own; else others sample from its servers, at ports that they know."""
+
+
+SOURCES: Mapping[str, Source] = {
+    "environment": Source("bridge.agents.stream", samples_here=True),
+    "atropos": Source("bridge.atropos.stream", samples_here=False),
+}
+"""`--rollouts` -> what it means; a new one is a name in `RolloutConfig.source`, a row here and a module."""
 
 
 class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
@@ -166,6 +182,10 @@ class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "ro
     """URL of the Atropos API."""
     atropos_timeout_s: float = declare(600.0, gt=0, panel=ATROPOS, only=("rollouts", ("atropos",)))
     """Stop the run after this many seconds without a batch from the Atropos API."""
+
+    @property
+    def samples_here(self) -> bool:
+        return SOURCES[self.source].samples_here
 
 
 class FeedConfig(Config):

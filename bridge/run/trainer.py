@@ -12,14 +12,15 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
+from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn import mismatch, reference
@@ -28,7 +29,6 @@ from bridge.modes import way_of
 from bridge.modes.mode import Mode, RunContext, ServerProcess
 from bridge.optimizers import factory
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
 from bridge.run import checkpoint, measuring
@@ -36,7 +36,6 @@ from bridge.run.checkpoint import Checkpoints, Found
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
-from bridge.scoring.score import Scores
 from bridge.server.fence import Update
 from bridge.types import Environment, Group, TrainedProblems
 
@@ -53,7 +52,6 @@ def train(
     run: RunDirectory,
     reporter: Reporter,
     *,
-    recipe: Callable[[], Scores] | None = None,
     process: ServerProcess | None = None,
     resume: Found | None = None,
     chosen: TrainConfig | None = None,
@@ -62,11 +60,10 @@ def train(
 ) -> Summary:
     """Train up to step `config.training_steps`, write metrics and checkpoints, and report each step to `reporter`.
 
-    `environment` has the problems; None if rollouts come from elsewhere. `recipe` builds the scorer in other processes;
-    without it, `environment` scores in this one. An interrupt or an error ends the run with the weights of the
-    last published step saved. `process` is the server if this run started it: it is restarted if it dies. `resume` is
-    the checkpoint to resume from. `make_optimizer` is for comparisons. `ranks` train together. `config` may have
-    derived values where nothing was `chosen`; both are written to the run directory.
+    `environment` has the problems; None if rollouts come from elsewhere. An interrupt or an error ends the run with
+    the weights of the last published step saved. `process` is the server if this run started it: it is restarted if it
+    dies. `resume` is the checkpoint to resume from. `make_optimizer` is for comparisons. `ranks` train together.
+    `config` may have derived values where nothing was `chosen`; both are written to the run directory.
 
     Raises:
         BridgeError: the mode, the environment, the server or the disk ended the run.
@@ -84,7 +81,10 @@ def train(
     try:
         lengths = [length for length in ranks.all_gather_object(mode.max_model_len) if length is not None]
         config = fit_completions(config, min(lengths, default=None), run.note)
-        with closing(_stream(config, environment, run, reporter, recipe, ranks)) as stream:
+        opened: Stream = import_module(SOURCES[config.rollouts.source].module).open_stream(
+            config, environment, run.note, run_name=_run_name(config, run), progress=reporter.progress, ranks=ranks
+        )
+        with closing(opened) as stream:
             trainer = ranks.run_on_all(
                 lambda: Trainer(
                     config, stream, run, mode, reporter, make_optimizer, owns_server=owns_server, ranks=ranks
@@ -109,21 +109,10 @@ def train(
         mode.close()
 
 
-def _stream(
-    config: TrainConfig,
-    environment: Environment | None,
-    run: RunDirectory,
-    reporter: Reporter,
-    recipe: Callable[[], Scores] | None,
-    ranks: Ranks,
-) -> Stream:
-    if config.rollouts.source == "atropos":
-        assert config.checkpoints.save_path is not None, "derived from the run directory"
-        folder = config.checkpoints.save_path.absolute()
-        name = (folder.parent if folder.name == run.checkpoints.name else folder).name or "bridge"
-        return AtroposStream(config, run.note, run_name=name, ranks=ranks)
-    assert environment is not None, "nothing to sample for"
-    return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress, ranks=ranks)
+def _run_name(config: TrainConfig, run: RunDirectory) -> str:
+    assert config.checkpoints.save_path is not None, "derived from the run directory"
+    folder = config.checkpoints.save_path.absolute()
+    return (folder.parent if folder.name == run.checkpoints.name else folder).name or "bridge"
 
 
 class Trainer:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.whole_folder import written_whole
 from bridge.errors import UsageError
 from bridge.types import Problem
-from bridge_environments.arithmetic import Arithmetic
+from bridge_environments.registry import Arithmetic
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,6 @@ Not covered: the feeding itself (`bridge/atropos/feeder.py`).
 """
 
 import dataclasses
-import functools
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,14 +31,12 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
     Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
     from bridge.atropos import feeder
-    from bridge.scoring.agent import WithAgent
-    from bridge.scoring.tools import WithTools
     from bridge_environments import registry
 
     if name is not None:
         config = config.changed(environment=name)
     environment = registry.load(config.task)
-    if isinstance(environment, WithTools | WithAgent):
+    if environment.interaction != "completion":
         raise UsageError(
             f"environment {config.task.environment} takes several turns, and an Atropos API is fed with"
             " single turns only",
@@ -52,8 +49,9 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
         if as_json:
             console.data(json.dumps(dataclasses.asdict(progress)))
 
-    recipe = functools.partial(registry.scorer, config.task)
-    last = feeder.feed(config, environment, recipe, note=console.note, report=lambda now: show(now, progress_line(now)))
+    last = feeder.feed(
+        config, environment, environment.recipe, note=console.note, report=lambda now: show(now, progress_line(now))
+    )
     show(last, summary_line(last))
 
 

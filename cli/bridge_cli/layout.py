@@ -70,7 +70,7 @@ def dp_size(train: TrainConfig, parts: int) -> int:
     count = max(1, train.gpus // parts)  # --gpus 1 is the default
     group_size, size = train.sampling.group_size, count * train.hosts
     num_groups = train.rollouts.batch_size // group_size
-    if train.rollouts.source == "environment" and num_groups % size:
+    if train.rollouts.samples_here and num_groups % size:
         least = math.lcm(size, train.optimizer.updates_per_batch)
         raise UsageError(
             f"{size} replicas do not divide the {num_groups} groups of a batch",
@@ -93,7 +93,7 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
     parts = tp_size(train, serve)
     count = parts * dp_size(train, parts)
     most = MOST_PORT + 1 - count // parts * train.hosts
-    if train.rollouts.source == "atropos" and serve.port > most:  # each server has the port after the one before
+    if not train.rollouts.samples_here and serve.port > most:  # each server has the port after the one before
         raise UsageError(
             f"--port {serve.port}: the servers of all replicas have ports in a row, up to {MOST_PORT}",
             remedy=f"--port {most} or lower",

@@ -222,7 +222,7 @@ def trained(
 def _command(ranks: "Ranks", job: Job, train: TrainConfig, manifest: Path) -> ServerCommand:
     """Return the command of the server of another replica than the first."""
     manifest.parent.mkdir(parents=True, exist_ok=True)
-    is_known = train.rollouts.source == "atropos"  # to environments, also after the run was resumed
+    is_known = not train.rollouts.samples_here  # to environments, also after the run was resumed
     port = job.serve.port + ranks.dp_rank if is_known else free_port(job.serve.host)
     serve = job.serve.model_copy(update={"port": port, "vllm_config_path": manifest})
     return prepare(serve, [*job.vllm_flags], shares_weights=shares_weights(train), trainer=train)

@@ -109,7 +109,7 @@ def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
         is_own = own is not None and own.resolve() == path.resolve()
         if is_own or (its_saved is not None and its_saved.resolve() == saved.resolve()):
             return RunDirectory.reopen(path, step, echo=console.note)
-    task = config.task.environment if config.rollouts.source == "environment" else config.rollouts.source
+    task = config.task.environment if config.rollouts.samples_here else config.rollouts.source
     run = RunDirectory.create(config.run_dir, environment=task, echo=console.note)
     if found is not None:
         console.note(f"{run.path} begins at step {step + 1}; the steps before it are in {own}")

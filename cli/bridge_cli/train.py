@@ -4,7 +4,6 @@ Not covered: the training itself (`bridge/run/trainer.py`), and what `--resume` 
 """
 
 import contextlib
-from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge.config import FeedConfig, TrainConfig
@@ -12,7 +11,7 @@ from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.run.run_directory import RunDirectory, labelled_json
-from bridge.types import Environment
+from bridge.types import Environment, Task
 from bridge_cli import console, ending, live
 from bridge_cli.options import Json, from_config
 from bridge_cli.resume import open_run
@@ -52,18 +51,16 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
         run.remove_if_unused()
 
 
-def load_environment(config: TrainConfig) -> Environment | None:
+def load_environment(config: TrainConfig) -> Task | None:
     """Return the environment that `config` names; None if rollouts come from elsewhere."""
     from bridge.rollouts import problems
-    from bridge.scoring.agent import WithAgent
-    from bridge.scoring.tools import WithTools
     from bridge_environments import registry
 
-    if config.rollouts.source != "environment":
+    if not config.rollouts.samples_here:
         return None
     environment = registry.load(config.task)
     unused = [name for name in ("max_turns", "tool_timeout_s") if config.get(name) != config.default(name)]
-    if unused and not isinstance(environment, WithTools | WithAgent):
+    if unused and environment.interaction == "completion":
         raise UsageError(
             f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
             f" {config.task.environment} has none",
@@ -77,11 +74,9 @@ def load_environment(config: TrainConfig) -> Environment | None:
 def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) -> None:
     """Try the first problems of `environment`, if there is one, before anything is started."""
     if environment is not None:
-        from bridge.rollouts import rehearsal
-        from bridge_environments import registry
+        from bridge.agents import stream
 
-        recipe = partial(registry.scorer, config.task)
-        rehearsal.check(config.model_name, config.task, environment, recipe, console.note)
+        stream.rehearse(config, environment, console.note)
 
 
 def train_in(
@@ -98,14 +93,12 @@ def train_in(
     """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived."""
     from bridge.ranks.world import ALONE
     from bridge.run import reporting, trainer
-    from bridge_environments import registry
 
-    recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
     ranks = ranks or ALONE
     if not ranks.is_rank_zero:
         return trainer.train(
-            config, environment, run, reporting.Reporter(), recipe=recipe, process=process, resume=resume,
-            chosen=chosen, ranks=ranks,
+            config, environment, run, reporting.Reporter(), process=process, resume=resume, chosen=chosen,
+            ranks=ranks,
         )  # fmt: skip
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
@@ -118,7 +111,6 @@ def train_in(
             environment,
             run,
             reporting.Several(curves, lines),
-            recipe=recipe,
             process=process,
             resume=resume,
             chosen=chosen,

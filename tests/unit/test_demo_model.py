@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import UsageError
 from bridge_cli import demo_model
-from bridge_environments.arithmetic import Arithmetic
+from bridge_environments.registry import Arithmetic
 
 SHORT = {
     "clean": {"num_steps": 3, "right_share": 1.0, "lr": 3e-3},

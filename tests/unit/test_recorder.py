@@ -5,13 +5,12 @@ import json
 import re
 import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
-from bridge.core import intake
-from bridge.rollouts.recorder import Recorder
+from bridge.agents import recorder
+from bridge.agents.recorder import Recorder
 
 USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 1)
 ANSWERED = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": USAGE}
@@ -24,14 +23,14 @@ def with_a_run(act: Callable[[int, str], Awaitable[Any]]) -> Any:
         return ANSWERED
 
     async def main() -> Any:
-        recorder = Recorder("model")
+        server = Recorder("model")
         try:
-            async with recorder.run(answer) as url:
+            async with server.run(answer) as url:
                 found = re.fullmatch(r"http://127.0.0.1:(\d+)(/.*)", url)
                 assert found is not None
                 return await act(int(found[1]), found[2])
         finally:
-            await recorder.close()
+            await server.close()
 
     return asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -59,7 +58,7 @@ def test_a_path_of_no_run_is_refused_before_its_body_is_read(route: str) -> None
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
     async def act(port: int, path: str) -> Any:
-        return await exchanged(port, f"{path}/chat/completions", b"", length=intake.BODY_LIMIT_BYTES + 1)
+        return await exchanged(port, f"{path}/chat/completions", b"", length=recorder.BODY_LIMIT_BYTES + 1)
 
     status, headers, answer = with_a_run(act)
     assert (status, headers["connection"], headers["x-should-retry"]) == (413, "close", "false")
@@ -67,7 +66,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
 
 
 def test_half_a_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "read_body", partial(intake.read_body, limit_s=0.1))
+    monkeypatch.setattr(recorder, "BODY_LIMIT_S", 0.1)
     status, headers, _ = with_a_run(lambda port, path: exchanged(port, f"{path}/chat/completions", b"{", length=9))
     assert (status, headers["connection"], headers["x-should-retry"]) == (408, "close", "false")
 
@@ -81,22 +80,6 @@ def test_a_body_that_is_no_json_is_a_clients_fault(body: bytes) -> None:
     status, headers, answer = with_a_run(lambda port, path: exchanged(port, f"{path}/chat/completions", body))
     assert (status, headers["x-should-retry"]) == (400, "false")
     assert answer["error"]["message"] == "the request is no JSON"
-
-
-def test_silent_connections_keep_no_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "most_waiting", lambda: 8)
-
-    async def act(port: int, path: str) -> Any:
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-        found = await exchanged(port, f"{path}/chat/completions", b'{"model": "m"}')
-        received = [await reader.read(1) for reader, _ in silent[:32]]
-        for _, writer in silent:
-            writer.close()
-        return found, received
-
-    (status, _, answer), received = with_a_run(act)
-    assert (status, answer["choices"]) == (200, ANSWERED["choices"])
-    assert received == [b""] * 32
 
 
 @pytest.mark.parametrize(("route", "field"), [("chat/completions", "model"), ("responses", "metadata")])

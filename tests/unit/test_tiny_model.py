@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from bridge.rollouts.conversation import Conversation
+from bridge.agents.conversation import Conversation
 from bridge_cli.demo_model import CALL, TINY_RECIPE, write_tiny
 from bridge_cli.main import answer
 

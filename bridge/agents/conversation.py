@@ -7,6 +7,7 @@ it before a run starts; an agent may send any messages, so there it is checked f
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -57,11 +58,11 @@ class Call:
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
 
     def answered(self, content: str) -> dict[str, Any]:
-        """Return the message with the tool's answer."""
         return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
 
 
 PROBE = Call(name="look_up", arguments={"number": 7})
+USER = {"role": "user", "content": "What do you see?"}
 
 
 class Conversation:
@@ -79,12 +80,9 @@ class Conversation:
         """Prove it for turns that are answered by messages of the role `answers`; None: `following` checks each.
 
         `tools` are the JSON schemas of the tools. `template` is given to the chat template.
-
-        Raises:
-            UsageError: the template renders an earlier turn differently once another follows, does not render tools,
-                writes their calls in an unknown format, or ends a turn without a token at which the server stops.
         """
-        self._tokenizer, self._model_name = tokenizer, model_name
+        self._tokenizer = tokenizer
+        self._model_name = model_name
         self.template = {**template, **({"tools": list(tools)} if tools else {})}
         """What the chat template gets beside the messages."""
         if tokenizer.chat_template is None:
@@ -102,29 +100,24 @@ class Conversation:
             self._prove(answers)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Conversation":
-        """Return it with other tools, without a proof.
-
-        Raises:
-            UsageError: the template writes their calls in an unknown format, or not at all.
-        """
+        """Return a copy with other tools, unchecked."""
         other = copy(self)
         other.template = {**self.template, "tools": list(tools)}
         other._format = other._format_of([PROBE])
         return other
 
     def calls(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls in a sampled turn; none if it has none, or any that cannot be read."""
         return self.read(token_ids)[1]
 
     def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
-        """Return the text of a sampled turn without its calls, and the calls; all of the text if it has none.
+        """Return the text of a sampled turn without its calls, and the calls: none if any of them cannot be read.
 
         Both are read up to the text `until`, unless it is empty.
         """
-        said = [each for each in token_ids if each not in self._stops]
+        kept = [token for token in token_ids if token not in self._stops]
 
         def decoded(**how: bool) -> str:
-            text: str = self._tokenizer.decode(said, clean_up_tokenization_spaces=False, **how)
+            text: str = self._tokenizer.decode(kept, clean_up_tokenization_spaces=False, **how)
             return text.partition(until)[0] if until else text
 
         text = decoded()
@@ -138,11 +131,8 @@ class Conversation:
         """Return the tokens from the end of a turn with these `calls`, over the `answers`, to the start of the next.
 
         `last` is the last token that was sampled: the end of the turn is added unless it is one.
-
-        Raises:
-            UsageError: the template does not take such messages.
         """
-        _, behind = self._split([_user()], made_up(calls), answers)
+        _, behind = self._split([USER], made_up(calls), answers)
         return self._ended(behind, last)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -156,9 +146,6 @@ class Conversation:
 
         Sampled turns in `history` are `made_up`. `last` as in `between`. None: the template renders something before
         that end differently once `added` follows.
-
-        Raises:
-            UsageError: as `between`.
         """
         before, whole = self._rendered(history[:-1], is_open=True), self._rendered([*history, *added], is_open=True)
         said, end, behind = whole[len(before) :].partition(self._end)
@@ -188,37 +175,36 @@ class Conversation:
         return tuple(self._tokenizer(self._end + behind, add_special_tokens=False)["input_ids"])
 
     def _end_of_turn(self) -> str:
-        """Return the special token behind the text of a turn."""
         text = "I see."
-        whole = self._rendered([_user(), {"role": "assistant", "content": text}])
+        whole = self._rendered([USER, {"role": "assistant", "content": text}])
         behind = whole[whole.rfind(text) + len(text) :]
         special = {*self._tokenizer.all_special_tokens, *map(str, self._tokenizer.added_tokens_decoder.values())}
-        found: list[str] = [token for token in special if token and behind.startswith(token)]
-        if not found:
+        ends: list[str] = [token for token in special if token and behind.startswith(token)]
+        if not ends:
             self._refuse(f"ends a turn with {shortened(repr(behind))}, expected a special token", KEEPS_TURNS)
-        return max(found, key=len)
+        return max(ends, key=len)
 
     def _prove(self, answers: Literal["tool", "user"]) -> None:
         """Render conversations of several turns, with and without thoughts, each beside its beginnings."""
-        begun = self._rendered([_user()], is_open=True).rstrip()
+        begun = self._rendered([USER], is_open=True).rstrip()
         thinks = THOUGHT_ENDS in str(self._tokenizer.chat_template) and not begun.endswith(THOUGHT_ENDS)
         calls = [PROBE] if answers == "tool" else []
         answer = PROBE.answered("It is 8.") if calls else {"role": "user", "content": "It is 8."}
         expected = THOUGHT.removeprefix("<think>\n" if begun.endswith("<think>") else "")
-        _, behind = self._split([_user()], _turn(calls), [answer])
+        _, behind = self._split([USER], _turn(calls), [answer])
         if calls:
             self._format = self._format_of(calls)
         if "It is 8." not in behind:
             self._refuse(f"does not render messages of the role {answers}", "use a model that was trained with tools")
         for thoughts in product(["", THOUGHT] if thinks else [""], repeat=NUM_PROVEN_TURNS):
-            history = [_user()]
+            history = [USER]
             for thought in thoughts:
                 turn = _turn(calls, thought)
-                said, found = self._split(history, turn, [answer])
+                said, rest = self._split(history, turn, [answer])
                 if thought and not said.lstrip().startswith(expected):
                     self._refuse_difference(said, expected)
-                if found != behind:
-                    self._refuse_difference(found, behind)
+                if rest != behind:
+                    self._refuse_difference(rest, behind)
                 history += [turn, answer]
         whole = self._tokenizer.apply_chat_template(
             history, add_generation_prompt=True, tokenize=True, return_dict=False, **self.template
@@ -229,11 +215,11 @@ class Conversation:
 
     def _format_of(self, calls: Sequence[Call]) -> str:
         """Return the format in which the template writes calls."""
-        before = EMPTY_THOUGHT.sub("", self._rendered([_user()], is_open=True))
-        whole = self._rendered([_user(), _turn(calls)])
+        before = EMPTY_THOUGHT.sub("", self._rendered([USER], is_open=True))
+        whole = self._rendered([USER, _turn(calls)])
         said = EMPTY_THOUGHT.sub("", whole[len(before) :]).partition(self._end)[0]
-        read = [name for name in FORMATS if [(each.name, each.arguments) for each in parsed(said, name)]
-                == [(each.name, each.arguments) for each in calls]]  # fmt: skip
+        read = [name for name in FORMATS if [(call.name, call.arguments) for call in parsed(said, name)]
+                == [(call.name, call.arguments) for call in calls]]  # fmt: skip
         if not read:
             self._refuse(
                 f"writes a call of a tool as {shortened(repr(said))}, which Bridge cannot read",
@@ -268,9 +254,8 @@ class Conversation:
         return encodable(text)
 
     def _refuse_difference(self, found: str, expected: str) -> NoReturn:
-        place = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1)
-        place = min(len(found), len(expected)) if place < 0 else place
-        shown = [repr(text[max(place - SHOWN, 0) : place + SHOWN]) for text in (expected, found)]
+        index = len(os.path.commonprefix([found, expected]))  # noqa: RUF071  the first difference
+        shown = [repr(text[max(index - SHOWN, 0) : index + SHOWN]) for text in (expected, found)]
         self._refuse(f"changes an earlier turn once another follows: {shown[0]} becomes {shown[1]}", KEEPS_TURNS)
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
@@ -294,7 +279,7 @@ def _called(text: str, form: str) -> str:
     """Return the beginning of `text` that holds all of its calls."""
     if form not in ENDS:
         return text
-    return text[: max((found.end() for found in ENDS[form].finditer(text)), default=0)]
+    return text[: max((end.end() for end in ENDS[form].finditer(text)), default=0)]
 
 
 def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:
@@ -324,16 +309,11 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
     except OSError:
         config = AutoConfig.from_pretrained(model_name)  # vLLM derives the other from it
     ids = config.eos_token_id
-    found = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
-    return {token for token in found if token is not None}
-
-
-def _user() -> dict[str, Any]:
-    return {"role": "user", "content": "What do you see?"}
+    stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    return {token for token in stops if token is not None}
 
 
 def _turn(calls: Sequence[Call], thought: str = "") -> dict[str, Any]:
-    """Return a made-up turn of the model."""
     content = f"{thought}\n\n" if thought else ""
     if not calls:
         return {"role": "assistant", "content": f"{content}I see."}

@@ -5,23 +5,24 @@ sends the server all tokens so far, exactly as they were sampled.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from bridge.agents.conversation import Call, Conversation, encodable
 from bridge.config import TrainConfig
 from bridge.core.together import together
 from bridge.errors import RewardError, UsageError
-from bridge.rollouts.conversation import Call, Conversation, encodable
 from bridge.rollouts.problems import encode
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
+from bridge.rollouts.stream import Sampled, Servers
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
-from bridge.scoring.tools import WithTools
-from bridge.types import Completion, FinishReason, Problem
+from bridge.types import Completion, FinishReason, Problem, Task
 
 NOT_SAMPLED = 0.0, 0
 """What filters kept for a token that is only read: nothing looks at it."""
@@ -29,8 +30,6 @@ SEQUENCE_BREAK = "\n---\n"
 """Between the texts of the sequences of one trajectory."""
 DEEPEST = 32
 """Levels of a call's arguments in a transcript."""
-PER_CORE = 8
-"""Trajectories that run at once for each core of the machine."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +57,8 @@ class Written:
         self.sampled += [True] * len(said.token_ids)
         self.kept += said.kept
         self.transcript.append({**as_turn(said.text, calls), "tokens": len(said.token_ids)})
-        self.last, self.finish_reason = said.text, said.finish_reason
+        self.last = said.text
+        self.finish_reason = said.finish_reason
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
         count = len(token_ids)
@@ -71,10 +71,11 @@ class Written:
     def completion(self, start: int) -> Completion:
         """Return it as a completion of a prompt that ends before place `start` of its own."""
         rest = self.prompt[start:]
+        lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
         return Completion(
             token_ids=(*rest, *self.token_ids),
             logprobs=(*(math.nan for _ in rest), *self.logprobs),
-            text=encodable("\n".join(f"{each.get('name', each['role'])}: {each['text']}" for each in self.transcript)),
+            text=encodable("\n".join(lines)),
             transcript=tuple(self.transcript),
             finish_reason=self.finish_reason,
             versions=(*(None for _ in rest), *self.versions),
@@ -84,88 +85,124 @@ class Written:
         )
 
 
-class Trajectories:
-    """Runs the trajectories of one environment."""
+class TrajectorySampler:
+    """Samples completions of several turns; a subclass says what stands between the turns."""
+
+    is_chat = True
 
     def __init__(
         self,
         config: TrainConfig,
-        environment: WithTools,
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
         scorer: Scorer,
     ) -> None:
-        """Prove the model's chat template.
-
-        Raises:
-            UsageError: it does not keep earlier turns, or has no tools.
-        """
-        self._config, self._tokenizer, self._sampler, self._scorer = config, tokenizer, sampler, scorer
-        template = config.task.chat_template_kwargs
-        self._conversation = Conversation(tokenizer, config.model_name, tools=environment.schemas, **template)
+        self._config = config
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._scorer = scorer
 
     async def group(
-        self,
-        servers: Callable[[], Sequence[Server]],
-        problem: Problem,
-        *,
-        num_samples: int,
-        seed: int,
-        index: int,
-        **other: float,
-    ) -> tuple[tuple[int, ...], list[Completion], list[Score | FailedScore]]:
-        """Return the prompt, `num_samples` trajectories and their rewards.
+        self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
+    ) -> Sampled:
+        """Return trajectories; every turn has a seed of its own, by its trajectory and its number.
 
-        `servers` returns those for the next turn. Every turn has a seed of its own, by the `index` of the problem among
-        those that share `seed`, its trajectory and its number. The prompt is what all of them begin with: each reset
-        may add something else to it.
-
-        Raises:
-            BridgeError: a server cannot be sampled from, or the environment cannot be made.
+        The prompt is what all of them begin with: each may add something else to it.
         """
         first = index * num_samples
-        both = await together(
-            self._one(servers, problem, seed=seed, number=first + sample, **other) for sample in range(num_samples)
+        return joined(
+            await together(
+                self._trajectory(servers, problem, seed=seed, number=first + sample, **params)
+                for sample in range(num_samples)
+            )
         )
-        return joined([([written], result) for written, result in both])
 
-    async def _one(
-        self, servers: Callable[[], Sequence[Server]], problem: Problem, *, seed: int, number: int, **other: float
-    ) -> tuple[Written, Score | FailedScore]:
+    async def close(self) -> None:
+        """Close nothing."""
+
+    async def _trajectory(
+        self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
+    ) -> tuple[Sequence[Written], Score | FailedScore]:
+        """Return the sequences of one trajectory, and its reward."""
+        raise NotImplementedError
+
+    async def _turn(
+        self, servers: Servers, token_ids: Sequence[int], *, seed: int, number: int, turn: int, **params: Any
+    ) -> Completion:
+        """Sample a turn of the trajectory `number`."""
+        (completion,) = await self._sampler.one(
+            [pinned(servers, number)],
+            tuple(token_ids),
+            num_samples=1,
+            seed=seed,
+            index=number * self._config.rollouts.max_turns + turn,
+            **params,
+        )
+        return completion
+
+
+def pinned(servers: Servers, number: int) -> Server:
+    """Return the same server in every turn of a trajectory: it has the prefix in its cache."""
+    listed = servers()
+    return listed[number % len(listed)]
+
+
+class Trajectories(TrajectorySampler):
+    """Runs the trajectories of an environment with tools."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        scorer: Scorer,
+    ) -> None:
+        """Prove the model's chat template."""
+        super().__init__(config, tokenizer, sampler, scorer)
+        template = config.task.chat_template_kwargs
+        self._conversation = Conversation(tokenizer, config.model_name, tools=task.schemas, **template)
+
+    def check_prompt(self, problem: Problem) -> None:
+        self._prompt(problem, "")
+
+    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
+        """Score a trajectory that calls no tool."""
+        async with self._scorer.trajectory(problem) as tools:
+            begun = await tools.begin()
+            return begun if isinstance(begun, FailedScore) else await tools.score(text)
+
+    async def _trajectory(
+        self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
+    ) -> tuple[Sequence[Written], Score | FailedScore]:
         written = Written()
         async with self._scorer.trajectory(problem) as tools:
             begun = await tools.begin()
             if isinstance(begun, FailedScore):
-                return written, begun
+                return [written], begun
             try:
                 written.prompt = self._prompt(problem, begun.text)
             except RewardError as error:
-                return written, failed(problem, "", "what reset returned does not fit into the prompt", error.message)
-            max_turns = self._config.rollouts.max_turns
+                fault = failed(problem, "", "what reset returned does not fit into the prompt", error.message)
+                return [written], fault
+            longest, max_turns = self._config.sampling.longest, self._config.rollouts.max_turns
             for turn in range(max_turns):
-                listed = servers()
-                (said,) = await self._sampler.one(
-                    [listed[number % len(listed)]],  # the same in every turn: it has the prefix in its cache
-                    (*written.prompt, *written.token_ids),
-                    num_samples=1,
-                    seed=seed,
-                    index=number * max_turns + turn,
-                    max_tokens=self._config.sampling.longest - len(written.token_ids),
-                    **other,
-                )
+                said = await self._turn(
+                    servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
+                    max_tokens=longest - len(written.token_ids), **params,
+                )  # fmt: skip
                 calls = self._conversation.calls(said.token_ids) if said.finish_reason == "stop" else ()
                 written.add_turn(said, calls)
                 added = await self._answered(problem, written, said, calls, tools)
                 if isinstance(added, FailedScore):
-                    return written, added
+                    return [written], added
                 if not added:
                     break
-                has_room = len(written.token_ids) + len(added) < self._config.sampling.longest
-                if turn + 1 == max_turns or not has_room:
+                if turn + 1 == max_turns or len(written.token_ids) + len(added) >= longest:
                     written.finish_reason = "length"
                     break
                 written.add_answers(added)
-            return written, await tools.score(written.last)
+            return [written], await tools.score(written.last)
 
     async def _answered(
         self, problem: Problem, written: Written, said: Completion, calls: Sequence[Call], tools: Trajectory
@@ -198,9 +235,9 @@ def as_turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
 def shallow(value: Any, levels: int = DEEPEST) -> Any:
     """Return a JSON value with an ellipsis for what lies deeper: neither pickle nor JSON takes any depth."""
     if isinstance(value, Mapping):
-        return {name: shallow(each, levels - 1) for name, each in value.items()} if levels else "…"
+        return {name: shallow(inner, levels - 1) for name, inner in value.items()} if levels else "…"
     if isinstance(value, list):
-        return [shallow(each, levels - 1) for each in value] if levels else "…"
+        return [shallow(inner, levels - 1) for inner in value] if levels else "…"
     return value
 
 
@@ -214,28 +251,17 @@ def as_chat(problem: Problem, added: str = "") -> Problem:
     return changed
 
 
-def joined(
-    found: Sequence[tuple[Sequence[Written], Score | FailedScore]],
-) -> tuple[tuple[int, ...], list[Completion], list[Score | FailedScore]]:
+def joined(trajectories: Sequence[tuple[Sequence[Written], Score | FailedScore]]) -> Sampled:
     """Return what all sequences begin with, a completion for each trajectory's sequences, and the rewards."""
-    prompt = _shared([each.prompt for sequences, _ in found for each in sequences if each.prompt])
+    prompt = _shared([written.prompt for sequences, _ in trajectories for written in sequences if written.prompt])
     completions = []
-    for sequences, _ in found:
-        one, *others = (each.completion(len(prompt)) for each in sequences)
-        text = SEQUENCE_BREAK.join(each.text for each in (one, *others))
-        completions.append(replace(one, text=text, others=tuple(others)) if others else one)
-    return prompt, completions, [result for _, result in found]
+    for sequences, _ in trajectories:
+        first, *others = (written.completion(len(prompt)) for written in sequences)
+        text = SEQUENCE_BREAK.join(completion.text for completion in (first, *others))
+        completions.append(replace(first, text=text, others=tuple(others)) if others else first)
+    return Sampled(prompt, completions, [result for _, result in trajectories])
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return what all prompts begin with; nothing if there are none."""
-    first, last = min(prompts, default=()), max(prompts, default=())  # all begin with what these two begin with
-    pairs = enumerate(zip(first, last, strict=False))
-    return first[: next((place for place, (one, other) in pairs if one != other), len(first))]
-
-
-def num_processes(config: TrainConfig, cores: int, num_replicas: int) -> int:
-    """Return how many trajectories run at once by default: each has a process, which mostly waits for the model."""
-    chosen = config.task.reward_processes
-    at_most = min(config.rollouts.batch_size // num_replicas, PER_CORE * cores * config.hosts // num_replicas)
-    return max(1, at_most) if chosen is None else chosen
+    return tuple(os.path.commonprefix(prompts))  # noqa: RUF071  it takes any sequences

@@ -1,11 +1,13 @@
-"""Chat requests of an agent: what is read of them, what is ignored, and what is refused.
+"""Requests for a chat completion by an agent: what is read, ignored and refused, and how they are answered.
 
 Source: the reference of OpenAI's API, `POST /v1/chat/completions`.
 """
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,8 @@ class Refusal(Exception):  # noqa: N818  the agent gets it, as the protocol has 
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
-        self.message, self.status = message, status
+        self.message = message
+        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +65,35 @@ class ChatRequest:
         return next((text for text in self.stop if text in said.text), "") if said.finish_reason == "stop" else ""
 
 
-def read(body: Any) -> ChatRequest:
-    """Return what a request asks.
+def as_chat(body: Any) -> Any:
+    """Return a request as one for a chat completion, as `responses_api.as_chat` does."""
+    return body
 
-    Raises:
-        Refusal: it is malformed, or cannot be answered.
-    """
+
+def as_document(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer as the one to `body`."""
+    named = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
+    return {**named, "object": "chat.completion", **answer}
+
+
+def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """Return an answer as a stream of events: everything in one chunk, then the usage if requested, then the end."""
+    (choice,) = document["choices"]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    chunk = {**document, "object": "chat.completion.chunk"}
+    usage = chunk.pop("usage")
+    own = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
+    chunks = [{**chunk, "choices": [own]}]
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        chunks.append({**chunk, "choices": [], "usage": usage})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in chunks) + "data: [DONE]\n\n"
+
+
+def read(body: Any) -> ChatRequest:
+    """Return what a request asks."""
     if not isinstance(body, dict):
         raise Refusal("the request is no JSON object")
     given = {name: value for name, value in body.items() if value is not None}
@@ -138,7 +164,7 @@ def key(message: Mapping[str, Any]) -> str:
 
 def _message(message: Any) -> dict[str, Any]:
     try:
-        role, content = ROLES[message["role"]], _text(message.get("content"))
+        role, content = ROLES[message["role"]], text_of(message.get("content"))
         made: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant" and message.get("tool_calls"):
             made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
@@ -148,11 +174,12 @@ def _message(message: Any) -> dict[str, Any]:
         raise Refusal(f"a message cannot be read: {shortened(repr(message))}") from error
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a message, whose parts are of these kinds."""
     if isinstance(content, list):
-        if other := [part.get("type") for part in content if part.get("type") != "text"]:
-            raise Refusal(f"a message has a part of the type {other[0]}, expected text")
-        return "\n".join(_text(part["text"]) for part in content)
+        if other := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
+            raise Refusal(f"a message has a part of the type {shortened(other[0])}, expected text")
+        return "\n".join(text_of(part["text"]) for part in content)
     if not isinstance(content, str | None):
         raise TypeError(content)
     return content or ""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from bridge.rollouts import chat_request
-from bridge.rollouts.chat_request import ChatRequest
-from bridge.rollouts.conversation import THOUGHT_ENDS, Call, Conversation, made_up
-from bridge.rollouts.trajectories import Written, as_turn, shallow
+from bridge.agents import chat_request
+from bridge.agents.chat_request import ChatRequest
+from bridge.agents.conversation import THOUGHT_ENDS, Call, Conversation, made_up
+from bridge.agents.trajectories import Written, as_turn, shallow
 from bridge.types import Completion
 
 THOUGHT_BEGINS = "<think>"
@@ -26,7 +26,7 @@ Tools = Sequence[Mapping[str, Any]]
 class Turn:
     """One turn of the model."""
 
-    asked: "Asked"
+    request: "TurnRequest"
     said: Completion
     key: tuple[str, ...]
     """The tools, and each message up to this turn's own: what another request has to begin with to continue it."""
@@ -36,10 +36,10 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
+class TurnRequest:
     """A request for a turn, as tokens."""
 
-    request: ChatRequest
+    chat: ChatRequest
     before: Turn | None
     """The turn that it continues."""
     added: tuple[int, ...]
@@ -53,18 +53,18 @@ class Asked:
         turns, turn = list[Turn](), self.before
         while turn is not None:
             turns.append(turn)
-            turn = turn.asked.before
+            turn = turn.request.before
         return turns[::-1]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Return every token that the model reads."""
-        pieces = [(*turn.asked.added, *turn.said.token_ids) for turn in self.turns]
+        pieces = [(*turn.request.added, *turn.said.token_ids) for turn in self.turns]
         return (*(token for piece in pieces for token in piece), *self.added)
 
     @property
     def num_behind_prompt(self) -> int:
-        first = next((turn.asked for turn in self.turns), self)
+        first = next((turn.request for turn in self.turns), self)
         return len(self.token_ids) - len(first.added)
 
 
@@ -75,49 +75,48 @@ class Recording:
         """`conversation` returns that of the model with these tools; `note` gets each warning."""
         self.turns: list[Turn] = []
         """In the order of their answers."""
-        self._conversation, self._note, self._call_numbers = conversation, note, count()
+        self._conversation = conversation
+        self._note = note
+        self._call_numbers = count()
         self._known: dict[tuple[str, ...], Turn] = {}
 
-    def begin(self, request: ChatRequest) -> Asked:
-        """Return a request as tokens: those of the turn that it continues, exactly, and what it adds.
-
-        Raises:
-            UsageError: the model's chat template does not take its messages or its tools.
-        """
-        conversation, messages = self._conversation(request.tools), request.messages
-        place = max((place for place, each in enumerate(messages, start=1) if each["role"] == "assistant"), default=0)
-        before = self._known.get(_key(request, messages[:place])) if place else None
+    def begin(self, chat: ChatRequest) -> TurnRequest:
+        """Return a request as tokens: those of the turn that it continues, exactly, and what it adds."""
+        conversation, messages = self._conversation(chat.tools), chat.messages
+        ends = [index for index, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+        end = max(ends, default=0)
+        before = self._known.get(_key(chat, messages[:end])) if end else None
         if before is not None:
             last = (before.said.token_ids or (-1,))[-1]
-            added = conversation.following(before.history, messages[place:], last)
+            added = conversation.following(before.history, messages[end:], last)
             if added is not None:
-                return Asked(request=request, before=before, added=added, messages=messages[place:])
+                return TurnRequest(chat=chat, before=before, added=added, messages=messages[end:])
             self._note(conversation.changes_turns)
-        return Asked(request=request, before=None, added=conversation.prompt(messages), messages=messages)
+        return TurnRequest(chat=chat, before=None, added=conversation.prompt(messages), messages=messages)
 
-    def add(self, asked: Asked, said: Completion) -> dict[str, Any]:
+    def add(self, request: TurnRequest, said: Completion) -> dict[str, Any]:
         """Record the answer to a request, and return it as a message.
 
         A text of the request's `stop` that ended it is left out of its text; its tokens stay, as they were sampled.
         """
-        until = asked.request.stop_in(said)
+        until = request.chat.stop_in(said)
         said = replace(said, text=said.text.partition(until)[0]) if until else said
-        text, calls = self._conversation(asked.request.tools).read(said.token_ids, until=until)
+        text, calls = self._conversation(request.chat.tools).read(said.token_ids, until=until)
         if said.finish_reason != "stop":
             text, calls = said.text, ()
-        calls = tuple(self._named(place, call) for place, call in enumerate(calls))
+        calls = tuple(self._named(index, call) for index, call in enumerate(calls))
         message = as_message(text, calls)
         own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
         if calls:
             own["tool_calls"] = [call.as_message() for call in calls]
         shown = made_up(calls, has_thought=THOUGHT_ENDS in text)
-        past = asked.before.history if asked.before else ()
+        past = request.before.history if request.before else ()
         turn = Turn(
-            asked=asked,
+            request=request,
             said=said,
-            key=_key(asked.request, (*asked.request.messages, own)),
+            key=_key(request.chat, (*request.chat.messages, own)),
             calls=calls,
-            history=(*past, *asked.messages, shown),
+            history=(*past, *request.messages, shown),
         )
         self.turns.append(turn)
         self._known[turn.key] = turn
@@ -125,27 +124,27 @@ class Recording:
 
     def sequences(self) -> list[Written]:
         """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
-        continued = {turn.asked.before for turn in self.turns}
-        seen, found = set[Turn](), list[Written]()
+        continued = {turn.request.before for turn in self.turns}
+        seen, sequences = set[Turn](), list[Written]()
         for last in (turn for turn in self.turns if turn not in continued):
-            turns = [*last.asked.turns, last]
+            turns = [*last.request.turns, last]
             own = [turn for turn in turns if turn not in seen]
-            written = Written(prompt=own[0].asked.token_ids)
+            written = Written(prompt=own[0].request.token_ids)
             for turn in turns:
-                written.transcript += map(_read, turn.asked.messages)
+                written.transcript += map(_read, turn.request.messages)
                 if turn in seen:
                     written.transcript.append(as_turn(turn.said.text, turn.calls))
                     continue
                 if turn is not own[0]:
-                    written.add_answers(turn.asked.added)
+                    written.add_answers(turn.request.added)
                 written.add_turn(turn.said, turn.calls)
             seen.update(turns)
-            found.append(written)
-        return found
+            sequences.append(written)
+        return sequences
 
-    def _named(self, place: int, call: Call) -> Call:
+    def _named(self, index: int, call: Call) -> Call:
         """Return a call with an id that no other of the run has, unless the model wrote one."""
-        is_numbered = call.id == f"call{place:05d}"
+        is_numbered = call.id == f"call{index:05d}"
         return replace(call, id=f"call{next(self._call_numbers):05d}") if is_numbered else call
 
 
@@ -178,5 +177,5 @@ def _written(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _key(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return (chat_request.tools_key(request.tools), *map(chat_request.key, messages))
+def _key(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return (chat_request.tools_key(chat.tools), *map(chat_request.key, messages))

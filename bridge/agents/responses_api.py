@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bridge.agents.chat_request import Refusal, text_of
 from bridge.core.foreign_code import said, shortened
-from bridge.rollouts.chat_request import Refusal
 
 SAME = ("model", "temperature", "top_p", "top_logprobs", "tool_choice", "stream", "user", "metadata", "store")
 """Fields that mean the same in a request for a chat completion."""
@@ -28,11 +28,7 @@ Item = Mapping[str, Any]
 
 
 def as_chat(body: Any) -> dict[str, Any]:
-    """Return the same request for a chat completion.
-
-    Raises:
-        Refusal: it is malformed, or means what a chat completion cannot.
-    """
+    """Return the same request for a chat completion."""
     if not isinstance(body, dict):
         raise Refusal("the request is no JSON object")
     given = {name: value for name, value in body.items() if value is not None}
@@ -59,7 +55,7 @@ def _chat(given: Item) -> dict[str, Any]:
     return chat
 
 
-def as_response(body: Item, answer: Item) -> dict[str, Any]:
+def as_document(body: Item, answer: Item) -> dict[str, Any]:
     """Return the answer to a request for a chat completion as that to `body`, of which it was made."""
     (choice,) = answer["choices"]
     is_cut, usage = choice["finish_reason"] == "length", answer["usage"]
@@ -87,7 +83,7 @@ def as_response(body: Item, answer: Item) -> dict[str, Any]:
     }
 
 
-def as_stream(response: Item) -> str:
+def as_stream(response: Item, _: Item) -> str:
     """Return a response as a stream of events, with each text in one piece."""
     written = (
         f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': number})}\n\n"
@@ -131,12 +127,12 @@ def _message(item: Item) -> dict[str, Any] | None:
     """Return an item as a message; None if it is a part of a turn of the model."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"], TEXT_PARTS)}
     if kind in ("function_call", "reasoning") or _is_text(item):
         return None
     if kind != "message":
         raise Refusal(f"input has an item of the type {shortened(str(kind))}, expected messages and function calls")
-    return {"role": item["role"], "content": _text(item["content"])}
+    return {"role": item["role"], "content": text_of(item["content"], TEXT_PARTS)}
 
 
 def _is_text(item: Item) -> bool:
@@ -152,15 +148,7 @@ def _add(turn: dict[str, Any], item: Item) -> None:
     elif item.get("type") == "reasoning":
         turn["reasoning_content"] = "\n".join(part["text"] for part in item.get("content") or item.get("summary") or [])
     else:
-        turn["content"] = _text(item["content"])
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if other := [part["type"] for part in content if part["type"] not in TEXT_PARTS]:
-        raise Refusal(f"input has a part of the type {shortened(str(other[0]))}, expected text")
-    return "\n".join(part["text"] for part in content)
+        turn["content"] = text_of(item["content"], TEXT_PARTS)
 
 
 def _tool(tool: Item) -> dict[str, Any]:

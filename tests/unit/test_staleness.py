@@ -18,10 +18,11 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError
-from bridge.rollouts import in_flight
+from bridge.rollouts import staleness
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.unit.http_server import Asked
+from tests.unit.scores_sample import Several
 from tests.unit.test_environment_stream import Sampled, Task, model, sampled, saying
 
 __all__ = ["model"]  # the fixture
@@ -46,13 +47,13 @@ def test_no_group_is_trained_on_late_twice_or_never(seed: int) -> None:
     groups, begun, used, waited = list[Any](), 0, Counter[int](), 0
     for step in range(1, 120):
         while True:
-            room = in_flight.room(groups, count, num_steps=max_staleness + 1, at_once=at_once)
+            room = staleness.room(groups, count, num_steps=max_staleness + 1, most_in_flight=at_once)
             in_order = not groups or chance.random() < 0.01  # a stream's first groups, or those that begin again
             for _ in range(max(room, 0)):
                 groups.append(Fake(begun, step, in_order=in_order))
                 begun += 1
             assert sum(not each.is_sampled for each in groups) <= at_once
-            taken = in_flight.next_of(groups, count, step=step, max_staleness=max_staleness)
+            taken = staleness.ready(groups, count, step=step, max_staleness=max_staleness)
             if taken:
                 break
             waiting = [each for each in groups if not each.is_sampled]
@@ -72,9 +73,9 @@ def test_groups_that_began_at_once_are_taken_in_their_order() -> None:
     groups = [Fake(number, 1, is_sampled=number != 1, in_order=True) for number in range(6)]
     later = Fake(6, 1, is_sampled=True)  # when there was room again
     given: Any = [later, *groups]
-    assert in_flight.next_of(given, 2, step=1, max_staleness=2) == [], "the first to finish are the shortest"
+    assert staleness.ready(given, 2, step=1, max_staleness=2) == [], "the first to finish are the shortest"
     groups[1].is_sampled = True
-    assert [each.number for each in in_flight.next_of(given, 2, step=1, max_staleness=2)] == [0, 1]
+    assert [each.number for each in staleness.ready(given, 2, step=1, max_staleness=2)] == [0, 1]
 
 
 def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, count: int = 8) -> list[float]:
@@ -84,13 +85,13 @@ def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, 
     for step in range(1, max_staleness + 2):
         while True:
             at_once = count * (max_staleness + 1)
-            room = in_flight.room([*groups.values()], count, num_steps=max_staleness + 1, at_once=at_once)
+            room = staleness.room([*groups.values()], count, num_steps=max_staleness + 1, most_in_flight=at_once)
             starts = in_order and not groups
             for _ in range(max(room, 0)):
                 groups[begun] = Fake(begun, step, in_order=starts)
                 left[begun] = chance.lognormvariate(0, 0.6)
                 begun += 1
-            if taken := in_flight.next_of([*groups.values()], count, step=step, max_staleness=max_staleness):
+            if taken := staleness.ready([*groups.values()], count, step=step, max_staleness=max_staleness):
                 break
             waiting = [number for number, each in groups.items() if not each.is_sampled]
             groups[min(waiting, key=lambda number: left[number])].is_sampled = True  # the shortest finishes first
@@ -272,9 +273,22 @@ def test_groups_without_signal_are_replaced_within_the_bound(model: Path) -> Non
 
 
 def test_time_between_two_steps_counts_against_no_time_limit(model: Path) -> None:
-    gate = Gate(0, 1, 2)
-    gate.opens_after(0.4)
+    gate = Gate()
+    gate.open()
     with streaming(model, gate, request_timeout_s=2.0) as ours:
         ours.groups(1, 2)
-        time.sleep(2.5)  # the trainer computes
-        assert len(ours.groups(2, 2)) == 2
+        gate.closes_after(4)
+        ours.groups(2, 2)
+        gate.opens_after(3.0)
+        time.sleep(2.5)  # the trainer computes, and the server pauses
+        assert len(ours.groups(3, 2)) == 2
+
+
+def test_groups_are_scored_while_a_step_is_computed(model: Path) -> None:
+    with streaming(model, lambda document, _: document, recipe=Several) as ours:
+        ours.groups(1, 2)
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(group.is_sampled for group in ours.stream._in_flight):
+            assert time.monotonic() < deadline, "they wait for the trainer"
+            time.sleep(0.01)
+        assert len(ours.stream._in_flight) == 2
