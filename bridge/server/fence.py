@@ -107,7 +107,7 @@ def publish(
 
     def abandon(error: BaseException | None) -> None:
         _let_go(update, error)
-        _resume(client, limit_s=LET_GO_LIMIT_S if update.sleep and ranks.num_parts > 1 else 0)
+        _resume(client, limit_s=LET_GO_LIMIT_S if update.sleep and ranks.tp_size > 1 else 0)
 
     return run(
         update, lambda: client.publish(update.version).version,
@@ -131,21 +131,21 @@ def run(
     with deferred_interrupt(), ranks.in_fence():
         start = paused = time.perf_counter()
         if pause is not None:
-            ranks.together(pause, undo=lambda: abandon(None))
+            ranks.run_on_all(pause, undo=lambda: abandon(None))
             paused = time.perf_counter()
         if update.prepare is not None:
             try:
                 with acting_interrupt():
                     update.prepare()
-                ranks.together(lambda: None)
+                ranks.run_on_all(lambda: None)
             except BaseException as error:
                 abandon(error)
                 raise
         prepared = time.perf_counter()
-        ranks.together(lambda: _written(update))
+        ranks.run_on_all(lambda: _written(update))
         written = time.perf_counter()
-        versions = ranks.of_replicas(ranks.agreed(publish))
-        version = versions[ranks.replica]
+        versions = ranks.one_per_replica(ranks.run_and_gather(publish))
+        version = versions[ranks.dp_rank]
         assert len(set(versions)) == 1, versions
         published = time.perf_counter()
     return FenceTimes(
