@@ -82,8 +82,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def spread(exported: manifest.Manifest) -> None:
     """Spread vLLM's dummy weights, through the fence."""
     attached = attach(exported)
-    with BridgeClient(exported, timeout_s=600) as client:
-        fence.publish(client, Update(lambda: scatter(attached)))
+    with BridgeClient(exported, timeout_s=600) as client, fence.publish(client, Update()):
+        scatter(attached)
 
 
 class Sampled:
@@ -143,7 +143,9 @@ def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirect
         bare, with_token = [], []
         for _ in range(options.handovers):
             start = time.perf_counter()
-            times = mode.publish(Update(lambda: None))
+            with mode.publish(Update()) as window:
+                pass
+            times = window.times
             first_token(mode.endpoint)
             with_token.append(1e3 * (time.perf_counter() - start))
             bare.append(1e3 * (times.pause_s + times.publish_s))

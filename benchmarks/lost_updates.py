@@ -169,7 +169,8 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
 def _begin_again(exported: manifest.Manifest, live: AttachedModel, model: Path) -> None:
     with BridgeClient(exported, timeout_s=60) as client:
         version = client.status().version + 1
-        fence.publish(client, Update(lambda: model_folder.load_into(live.model, model), version=version, takeover=True))
+        with fence.publish(client, Update(version=version, takeover=True)):
+            model_folder.load_into(live.model, model)
 
 
 def _weights(live: AttachedModel) -> Tensor:

@@ -147,8 +147,8 @@ def measure(task: str, options: Any, folder: Path) -> Iterator[Row]:
                 for bound in bounds:
                     with BridgeClient(exported, timeout_s=60) as client:
                         later = client.status().version + 1
-                        again = Update(lambda: model_folder.load_into(live.model, model), version=later, takeover=True)
-                        fence.publish(client, again)
+                        with fence.publish(client, Update(version=later, takeover=True)):
+                            model_folder.load_into(live.model, model)
                     config = _config(task, model, command.manifest, folder / f"{clipping}-{bound}-{seed}", options)
                     row = trained(task, config.changed(max_staleness=bound, seed=seed), clipping)
                     say(

@@ -10,9 +10,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -43,7 +44,7 @@ from bridge.scoring.score import as_reward, limit_note
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import FenceTimes, Update, Window
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import InFlight, Status
 from bridge.types import Group, Message, Problem
@@ -300,19 +301,22 @@ class Policy:
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
-        return self._publish(Update(write), in_flight)
+        with self._fence(Update(), in_flight) as window:
+            write()
+        return window.times
 
     def _refuse_to_write(self) -> None:
         if self._reads_only:
             raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
 
-    def _publish(self, update: Update, in_flight: InFlight) -> FenceTimes:
+    @contextmanager
+    def _fence(self, update: Update, in_flight: InFlight = "keep") -> Iterator[Window]:
         self._refuse_to_write()
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            times = fence.publish(self._client, update, in_flight=in_flight, served=self.version)
-            self.version = times.version
-            self._loop.add_fence(times)
-        return times
+            with fence.publish(self._client, update, in_flight=in_flight, served=self.version) as window:
+                yield window
+            self.version = window.times.version
+            self._loop.add_fence(window.times)
 
     def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
         """Write a line of metrics into the run directory; `bridge report` makes a page of it.
@@ -377,9 +381,9 @@ class Policy:
             return 0
         model_folder.check(self.model, newest.folder)
         load_state(newest, self.model, optimizer)
-        load = partial(model_folder.load_into, self.model, newest.folder)
         version = newest.progress.weight_version
-        self._publish(Update(load, version=version, takeover=True, last_checkpoint=newest.folder), "keep")
+        with self._fence(Update(version=version, takeover=True, last_checkpoint=newest.folder)):
+            model_folder.load_into(self.model, newest.folder)
         self._num_calls = newest.progress.samples_drawn
         return newest.progress.step
 

@@ -5,6 +5,7 @@ they named. The base is the server's own if the server exports it, else a second
 """
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from bridge.modes.patched_server import manifest_of
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import Update, Window
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER
 from bridge.weights import loaded, model_folder
@@ -62,10 +63,10 @@ class LoraDisk:
         held = base.weight_bytes + self._adapter.num_bytes()
         return replace(base, lr_factors=self._adapter.lr_factors(), weight_bytes=held)
 
-    def publish(self, update: Update) -> FenceTimes:
-        """Run `update` without a fence, and let the server load the result."""
+    def publish(self, update: Update) -> AbstractContextManager[Window]:
+        """Let the block write without a pause, and the server load the result."""
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
-        return fence.run(update, lambda: self._serve_next(self.version + 1), ranks=self._run.ranks)
+        return fence.run(lambda: self._serve_next(self.version + 1), update, ranks=self._run.ranks)
 
     def catch_up(self) -> None:
         """Do nothing: every update is published."""

@@ -5,7 +5,8 @@ With several parts each one trains in the slot of its rank of the server.
 Not covered: how the server keeps the slot in place (`patches/bridge_patches/lora_slots.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from bridge.errors import AttachError, ManifestError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.patched_server import PatchedServer, manifest_of
 from bridge.server import manifest
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import Update, Window
 from bridge.server.manifest import LoraSlot
 from bridge.server.protocol import ADAPTER
 from bridge.weights import model_folder
@@ -52,9 +53,12 @@ class LoraMemory(PatchedServer):
         self._run.note("the base is the server's own, 0 bytes of it here")
         return replace(base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts)
 
-    def publish(self, update: Update) -> FenceTimes:
-        """Run `update` inside the fence; until there is a checkpoint, the first adapter repairs a torn server."""
-        return super().publish(replace(update, last_checkpoint=update.last_checkpoint or self._run.scratch / ADAPTER))
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
+        """Let the block write inside the fence; before any checkpoint, the first adapter repairs a torn server."""
+        repair = update.last_checkpoint or self._run.scratch / ADAPTER
+        with super().publish(replace(update, last_checkpoint=repair)) as window:
+            yield window
 
     def pass_on(self) -> None:
         self._adapter.pass_on()
@@ -65,7 +69,8 @@ class LoraMemory(PatchedServer):
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         self._adapter.check(checkpoint)  # before the server pauses
-        self.overwrite(lambda: self._adapter.load(checkpoint), checkpoint, version)
+        with self.overwriting(checkpoint, version):
+            self._adapter.load(checkpoint)
 
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the protocol's
         """Restart the dead server with the base, and move the adapter, which this process still has, into a slot again.
@@ -79,7 +84,7 @@ class LoraMemory(PatchedServer):
         if is_lost:
             self._move_in(takeover=True, version=version)
         else:
-            self.publish(Update(lambda: None, version=version, takeover=True))
+            self.publish_as(version)
 
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
@@ -88,15 +93,11 @@ class LoraMemory(PatchedServer):
         ranks.tp_group.run_on_all(self._hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
         number = ranks.tp_group.run_on_rank_zero(self._seat)
         slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
-
-        @torch.no_grad()
-        def write() -> None:
+        with self.publish(Update(takeover=takeover, version=version)), torch.no_grad():
             for name, slot in slots.items():
                 for here, there in ((ours[name].lora_a, slot.lora_a), (ours[name].lora_b, slot.lora_b)):
                     there.copy_(here)
                     here.data = there.data
-
-        self.publish(Update(write, takeover=takeover, version=version))
 
     def _hand_over(self) -> None:
         self._run.saved(ADAPTER, self._adapter.save)

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ from bridge.errors import ServerUnreachableError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import Update, Window
 from bridge.weights.opened_model import OpenedModel
 
 
@@ -99,8 +99,8 @@ class Mode(Protocol):
     def open(self) -> OpenedModel:
         """Return the model to train; called once."""
 
-    def publish(self, update: Update) -> FenceTimes:
-        """Run `update`, which writes the model's parameters, and publish the result."""
+    def publish(self, update: Update) -> AbstractContextManager[Window]:
+        """Let the block write the model's parameters, and publish the result."""
 
     def catch_up(self) -> None:
         """Publish what was written and not published yet."""

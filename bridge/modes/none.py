@@ -9,6 +9,8 @@ Several ranks have a copy and a server each. Copies are trained in lockstep, and
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from bridge.modes.patched_server import PatchedServer, manifest_of
 from bridge.server import fence
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import Update, Window
 from bridge.weights import loaded, model_folder
 from bridge.weights.opened_model import OpenedModel
 
@@ -55,21 +57,23 @@ class OwnCopy(ABC):
         self._model = opened.model
         return opened
 
-    def publish(self, update: Update) -> FenceTimes:
-        """Run `update`, and reload the server every `--vllm-restart-interval` steps.
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
+        """Let the block write, and reload the server every `--vllm-restart-interval` steps.
 
         Units: `publish_s` includes saving the model and reloading the server; it is 0 without a reload.
         """
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
         with deferred_interrupt():
-            times = fence.run(update, lambda: self.version, ranks=self._run.ranks)
+            with fence.run(lambda: self.version, update, ranks=self._run.ranks) as window:
+                yield window
             self._behind += 1
-            if self._behind < self._config.publishing.restart_interval or update.is_last:
-                return replace(times, publish_s=0.0)
-            start = time.perf_counter()
-            pause_s = self._reload()  # not in the fence, whose time limit is too short for a restart
-            publish_s = time.perf_counter() - start - pause_s
-        return replace(times, version=self.version, pause_s=pause_s, publish_s=publish_s)
+            pause_s = publish_s = 0.0
+            if self._behind >= self._config.publishing.restart_interval and not update.is_last:
+                start = time.perf_counter()
+                pause_s = self._reload()  # not in the fence, whose time limit is too short for a restart
+                publish_s = time.perf_counter() - start - pause_s
+            window.times = replace(window.times, version=self.version, pause_s=pause_s, publish_s=publish_s)
 
     def catch_up(self) -> None:
         if self._behind:
@@ -169,7 +173,8 @@ class InPlace(OwnCopy):
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model_folder.load_into(self._model, checkpoint)
-        self._server.overwrite(lambda: model_folder.load_into(self._served, checkpoint), checkpoint, version)
+        with self._server.overwriting(checkpoint, version):
+            model_folder.load_into(self._served, checkpoint)
         self._behind = 0
 
     def revive(self, checkpoint: Path | None) -> None:
@@ -183,8 +188,8 @@ class InPlace(OwnCopy):
 
     def _reload(self) -> float:
         folder = self._saved()
-        update = Update(lambda: model_folder.load_into(self._served, folder), last_checkpoint=folder)
-        pause_s = self._server.publish(update).pause_s
+        with self._server.publish(Update(last_checkpoint=folder)) as window:
+            model_folder.load_into(self._served, folder)
         self._discard_versions()  # not after an error: the newest repairs the torn server
         self._behind = 0
-        return pause_s
+        return window.times.pause_s

@@ -1,7 +1,8 @@
 """A patched server whose memory this process writes to: the base of the modes that train in place."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from bridge.config import TrainConfig
@@ -12,7 +13,7 @@ from bridge.modes.mode import RunContext
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import Update, Window
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER, Holder, Status, Written
 from bridge.weights import skeleton
@@ -37,20 +38,26 @@ class PatchedServer:
         self._compare_replicas()
         return self._attached.opened()
 
-    def publish(self, update: Update) -> FenceTimes:
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
         in_flight = "keep" if update.takeover else self._config.publishing.in_flight
         served = None if update.takeover else self.version
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            times = fence.publish(
+            with fence.publish(
                 self._client, update, in_flight=in_flight, keep_kv=self._keeps_kv, served=served, writes=self._writes,
                 ranks=self._run.ranks,
-            )  # fmt: skip
-            self.version = times.version
-        return times
+            ) as window:  # fmt: skip
+                yield window
+            self.version = window.times.version
 
-    def overwrite(self, write: Callable[[], None], checkpoint: Path, version: int | None) -> FenceTimes:
-        """Publish `write`, which sets everything to what is in `checkpoint`; the server may be torn."""
-        return self.publish(Update(write, version=version, takeover=True, last_checkpoint=checkpoint))
+    def overwriting(self, checkpoint: Path, version: int | None) -> AbstractContextManager[Window]:
+        """Let the block set everything to what is in `checkpoint`, and publish it; the server may be torn."""
+        return self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint))
+
+    def publish_as(self, version: int) -> None:
+        """Publish the same weights as another version."""
+        with self.publish(Update(version=version, takeover=True)):
+            pass
 
     def catch_up(self) -> None:
         """Do nothing: every update is published."""
@@ -70,7 +77,7 @@ class PatchedServer:
         """
         if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client)):
             self.restart(checkpoint or self._config.model_name)
-        self.publish(Update(lambda: None, version=self._newest() + 1, takeover=True))
+        self.publish_as(self._newest() + 1)
 
     def _newest(self) -> int:
         """Return the newest version of all ranks' servers: others may have published what this one did not."""

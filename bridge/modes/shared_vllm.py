@@ -37,10 +37,12 @@ class SharedVllm(PatchedServer):
         model, parts = self._attached.model, self._parts
         if parts is None:
             model_folder.check(model, checkpoint)  # before the server pauses
-            self.overwrite(lambda: model_folder.load_into(model, checkpoint), checkpoint, version)
+            with self.overwriting(checkpoint, version):
+                model_folder.load_into(model, checkpoint)
         else:
             parts_folder.check(model, parts, checkpoint)
-            self.overwrite(lambda: parts_folder.load_into(model, parts, checkpoint), checkpoint, version)
+            with self.overwriting(checkpoint, version):
+                parts_folder.load_into(model, parts, checkpoint)
 
     @property
     def _parts(self) -> Parts | None:

@@ -250,15 +250,16 @@ class Trainer:
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         served = self._mode.version
         with deferred_interrupt():  # a published step has its metrics
-            times = self._mode.publish(
-                Update(
-                    lambda: self._write(step, groups),
-                    prepare=self._learner.prepare if self._prepares_inside() and self._written != step else None,
-                    sleep=bool(self._sleeps),
-                    last_checkpoint=self._checkpoints.last,
-                    is_last=self._is_last(step),
-                )
+            update = Update(
+                sleep=bool(self._sleeps), last_checkpoint=self._checkpoints.last, is_last=self._is_last(step)
             )
+            with self._mode.publish(update) as window:
+                if self._written != step:  # the server may have died after the write
+                    if self._prepares_inside():
+                        with window.preparing():
+                            self._learner.prepare()
+                    self._write(step, groups)
+            times = window.times
             learnt = self._learner.learnt()
             metrics = measuring.step(
                 step, groups, learnt, times,
@@ -277,9 +278,7 @@ class Trainer:
         return metrics
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the updates of `step`, once: a publication that is retried finds them written."""
-        if self._written == step:
-            return
+        """Write the updates of `step`."""
         self._half_written = True
         self._learner.write()
         self._written, self._half_written = step, False

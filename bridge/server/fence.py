@@ -2,8 +2,16 @@
 
     pause      the scheduler stops, every rank's device is idle, the prefix cache is dropped
     prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps meanwhile
-    write      the caller writes, then waits for its own device
+    write      the caller writes; the fence waits for its device
     publish    the version goes up, generation resumes
+
+As code:
+
+    with fence.publish(client, Update()) as window:     # pause
+        with window.preparing():                        # optional
+            compute()
+        write()
+    window.times                                        # published
 
 Only the process that holds the server's lease may write. A process that only reads, such as `bridge verify` during
 training, may hold the fence too; the next process waits for it.
@@ -17,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,18 +44,12 @@ LET_GO_LIMIT_S = 10.0
 """Longest wait for the other parts of a replica to free the KV cache's memory after an update was abandoned."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """One change of what is served."""
 
-    write: Callable[[], object]
-    """Writes it; an interrupt is deferred until then."""
-    _: KW_ONLY
-    prepare: Callable[[], None] | None = None
-    """Runs before `write` and changes nothing that is served. If it raises, the server resumes unchanged, and the
-    result is dropped. An interrupt acts at once."""
     sleep: bool = False
-    """Give both the KV cache's memory; they must free it again."""
+    """Give the caller the KV cache's memory, which must be free again at the end."""
     last_checkpoint: Path | None = None
     """What repairs the server if this process dies while it writes."""
     is_last: bool = False
@@ -55,7 +57,7 @@ class Update:
     version: int | None = None
     """Publish as this version, or as the next one if that is later; None: as the next one."""
     takeover: bool = False
-    """`write` sets everything, so that it may repair a torn server."""
+    """Everything is written, so that a torn server may be repaired."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,32 @@ class FenceTimes:
     """Seconds until the server generated again."""
 
 
+class Window:
+    """An open fence: the block may write, and an error in it leaves the server torn."""
+
+    times: FenceTimes
+    """Known once the update is published."""
+
+    def __init__(self, paused: float, ranks: Ranks, abandon: Callable[[BaseException], object]) -> None:
+        self.paused = paused
+        self.prepared = paused
+        self._ranks = ranks
+        self._abandon = abandon
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Compute before anything is written: an error lets the server resume unchanged, Ctrl-C acts at once."""
+        try:
+            with acting_interrupt():
+                yield
+            self._ranks.run_on_all(lambda: None)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        self.prepared = time.perf_counter()
+
+
+@contextmanager
 def publish(
     client: BridgeClient | None,
     update: Update,
@@ -81,8 +109,8 @@ def publish(
     served: int | None = None,
     writes: Written = "weights",
     ranks: Ranks = ALONE,
-) -> FenceTimes:
-    """Run `update` inside the fence; requests that are kept in flight may keep their keys and values, too.
+) -> Iterator[Window]:
+    """Pause the server, let the block write, and publish; requests kept in flight may keep their keys and values, too.
 
     The server refuses if it does not serve version `served`; None: any. Several ranks are inside together: none writes
     before all servers stand still, and none publishes before all have written. The first part of each replica alone has
@@ -93,7 +121,9 @@ def publish(
         ServerUnreachableError: the server is gone.
     """
     if client is None:
-        return run(update, lambda: 0, pause=lambda: None, abandon=partial(_let_go, update), ranks=ranks)
+        with run(lambda: 0, update, pause=lambda: None, abandon=partial(_let_go, update), ranks=ranks) as window:
+            yield window
+        return
     pause = partial(
         client.pause,
         in_flight,
@@ -109,50 +139,47 @@ def publish(
         _let_go(update, error)
         _resume(client, limit_s=LET_GO_LIMIT_S if update.sleep and ranks.tp_size > 1 else 0)
 
-    return run(
-        update, lambda: client.publish(update.version).version,
+    with run(
+        lambda: client.publish(update.version).version, update,
         pause=lambda: _pause(client, pause), abandon=abandon, ranks=ranks,
-    )  # fmt: skip
+    ) as window:  # fmt: skip
+        yield window
 
 
+@contextmanager
 def run(
-    update: Update,
     publish: Callable[[], int],
+    update: Update,
     *,
     pause: Callable[[], object] | None = None,
     abandon: Callable[[BaseException | None], object] = lambda _: None,
     ranks: Ranks = ALONE,
-) -> FenceTimes:
-    """Run and time `update`: `pause`, prepare, write, and `publish`, which returns the new version.
+) -> Iterator[Window]:
+    """Run and time the block between `pause` and `publish`, which returns the new version.
 
     Without `pause` no server is paused: only this process holds the weights. `abandon` is called if preparing fails.
     Of a replica's parts, what the first one's `publish` returns counts.
     """
     with deferred_interrupt(), ranks.in_fence():
-        start = paused = time.perf_counter()
+        start = time.perf_counter()
         if pause is not None:
             ranks.run_on_all(pause, undo=lambda: abandon(None))
-            paused = time.perf_counter()
-        if update.prepare is not None:
-            try:
-                with acting_interrupt():
-                    update.prepare()
-                ranks.run_on_all(lambda: None)
-            except BaseException as error:
-                abandon(error)
-                raise
-        prepared = time.perf_counter()
-        ranks.run_on_all(lambda: _written(update))
+        window = Window(time.perf_counter() if pause else start, ranks, abandon)
+        with ranks.raise_on_all():
+            yield window
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            _let_go(update)  # before any server wakes its KV cache: it lies on several ranks' GPUs
         written = time.perf_counter()
         versions = ranks.one_per_replica(ranks.run_and_gather(publish))
         version = versions[ranks.dp_rank]
         assert len(set(versions)) == 1, versions
         published = time.perf_counter()
-    return FenceTimes(
+    window.times = FenceTimes(
         version=version,
-        pause_s=paused - start,
-        prepare_s=prepared - paused,
-        write_s=written - prepared,
+        pause_s=window.paused - start,
+        prepare_s=window.prepared - window.paused,
+        write_s=written - window.prepared,
         publish_s=published - written,
     )
 
@@ -178,14 +205,6 @@ def _resume(client: BridgeClient, *, limit_s: float) -> None:
             time.sleep(BUSY_POLL_S)
         else:
             return
-
-
-def _written(update: Update) -> None:
-    """Write, and let go before any server wakes its KV cache: it lies on several ranks' GPUs."""
-    update.write()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    _let_go(update)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from bridge_cli.verify import ManifestPath
 if TYPE_CHECKING:
     from bridge.server.client import BridgeClient
     from bridge.server.manifest import Manifest
+    from bridge.server.protocol import Written
 
 TIMEOUT_S = 600.0
 COMPUTED_WITH = (
@@ -61,10 +62,12 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
             is_adapter = (folder / adapter_folder.CONFIG_NAME).is_file()
             write = _adapter_writer(client, exported, folder) if is_adapter else _model_writer(exported, folder)
         version = 0 if progress is None else progress.weight_version
-        update = Update(write, version=version, takeover=True, last_checkpoint=folder)
+        update = Update(version=version, takeover=True, last_checkpoint=folder)
         with deferred_interrupt():  # what was done is printed before an interrupt acts
-            with console.waiting(f"Loading {folder}"):
-                times = fence.publish(client, update, writes="adapter" if is_adapter else "weights")
+            writes: Written = "adapter" if is_adapter else "weights"
+            with console.waiting(f"Loading {folder}"), fence.publish(client, update, writes=writes) as window:
+                write()
+            times = window.times
             seconds = times.pause_s + times.write_s + times.publish_s
             what = f"{folder}" if progress is None else f"{folder} (step {progress.step})"
             console.note(f"restored {what} into {exported.model}: version {times.version}, {seconds:.2f} s")

@@ -38,9 +38,8 @@ class DemoServer:
         live = attach(exported).model
         with BridgeClient(exported, timeout_s=60) as client:
             version = client.status().version + 1
-            fence.publish(
-                client, Update(lambda: model_folder.load_into(live, self.model), version=version, takeover=True)
-            )
+            with fence.publish(client, Update(version=version, takeover=True)):
+                model_folder.load_into(live, self.model)
 
     def train(self, folder: Path, report: Callable[[StepMetrics], None], **choices: Any) -> Summary:
         """Train in this process, in place, with the demo's settings unless `choices` override them."""

@@ -18,6 +18,7 @@ from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
 from bridge_cli.server_process import health
+from tests.fenced import publish
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
 from tests.unit.lora_runs import RANK, World, world_in
@@ -102,7 +103,7 @@ def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monk
         opened.open()
         sampled(opened.endpoint)
         version = opened.version
-        assert opened.publish(Update(lambda: None)).version == opened.version == version + 1
+        assert publish(opened.publish(Update())).version == opened.version == version + 1
         sampled(opened.endpoint)
     finally:
         opened.close()

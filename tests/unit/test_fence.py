@@ -20,6 +20,7 @@ from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.protocol import Holder, InFlight, Lease, Status, Written
+from tests.fenced import publish
 from tests.unit.checks_sample import holder_of
 
 
@@ -72,9 +73,15 @@ class FakeClient:
 
 
 def update(
-    fake: FakeClient, write: Callable[[], None], in_flight: InFlight = "keep", served: int | None = None, **choices: Any
+    fake: FakeClient,
+    write: Callable[[], None],
+    in_flight: InFlight = "keep",
+    served: int | None = None,
+    prepare: Callable[[], None] | None = None,
+    **choices: Any,
 ) -> fence.FenceTimes:
-    return fence.publish(cast(BridgeClient, fake), Update(write, **choices), in_flight=in_flight, served=served)
+    fenced = fence.publish(cast(BridgeClient, fake), Update(**choices), in_flight=in_flight, served=served)
+    return publish(fenced, write, prepare)
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
@@ -420,11 +427,12 @@ def test_what_no_other_process_keeps_from_being_paused_is_told_as_the_server_tel
 def test_without_a_server_to_pause_an_update_is_run_in_the_same_order() -> None:
     calls: list[str] = []
 
-    def publish() -> int:
+    def published() -> int:
         calls.append("publish")
         return 7
 
-    times = fence.run(Update(lambda: calls.append("write"), prepare=lambda: calls.append("prepare")), publish)
+    fenced = fence.run(published, Update())
+    times = publish(fenced, lambda: calls.append("write"), lambda: calls.append("prepare"))
     assert (calls, times.version) == (["prepare", "write", "publish"], 7)
 
 
@@ -491,6 +499,6 @@ def test_frozen_resumes_what_it_may_have_paused_though_the_answer_is_lost() -> N
 @pytest.mark.parametrize("writes", ["weights", "adapter"])
 def test_both_ways_say_what_they_write(writes: Written) -> None:
     updated, restored = FakeClient(), FakeClient()
-    fence.publish(cast(BridgeClient, updated), Update(lambda: None), writes=writes)
-    fence.publish(cast(BridgeClient, restored), Update(lambda: None, takeover=True), writes=writes)
+    publish(fence.publish(cast(BridgeClient, updated), Update(), writes=writes))
+    publish(fence.publish(cast(BridgeClient, restored), Update(takeover=True), writes=writes))
     assert (updated.writes, restored.writes) == (writes, writes)

@@ -31,6 +31,7 @@ from bridge.server.manifest import View
 from bridge.server.protocol import Status
 from bridge.types import Problem
 from bridge.weights import skeleton
+from tests.fenced import publish
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, Asked, as_json, serving
@@ -86,8 +87,8 @@ class Running:
     def publish(self) -> int:
         return self.timed().version
 
-    def timed(self, **choices: Any) -> FenceTimes:
-        return self.mode.publish(Update(self.write, **choices))
+    def timed(self, prepare: Callable[[], object] | None = None, **choices: Any) -> FenceTimes:
+        return publish(self.mode.publish(Update(**choices)), self.write, prepare)
 
     def scratch_folders(self) -> list[str]:
         return sorted(folder.name for folder in self.scratch.iterdir()) if self.scratch.is_dir() else []

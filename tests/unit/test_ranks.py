@@ -8,8 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.synchronize import Event
@@ -40,6 +40,7 @@ from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Trainer
+from bridge.server.fence import Update, Window
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.several_ranks import KEY, LIMIT_S, START, on_ranks
@@ -769,7 +770,14 @@ def ran(
         patched.setattr(tiny, "write", lambda *_: None)  # transformers would write on the first rank alone
         fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
         publish = fake.mode.publish
-        fake.mode.publish = lambda update: replace(publish(update), pause_s=float(ranks.rank))  # type: ignore[method-assign]
+
+        @contextmanager
+        def slower(update: Update) -> Iterator[Window]:
+            with publish(update) as window:
+                yield window
+            window.times = replace(window.times, pause_s=float(ranks.rank))
+
+        fake.mode.publish = slower  # type: ignore[method-assign]
         place, config = folder / "run", fake.config(save_path=folder / "saved", **choices)
         made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)

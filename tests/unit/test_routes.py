@@ -25,6 +25,7 @@ from bridge.server.fence import Update
 from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Holder, Refusal, Status, Values
 from bridge_patches import exporter, routes
 from bridge_patches.server_fence import Phase, ServerFence
+from tests.fenced import publish
 from tests.unit import http_server
 from tests.unit.checks_sample import dead_holder, holder_of, manifest
 
@@ -224,8 +225,8 @@ def test_a_trainer_that_gives_up_a_pending_pause_leaves_a_server_that_serves(app
     app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest)
     with listening(app) as url, BridgeClient(manifest(url=url), timeout_s=1) as client:
         with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
-            fence.publish(client, Update(lambda: pytest.fail("it wrote")), in_flight="wait")
-        assert fence.publish(client, Update(lambda: None), served=0).version == 1
+            publish(fence.publish(client, Update(), in_flight="wait"), lambda: pytest.fail("it wrote"))
+        assert publish(fence.publish(client, Update(), served=0)).version == 1
         assert client.status().state == "serving"
     assert not engine.paused
 

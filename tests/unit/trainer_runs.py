@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from bridge.config import TrainConfig
-from bridge.core.interrupt import acting_interrupt
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
+from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
 from bridge.run import checkpoint, trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import FenceTimes, Update, Window
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
@@ -69,6 +69,21 @@ class Killed(BaseException):
     """The process was killed: nothing more is written."""
 
 
+class FakeWindow(Window):
+    prepare_s = 0.0
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(0.0, ALONE, lambda _: None)
+        self._calls = calls
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        self._calls.append("prepare")
+        self.prepare_s = 0.125
+        with super().preparing():
+            yield
+
+
 @dataclass
 class FakeMode:
     """Only writes, and counts that as publishing."""
@@ -104,22 +119,21 @@ class FakeMode:
             layer.mlp.register_forward_hook(lambda _module, _given, made: functional.dropout(made, self.dropout))
         return attached.opened()
 
-    def publish(self, update: Update) -> FenceTimes:
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
         self.last_checkpoints.append(update.last_checkpoint)
         self.before_pause(self.version)
         if update.sleep:
             self.calls.append("sleep")
-        if update.prepare is not None:
-            self.calls.append("prepare")
-            with acting_interrupt():
-                update.prepare()
-        update.write()
+        window = FakeWindow(self.calls)
+        yield window
         self.before_publish(self.version)
         self._num_published += 1
         self.version += self._num_published % self.interval == 0
         self.calls.append("publish")
-        prepare_s = 0.0 if update.prepare is None else 0.125
-        return FenceTimes(version=self.version, pause_s=0.25, prepare_s=prepare_s, write_s=0.5, publish_s=1.0)
+        window.times = FenceTimes(
+            version=self.version, pause_s=0.25, prepare_s=window.prepare_s, write_s=0.5, publish_s=1.0
+        )
 
     def catch_up(self) -> None:
         self.calls.append("catch up")
