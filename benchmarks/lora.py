@@ -34,7 +34,7 @@ from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trainer import train
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest, protocol
 from bridge.server.client import BridgeClient, VllmClient, open_http
 from bridge.server.endpoint import Endpoint
@@ -112,7 +112,7 @@ def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sa
     steps: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / f"run-{way}", environment="parity")
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    summary = train(config, Parity(), run, Listener(lambda step: steps.append(asdict(step))))
+    summary = Run(config, Parity(), run, Listener(lambda step: steps.append(asdict(step)))).train()
     gc.collect()
     parity = compare_with_peft(folder, summary.checkpoint, sampled)
     return {

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
-from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -149,14 +150,17 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
     shares: list[float] = []
     run = RunDirectory.create(config.run_dir, environment=config.task.environment)
 
+    ours = factory.make
+
     def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
         if name in OURS:
-            return factory.make(config, groups)
+            return ours(config, groups)
         return Rival(groups, config, has_masters=name == REFERENCE)
 
     environment = registry.load(config.task)
     listener = Listener(lambda metrics: shares.append(metrics.changed_weight_share))
-    summary = trainer.train(config, environment, run, listener, make_optimizer=make)
+    with mock.patch.object(factory, "make", make):
+        summary = Run(config, environment, run, listener).train()
     return {
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,

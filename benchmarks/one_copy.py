@@ -27,7 +27,7 @@ from bridge.config import SamplingConfig, TrainConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trainer import train
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
@@ -80,7 +80,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     )  # fmt: skip
     metrics: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / "run", environment="parity")
-    summary = train(config, Parity(), run, Listener(lambda step: metrics.append(asdict(step))))
+    summary = Run(config, Parity(), run, Listener(lambda step: metrics.append(asdict(step)))).train()
     attach_ms.append(summary.attach_ms)
     gc.collect()
     torch.cuda.empty_cache()

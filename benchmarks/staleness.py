@@ -33,10 +33,10 @@ from bridge.core import whole_folder
 from bridge.learn import learner
 from bridge.learn.policy_loss import LossSpec, policy_loss
 from bridge.passes.packing import MicroBatch
-from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -179,7 +179,7 @@ def trained(task: str, config: TrainConfig, clipping: str) -> Row:
     steps: list[StepMetrics] = []
     run = RunDirectory.create(config.run_dir, environment=config.task.environment)
     with naive() if clipping == NAIVE else contextlib.nullcontext():
-        summary = trainer.train(config, registry.load(config.task), run, Listener(steps.append))
+        summary = Run(config, registry.load(config.task), run, Listener(steps.append)).train()
     assert summary.reward_before is not None, "it evaluates"
     assert summary.reward_after is not None, "it evaluates"
     return Row(

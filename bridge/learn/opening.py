@@ -1,7 +1,6 @@
 """Open a learner: prepare the model, make its optimizer, and allocate all memory that does not depend on a batch."""
 
 import shlex
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from bridge.learn.learner import Learner
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
 from bridge.optimizers.alike import Alike
-from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
@@ -23,9 +21,6 @@ from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.opened_model import OpenedModel
 
-MakeOptimizer = Callable[..., InPlaceOptimizer]
-"""As `factory.make`."""
-
 
 def learner_of(
     config: TrainConfig,
@@ -33,7 +28,6 @@ def learner_of(
     note: Note,
     *,
     max_model_len: int | None = None,
-    make_optimizer: MakeOptimizer = factory.make,
     ranks: Ranks = ALONE,
 ) -> Learner:
     """Prepare the model and return its learner; all memory is allocated that does not depend on a batch.
@@ -64,7 +58,7 @@ def learner_of(
     several: dict[str, Any] = {} if ranks.world_size == 1 else {"ranks": ranks}
     if parallel is not None:
         several["alike"] = _alike(model, parallel)
-    optimizer = make_optimizer(config, groups, **several)
+    optimizer = factory.make(config, groups, **several)
     try:
         optimizer.allocate()
         reference = open_reference(config, model, opened.device, note, max_model_len=max_model_len)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -153,12 +154,13 @@ def _train_and_verify(
     command = prepare(serve, [])
     write_json(run.server_config, serve.document())
     part = Part(
-        serve=serve, train=train, chosen=train, vllm_flags=[], start_limit_s=START_LIMIT_S, run_dir=run.path,
+        serve=serve, train=train, vllm_flags=[], start_limit_s=START_LIMIT_S, run_dir=run.path,
         resume=None,
     )  # fmt: skip
     with ranks.started(places, run) as world:
         world.all_gather_object(part)
-        with trained(world, part, lambda: command, run, environment, log=run.server_log) as summary:
+        directory = replace(run, chosen=train)
+        with trained(world, part, lambda: command, directory, environment, log=run.server_log) as summary:
             console.note("verifying on the same live server")
             return summary, proof(command.manifest, as_json=False)
 

@@ -56,7 +56,6 @@ class Part:
 
     serve: ServeConfig
     train: TrainConfig
-    chosen: TrainConfig
     vllm_flags: Sequence[str]
     start_limit_s: float
     run_dir: Path
@@ -264,7 +263,7 @@ def trained(
         )
         yield train_in(
             run, attached_to(part.train, command), environment,
-            as_json=as_json, process=process, resume=part.resume, chosen=part.chosen, ranks=ranks,
+            as_json=as_json, process=process, resume=part.resume, ranks=ranks,
         )  # fmt: skip
 
 

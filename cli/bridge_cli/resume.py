@@ -31,6 +31,7 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     metrics.goal_of(config.stop_at)
     reference.check(config)
     trackers.check(config)
+    chosen = config
     passed_over: list[str] = []
     config, found = _resumed(config, passed_over) if config.resume else (config, None)
     if found is not None:
@@ -50,7 +51,7 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
     config = config.changed(save_path=folder or run.checkpoints)
-    return config, dataclasses.replace(run, made=(*run.made, *made)), found
+    return config, dataclasses.replace(run, made=(*run.made, *made), chosen=chosen), found
 
 
 def _resumed(config: TrainConfig, passed_over: list[str]) -> "tuple[TrainConfig, Found | None]":

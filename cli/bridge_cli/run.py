@@ -86,7 +86,7 @@ def run(
             url = attached_to(settled, command).server.url()
             console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {settled.checkpoints.save_path}")
             part = Part(
-                serve=serves, train=settled, chosen=train, vllm_flags=flags, start_limit_s=start_limit_s,
+                serve=serves, train=settled, vllm_flags=flags, start_limit_s=start_limit_s,
                 run_dir=directory.path, resume=found,
             )  # fmt: skip
             facts = alike.facts(train, serves, flags)

@@ -45,7 +45,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
         rehearse(settled, environment)
         server = StartedServer(command, run.server_log).running() if command else contextlib.nullcontext()
         with server as process, ending.printed(run, settled):
-            train_in(run, settled, environment, as_json=as_json, process=process, resume=found, chosen=config)
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=found)
     finally:
         run.remove_if_unused()
 
@@ -98,43 +98,31 @@ def train_in(
     as_json: bool,
     process: "ServerProcess | None" = None,
     resume: "Found | None" = None,
-    chosen: TrainConfig | None = None,
     ranks: "Ranks | None" = None,
 ) -> "Summary":
-    """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived.
+    """Train, print one line per step, and write everything to `run`.
 
     Raises:
         BridgeError: the server, the manifest, the model or the environment is at fault.
     """
     from bridge.ranks.world import ALONE
-    from bridge.run import trackers, trainer
+    from bridge.run import trackers
     from bridge.run.reporting import Reporter, Several
+    from bridge.run.trainer import Run
     from bridge_environments import registry
 
     recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
     ranks = ranks or ALONE
+    run_of = partial(Run, config, environment, run, recipe=recipe, process=process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
-        return trainer.train(
-            config, environment, run, Reporter(), recipe=recipe, process=process, resume=resume, chosen=chosen,
-            ranks=ranks,
-        )  # fmt: skip
+        return run_of(Reporter()).train()
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
         trackers.of(config, run, first_step=first_step) as curves,
     ):
-        summary = trainer.train(
-            config,
-            environment,
-            run,
-            Several(curves, lines),
-            recipe=recipe,
-            process=process,
-            resume=resume,
-            chosen=chosen,
-            ranks=ranks,
-        )
+        summary = run_of(Several(curves, lines)).train()
     run.write_summary(summary)
     console.note(summary_line(summary))
     if as_json:

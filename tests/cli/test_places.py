@@ -145,7 +145,7 @@ def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it
     monkeypatch.setattr(ranks, "trained", trained)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
     part = Part(
-        serve=ServeConfig(model="m", port=9001), train=train, chosen=train, vllm_flags=[], start_limit_s=1,
+        serve=ServeConfig(model="m", port=9001), train=train, vllm_flags=[], start_limit_s=1,
         run_dir=tmp_path, resume=None,
     )  # fmt: skip
     third = Ranks(2, 4)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.run import trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -47,7 +47,7 @@ class DemoServer:
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
         run = RunDirectory.create(folder / "run", environment=config.task.environment)
-        return trainer.train(config, registry.load(config.task), run, Listener(report))
+        return Run(config, registry.load(config.task), run, Listener(report)).train()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,7 +91,8 @@ def learner_of(
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if told is None else told
-    return opening.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer, ranks=ranks)
+    with mock.patch.object(factory, "make", make_optimizer):
+        return opening.learner_of(config_of(**choices), opened, notes.append, ranks=ranks)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:

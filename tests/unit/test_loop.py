@@ -18,7 +18,7 @@ import bridge
 from bridge import policy as policy_module
 from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
-from bridge.run import checkpoint, export, loop
+from bridge.run import checkpoint, export, optimizer_state
 from bridge.types import Completion, Group
 from bridge_cli.report import page, record
 from tests.models import tiny
@@ -258,7 +258,7 @@ def test_what_lies_on_the_device_of_a_parameter_is_known() -> None:
     for parameter, expected in ((there, ["step", "exp_avg"]), (here, ["exp_avg"])):
         optimizer = torch.optim.AdamW([parameter])
         optimizer.state[parameter] = {"step": parameter.new_zeros(()), "exp_avg": parameter.clone(), "maximize": 1}
-        assert loop._state_of(parameter, optimizer)[1] == expected
+        assert optimizer_state._state_of(parameter, optimizer)[1] == expected
 
 
 def test_an_optimizer_with_state_that_is_no_tensor_is_refused(attach: Attach, tmp_path: Path) -> None:

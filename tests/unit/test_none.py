@@ -22,9 +22,9 @@ from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import View
@@ -411,7 +411,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="letters")
-        summary = trainer.train(config, Letters(), run, Listener(), process=process)
+        summary = Run(config, Letters(), run, Listener(), process=process).train()
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
     assert asked_before == [2]  # two groups per step, then the restart; none after the last step, when the server ends

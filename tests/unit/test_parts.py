@@ -22,7 +22,7 @@ from bridge.optimizers.shared import SharedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run.whole_state import WholeState
+from bridge.run.optimizer_state import WholeState
 from bridge.types import Group
 from bridge.weights import model_folder, parts_folder
 from bridge.weights import parts as parts_

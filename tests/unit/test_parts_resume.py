@@ -17,10 +17,11 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint, trainer
+from bridge.run import checkpoint
 from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.weights import parts_folder
 from bridge.weights.adapter import Adapter
 from bridge.weights.opened_model import OpenedModel
@@ -95,7 +96,7 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices
         made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
         run = made or RunDirectory.join(place)
-        return trainer.train(config, Letters(), run, Reporter(), resume=found, ranks=ranks)
+        return Run(config, Letters(), run, Reporter(), resume=found, ranks=ranks).train()
 
 
 def content(folder: Path) -> dict[str, Tensor]:

@@ -34,12 +34,13 @@ from bridge.passes.packing import Sample
 from bridge.ranks import world
 from bridge.ranks.messages import Messages
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint, trainer
+from bridge.run import checkpoint
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trainer import Trainer
+from bridge.run.saving import Checkpoints
+from bridge.run.trainer import Run
 from bridge.server.fence import Update, Window
 from bridge.types import Group
 from tests.models import tiny
@@ -782,7 +783,8 @@ def ran(
         made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
         heard = reporter if ranks.is_rank_zero else Reporter()
-        return trainer.train(config, Letters(), made or RunDirectory.join(place), heard, resume=resume, ranks=ranks)
+        run = made or RunDirectory.join(place)
+        return Run(config, Letters(), run, heard, resume=resume, ranks=ranks).train()
 
 
 def test_ranks_end_after_the_same_step_although_their_times_differ(models: Path) -> None:
@@ -802,7 +804,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
     with pytest.MonkeyPatch.context() as patched:
         own = RunDirectory.first_evaluation
         patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.is_rank_zero else None)
-        patched.setattr(Trainer, "resume", lambda trainer, _: setattr(trainer, "_begun_at", 1))
+        patched.setattr(Run, "_load", lambda run: setattr(run, "_begun_at", 1))
         found = Found(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
         return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before
 
@@ -841,10 +843,8 @@ def test_an_interrupt_while_a_checkpoint_is_saved_leaves_no_rank_waiting(models:
 def dies(ranks: Ranks, folder: Path, where: str) -> Any:
     """End one rank while the weights are rescued."""
     if ranks.rank == 1:
-        owner, name = {"before it tells": (trainer.Trainer, "_is_torn"), "as it saves": (trainer.Trainer, "_save")}[
-            where
-        ]
-        setattr(owner, name, lambda *_: os._exit(1))
+        name = {"before it tells": "is_torn", "as it saves": "save"}[where]
+        setattr(Checkpoints, name, lambda *_: os._exit(1))
     return ran(ranks, folder, Interrupting(), {"eval_interval": 1, "eval_samples": 1, "training_steps": 9})
 
 

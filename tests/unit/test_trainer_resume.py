@@ -10,7 +10,7 @@ import torch
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.environment import EnvironmentStream
-from bridge.run import checkpoint, trainer, trainer_state
+from bridge.run import checkpoint, optimizer_state, trainer
 from bridge.run.metrics import StepMetrics
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, TrainedProblems
@@ -137,7 +137,7 @@ def test_without_the_random_state_dropout_would_make_another_run(
         kill(run, 3)
         run.stopped(Killed, **choices)
     with running(folder="killed", dropout=0.2) as again:
-        monkeypatch.setattr(trainer_state, "_set_random", lambda _: torch.manual_seed(2))
+        monkeypatch.setattr(optimizer_state, "_set_random", lambda _: torch.manual_seed(2))
         again.go_on(**choices)
     assert comparable(again.metrics)[2:] != comparable(straight.metrics)[2:]
 
@@ -278,7 +278,7 @@ def test_a_server_that_dies_again_and_again_in_one_step_is_given_up(running: Run
     engine = FakeEngine()
     with running(engine.bend(lambda step: step == 3)) as run:
         run.stopped(ServerUnreachableError, engine=engine)
-        assert engine.started_with == [str(run.folder / "saved" / "step_2")] * trainer.RESTARTS_PER_STEP
+        assert engine.started_with == [str(run.folder / "saved" / "step_2")] * trainer.RESTARTS
         assert [row["step"] for row in run.metrics] == [1, 2]
         assert list(run.saved()) == ["step_2"]
 

@@ -14,8 +14,8 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
-from bridge.run import trainer_state
-from bridge.run.trainer_state import FOLDER, STATE_NAME
+from bridge.run import optimizer_state
+from bridge.run.optimizer_state import FOLDER, STATE_NAME
 
 Trained = dict[str, nn.Parameter]
 OFFLOADED = "offloaded"
@@ -85,7 +85,7 @@ def refusal(folder: Path, trained: Trained) -> str:
     step(trained, optimizer, seed=9)
     weights, before, random = copies(trained), state(trained, optimizer), torch.get_rng_state()
     with pytest.raises(UsageError) as caught:
-        trainer_state.read(folder, trained, optimizer)
+        optimizer_state.read(folder, trained, optimizer)
     check_equal(before, state(trained, optimizer))
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
@@ -98,12 +98,12 @@ def refusal(folder: Path, trained: Trained) -> str:
 def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
     shard_bytes: int, kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_state, "MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", shard_bytes)
     trained = parameters(device)
     optimizer = optimizer_of(trained, kind=kind)
     for seed in (1, 2, 3):
         step(trained, optimizer, seed=seed)
-    trainer_state.write(tmp_path, trained, optimizer)
+    optimizer_state.write(tmp_path, trained, optimizer)
     assert (len(files(tmp_path)) > 1) == (shard_bytes == 50)
 
     other = copies(trained)
@@ -114,7 +114,7 @@ def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
     with torch.no_grad():
         for name, parameter in trained.items():
             other[name].copy_(parameter)
-    trainer_state.read(tmp_path, other, resumed)
+    optimizer_state.read(tmp_path, other, resumed)
     check_equal(state(trained, optimizer), {name: state(other, resumed)[name] for name in trained})
     for seed in (4, 5):
         step(trained, optimizer, seed=seed)
@@ -122,18 +122,18 @@ def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
     for name, parameter in trained.items():
         assert torch.equal(parameter, other[name]), name
     slower = optimizer_of(other, lr=1e-9, kind=kind)
-    trainer_state.read(tmp_path, other, slower)
+    optimizer_state.read(tmp_path, other, slower)
     assert slower.param_groups[0]["lr"] == 1e-9
 
 
 def test_no_file_is_larger_than_allowed_and_all_count_to_the_same_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_state, "MAX_SHARD_BYTES", 200)
+    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
     trained = parameters()
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=1)
-    trainer_state.write(tmp_path, trained, optimizer)
+    optimizer_state.write(tmp_path, trained, optimizer)
     count = len(files(tmp_path))
     expected = [f"optimizer-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     assert [path.name for path in files(tmp_path)] == expected
@@ -147,7 +147,7 @@ def test_no_file_is_larger_than_allowed_and_all_count_to_the_same_number(
 
 def test_no_tensor_lies_beside_the_weights_where_vllm_would_load_it(tmp_path: Path) -> None:
     trained = parameters()
-    trainer_state.write(tmp_path, trained, optimizer_of(trained))
+    optimizer_state.write(tmp_path, trained, optimizer_of(trained))
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
@@ -161,9 +161,9 @@ def test_one_file_at_a_time_is_held_while_writing(tmp_path: Path, monkeypatch: p
         held.append(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(tensors, path)
 
-    monkeypatch.setattr(trainer_state, "MAX_SHARD_BYTES", 200)
-    monkeypatch.setattr(trainer_state, "save_file", save)
-    trainer_state.write(tmp_path, trained, optimizer)
+    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
+    monkeypatch.setattr(optimizer_state, "save_file", save)
+    optimizer_state.write(tmp_path, trained, optimizer)
     assert len(held) == len(files(tmp_path)) > 1
     assert max(held) <= 200
 
@@ -172,9 +172,9 @@ def test_what_was_taken_over_is_not_the_file_any_more(tmp_path: Path) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=1)
-    trainer_state.write(tmp_path, trained, optimizer)
+    optimizer_state.write(tmp_path, trained, optimizer)
     resumed = optimizer_of(trained)
-    trainer_state.read(tmp_path, trained, resumed)
+    optimizer_state.read(tmp_path, trained, resumed)
     before = state(trained, optimizer)
     for path in files(tmp_path):
         path.write_bytes(bytes(path.stat().st_size))
@@ -185,14 +185,14 @@ def test_what_was_taken_over_is_not_the_file_any_more(tmp_path: Path) -> None:
 def test_a_parameter_without_a_gradient_so_far_has_no_state(tmp_path: Path) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)
-    trainer_state.write(tmp_path, trained, optimizer)
+    optimizer_state.write(tmp_path, trained, optimizer)
     resumed = optimizer_of(trained)
-    trainer_state.read(tmp_path, trained, resumed)
+    optimizer_state.read(tmp_path, trained, resumed)
     assert state(trained, resumed) == {}
     (tmp_path / "later").mkdir()
     step(trained, optimizer, seed=1, without="head")
-    trainer_state.write(tmp_path / "later", trained, optimizer)
-    trainer_state.read(tmp_path / "later", trained, resumed)
+    optimizer_state.write(tmp_path / "later", trained, optimizer)
+    optimizer_state.read(tmp_path / "later", trained, resumed)
     assert resumed.num_updates(trained["head"]) == 0
     assert resumed.num_updates(trained["layer.a"]) == 1
 
@@ -202,20 +202,20 @@ def test_chance_goes_on_where_it_was(device: str, tmp_path: Path) -> None:
     trained = parameters(device)
     torch.manual_seed(5)
     torch.rand(3, device=device)
-    trainer_state.write(tmp_path, trained, optimizer_of(trained))
+    optimizer_state.write(tmp_path, trained, optimizer_of(trained))
     expected = torch.rand(1000, device=device)
     torch.manual_seed(6)
-    trainer_state.read(tmp_path, trained, optimizer_of(trained))
+    optimizer_state.read(tmp_path, trained, optimizer_of(trained))
     assert torch.equal(torch.rand(1000, device=device), expected)
 
 
 def test_the_gpus_of_a_machine_that_has_fewer_are_passed_over(tmp_path: Path) -> None:
     trained = parameters()
-    trainer_state.write(tmp_path, trained, optimizer_of(trained))
+    optimizer_state.write(tmp_path, trained, optimizer_of(trained))
     document = json.loads((tmp_path / FOLDER / STATE_NAME).read_text())
     document["cuda_random"] += ["AAAAAAAAAAAAAAAAAAAAAA=="] * 99
     (tmp_path / FOLDER / STATE_NAME).write_text(json.dumps(document))
-    trainer_state.read(tmp_path, trained, optimizer_of(trained))
+    optimizer_state.read(tmp_path, trained, optimizer_of(trained))
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def written(tmp_path: Path) -> Path:
     trained = parameters()
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=1)
-    trainer_state.write(tmp_path, trained, optimizer)
+    optimizer_state.write(tmp_path, trained, optimizer)
     return tmp_path
 
 
@@ -246,7 +246,7 @@ def test_a_state_of_another_kind_is_refused_with_the_flags_that_fit_it(written: 
     step(trained, optimizer, seed=9)
     before, weights = state(trained, optimizer), copies(trained)
     with pytest.raises(CheckpointError) as caught:
-        trainer_state.read(written, trained, optimizer)
+        optimizer_state.read(written, trained, optimizer)
     assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
     assert caught.value.message.count(optimizer.flags) == 1
     assert caught.value.remedy == "resume with --optimizer adamw --no-offload-optimizer"
@@ -261,7 +261,7 @@ def test_a_state_from_before_there_were_kinds_is_of_the_only_one_that_there_was(
     path.write_text(json.dumps(document))
     trained = parameters()
     resumed = optimizer_of(trained)
-    trainer_state.read(written, trained, resumed)
+    optimizer_state.read(written, trained, resumed)
     assert resumed.num_updates(trained["head"]) == 1
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_was_cut_short_is_refused_whole(written: Path) -> None:
 def test_a_checkpoint_without_optimizer_state_is_refused_in_one_clear_line(tmp_path: Path) -> None:
     trained = parameters()
     with pytest.raises(CheckpointError, match=r"holds no optimizer state .* saved with --no-save-optimizer") as caught:
-        trainer_state.read(tmp_path, trained, optimizer_of(trained))
+        optimizer_state.read(tmp_path, trained, optimizer_of(trained))
     assert f"--model-name {tmp_path}" in caught.value.remedy
 
 

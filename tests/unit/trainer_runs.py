@@ -184,9 +184,8 @@ class Run:
             (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
 
         run = RunDirectory.create(self.folder / "run", environment="letters", echo=tell)
-        return trainer.train(
-            self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine
-        )
+        reporter = Listener(self._report)
+        return trainer.Run(self.config(**choices), environment or Letters(), run, reporter, process=engine).train()
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -194,7 +193,7 @@ class Run:
         assert found is not None
         run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
         problems = environment or Letters()
-        return trainer.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
+        return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=found).train()
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {
