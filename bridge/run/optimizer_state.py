@@ -11,7 +11,7 @@ Not covered: hyperparameters, which come from the configuration, and the order o
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge.errors import CheckpointError, UsageError
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.moments import CodedMoments
 from bridge.optimizers.shared import SharedOptimizer
 from bridge.weights.parts import Parts
@@ -33,21 +34,6 @@ POSITIONS = "by_position.pt"
 the keys of what lies on the parameter's device."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest file, and its copy in host memory while it is written; a larger tensor has a file of its own."""
-
-
-class SavedState(Protocol):
-    """An optimizer's state, by parameter: an `InPlaceOptimizer`, or a `WholeState` of its parts."""
-
-    flags: str
-    """The flags of an optimizer with this kind of state."""
-
-    def num_updates(self, parameter: Tensor) -> int: ...
-
-    def reset(self, num_updates: Mapping[Tensor, int]) -> None: ...
-
-    def parts(self, parameter: Tensor) -> dict[str, Tensor]: ...
-
-    def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None: ...
 
 
 class _State(BaseModel):
@@ -63,7 +49,7 @@ class _State(BaseModel):
     """Random states of the GPUs that the process saw, in its order."""
 
 
-def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: SavedState) -> None:
+def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState") -> None:
     """Write the state of the `trained` parameters and the random state into the existing `folder`.
 
     Several ranks call this together: each has a part of the state. Only one of them has a `folder`.
@@ -79,7 +65,7 @@ def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: S
             pass
 
 
-def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: SavedState) -> None:
+def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState") -> None:
     """Load what `write` wrote; the hyperparameters stay the optimizer's own.
 
     Raises:

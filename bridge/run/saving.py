@@ -18,7 +18,7 @@ from bridge.optimizers.shared import SharedOptimizer
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, optimizer_state
 from bridge.run.checkpoint import Found, Progress
-from bridge.run.optimizer_state import SavedState, WholeState
+from bridge.run.optimizer_state import WholeState
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Group, TrainedProblems
 from bridge.weights.opened_model import OpenedModel
@@ -43,7 +43,7 @@ class Checkpoints:
         self._mode = mode
         self._ranks = ranks
         self._weights = {name: opened.model.get_parameter(name) for name in opened.lr_factors}
-        self._state: SavedState = optimizer
+        self._state: InPlaceOptimizer | WholeState = optimizer
         if opened.cuts:
             assert isinstance(optimizer, SharedOptimizer), "a loop of the user's has no parts"
             whole = WholeState(optimizer, self._weights, Parts(cuts=opened.cuts, tp_group=ranks.tp_group))

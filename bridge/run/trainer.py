@@ -41,7 +41,7 @@ from bridge.types import Environment, Group
 
 Result = TypeVar("Result")
 RESTARTS = 3
-"""A server that dies more often than this in one operation is given up: another restart would not help."""
+"""A server that dies more often than this in one operation is given up."""
 
 
 def restarting_the_server(operation: Callable[..., Result]) -> Callable[..., Result]:
@@ -63,8 +63,7 @@ class Run:
     """One training run, up to step `config.training_steps`.
 
     `environment` has the problems; None if rollouts come from elsewhere. `recipe` builds the scorer in other processes;
-    without it, `environment` scores in this one. `process` is the server if this run started it: it is restarted if it
-    dies. `resume` is the checkpoint to resume from. `ranks` train together.
+    without it, `environment` scores in this one. `process` is the server if this run started it.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class Run:
             self._reporter.phase("fence")
             metrics = self._publish(step, groups, seconds)
             self._tell_stream()
-
             self._reporter.step(metrics, groups)
             self._alarms.count_skipped(metrics)
             self._compare(metrics)
@@ -147,7 +145,7 @@ class Run:
             if step < last and interval and step % interval == 0:
                 self._evaluate()
             if self._is_reached:
-                break
+                return
 
     @restarting_the_server
     def _take_groups(self, step: int) -> list[Group]:
@@ -158,9 +156,8 @@ class Run:
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         """Update the weights inside the fence, publish them, and return and append the metrics."""
         served = self._mode.version
-        update = Update(
-            sleep=bool(self._pauses.kv_sleeps), last_checkpoint=self._checkpoints.last, is_last=self._is_last(step)
-        )
+        repair, sleeps = self._checkpoints.last, bool(self._pauses.kv_sleeps)
+        update = Update(sleep=sleeps, last_checkpoint=repair, is_last=self._is_last(step))
         with deferred_interrupt():  # a published step has its metrics
             with self._mode.publish(update) as window:
                 if self._checkpoints.step != step:  # else the server died after the write
@@ -212,8 +209,8 @@ class Run:
 
     def _open(self, opened: ExitStack) -> None:
         """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
-        reference.check(self._config)
         ranks, directory = self._ranks, self._directory
+        reference.check(self._config)
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
             name=str(directory.path.absolute()), scratch=scratch, note=directory.note,
@@ -237,21 +234,20 @@ class Run:
     def _open_stream(self) -> Stream:
         config, directory = self._config, self._directory
         if config.rollouts.source == "atropos":
-            assert config.checkpoints.save_path is not None, "derived from the run directory"
-            folder = config.checkpoints.save_path.absolute()
+            folder = (config.checkpoints.save_path or directory.checkpoints).absolute()
             name = (folder.parent if folder.name == directory.checkpoints.name else folder).name or "bridge"
             return AtroposStream(config, directory.note, run_name=name, ranks=self._ranks)
         assert self._environment is not None, "nothing to sample for"
+        progress = self._reporter.progress
         return EnvironmentStream(
-            config, self._environment, directory.note,
-            recipe=self._recipe, progress=self._reporter.progress, ranks=self._ranks,
-        )  # fmt: skip
+            config, self._environment, directory.note, recipe=self._recipe, progress=progress, ranks=self._ranks
+        )
 
     def _open_learner(self) -> None:
         config, note = self._config, self._directory.note
         self._opened = self._mode.open()
-        max_model_len = self._mode.max_model_len
-        self._learner = learner_of(config, self._opened, note, max_model_len=max_model_len, ranks=self._ranks)
+        longest = self._mode.max_model_len
+        self._learner = learner_of(config, self._opened, note, max_model_len=longest, ranks=self._ranks)
         self._checkpoints = Checkpoints(
             config.checkpoints, self._directory, self._mode, self._opened, self._learner.optimizer, self._ranks
         )
@@ -268,10 +264,9 @@ class Run:
         """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
         if self._resume is not None:
             self._resume.check_left(self._config.training_steps)
-            progress = self._resume.progress
             self._checkpoints.load(self._resume)
-            self._stream.resume(progress.trained)
-            self._begun_at = progress.step
+            self._stream.resume(self._checkpoints.trained)
+            self._begun_at = self._checkpoints.step
         elif self._config.mode == "shared_vllm" and self._mode.version:  # the other modes bring their own weights
             model, version = self._config.model_name, self._mode.version
             self._directory.note(
@@ -281,11 +276,12 @@ class Run:
 
     def _decide_on_sleep(self) -> None:
         """Measure whether training needs the KV cache's memory, until a batch with something to train on decides."""
-        if self._pauses.kv_sleeps is None:
-            self._pauses = replace(self._pauses, kv_sleeps=self._learner.wants_sleep())
-            if self._pauses.kv_sleeps:
-                then = "; requests in flight recompute theirs" if self._config.rollouts.max_staleness else ""
-                self._directory.note(f"the server's KV cache sleeps while training, which needs its memory{then}")
+        if self._pauses.kv_sleeps is not None:
+            return
+        self._pauses = replace(self._pauses, kv_sleeps=self._learner.wants_sleep())
+        if self._pauses.kv_sleeps:
+            then = "; requests in flight recompute theirs" if self._config.rollouts.max_staleness else ""
+            self._directory.note(f"the server's KV cache sleeps while training, which needs its memory{then}")
 
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
@@ -311,9 +307,8 @@ class Run:
         if self._checkpoints.is_torn():
             raise error
         self._directory.note(f"the server died: {error.message}")
-        newest = None
-        if self._checkpoints.step:
-            newest = self._save()
+        newest = self._save() if self._checkpoints.step else None
+        if newest is not None:
             self._checkpoints.pin(newest)
             delivery.deliver(newest, self._ranks)
         if self._pauses.kv_sleeps:

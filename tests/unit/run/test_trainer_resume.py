@@ -50,9 +50,7 @@ def kill(run: Run, step: int) -> None:
 
 @pytest.mark.parametrize("killed_at", [3, 5])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_run_that_was_killed_and_goes_on_is_the_run_that_was_not(
-    running: Running, dropout: float, killed_at: int
-) -> None:
+def test_a_killed_run_resumes_as_if_it_had_not_been(running: Running, dropout: float, killed_at: int) -> None:
     choices: dict[str, Any] = {"training_steps": 6, "save_interval": 2, "weight_decay": 0.01}
     with running(folder="straight", dropout=dropout) as straight:
         torch.manual_seed(1)
@@ -92,9 +90,7 @@ def test_a_run_that_was_killed_and_goes_on_is_the_run_that_was_not(
         {"offload_optimizer": True, "gradient_release": True, "micro_batch_tokens": 12},
     ],
 )
-def test_whatever_is_chosen_a_run_goes_on_as_if_it_had_not_been_killed(
-    running: Running, choices: dict[str, Any]
-) -> None:
+def test_every_optimizer_resumes_as_if_not_killed(running: Running, choices: dict[str, Any]) -> None:
     choices |= {"training_steps": 4, "save_interval": 2, "max_grad_norm": 0.1}
     with running(folder="straight") as straight:
         straight.train(**choices)
@@ -110,7 +106,7 @@ def test_whatever_is_chosen_a_run_goes_on_as_if_it_had_not_been_killed(
             assert torch.equal(tensor, weights[name]), name
 
 
-def test_a_run_on_problems_without_an_end_goes_on_with_the_problem_that_comes_next(running: Running) -> None:
+def test_endless_problems_resume_with_the_next_one(running: Running) -> None:
     choices: dict[str, Any] = {"training_steps": 4, "save_interval": 2}
     with running(folder="straight") as straight:
         straight.train(Endless(), **choices)
@@ -127,9 +123,7 @@ def test_a_run_on_problems_without_an_end_goes_on_with_the_problem_that_comes_ne
             assert torch.equal(tensor, weights[name]), name
 
 
-def test_without_the_random_state_dropout_would_make_another_run(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_random_state_dropout_would_differ(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     choices: dict[str, Any] = {"training_steps": 4, "save_interval": 2}
     with running(folder="straight", dropout=0.2) as straight:
         straight.train(**choices)
@@ -142,7 +136,7 @@ def test_without_the_random_state_dropout_would_make_another_run(
     assert comparable(again.metrics)[2:] != comparable(straight.metrics)[2:]
 
 
-def test_a_run_without_steps_left_or_without_optimizer_state_does_not_go_on(running: Running) -> None:
+def test_a_run_without_steps_or_state_left_is_refused(running: Running) -> None:
     with running() as run:
         run.train()
         before = run.weights()
@@ -161,9 +155,7 @@ def test_a_run_without_steps_left_or_without_optimizer_state_does_not_go_on(runn
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weights(
-    running: Running, step: int
-) -> None:
+def test_a_server_lost_while_sampling_gets_the_newest_weights(running: Running, step: int) -> None:
     with running(folder="straight") as straight:
         straight.train()
     engine = FakeEngine()
@@ -187,7 +179,7 @@ def test_a_server_that_dies_while_sampling_is_started_again_with_the_newest_weig
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_the_stream_hears_of_each_version_before_it_is_sampled_from(
+def test_the_stream_learns_each_version_before_sampling(
     running: Running, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     heard: list[str | int] = []
@@ -212,7 +204,7 @@ def test_the_stream_hears_of_each_version_before_it_is_sampled_from(
     assert heard == died[step]
 
 
-def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(running: Running) -> None:
+def test_an_update_written_before_a_loss_is_not_repeated(running: Running) -> None:
     with running(folder="straight") as straight:
         straight.train()
     engine, dying = FakeEngine(), [4]
@@ -233,7 +225,7 @@ def test_an_update_that_was_written_before_the_server_died_is_not_written_twice(
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
 @pytest.mark.parametrize("moment", ["before_pause", "before_publish"])
-def test_a_server_that_dies_while_its_cache_sleeps_costs_gradients_and_no_step(
+def test_a_server_lost_in_its_sleep_costs_only_gradients(
     running: Running, moment: str, choices: dict[str, Any]
 ) -> None:
     choices |= {"kv_sleep": "always"}
@@ -260,7 +252,7 @@ def test_a_server_that_dies_while_its_cache_sleeps_costs_gradients_and_no_step(
         assert comparable(run.metrics, *left_out) == comparable(straight.metrics, *left_out)
 
 
-def test_gradients_that_wait_for_a_server_outlive_it_where_no_cache_needs_their_memory(running: Running) -> None:
+def test_gradients_outlive_a_server_whose_cache_is_awake(running: Running) -> None:
     engine, dying = FakeEngine(), [4]
 
     def die(version: int) -> None:
@@ -274,7 +266,7 @@ def test_gradients_that_wait_for_a_server_outlive_it_where_no_cache_needs_their_
         assert run.mode.gradients_at_revival == [num_parameters]
 
 
-def test_a_server_that_dies_again_and_again_in_one_step_is_given_up(running: Running) -> None:
+def test_a_server_that_dies_repeatedly_is_given_up(running: Running) -> None:
     engine = FakeEngine()
     with running(engine.bend(lambda step: step == 3)) as run:
         run.stopped(ServerUnreachableError, engine=engine)
@@ -283,7 +275,7 @@ def test_a_server_that_dies_again_and_again_in_one_step_is_given_up(running: Run
         assert list(run.saved()) == ["step_2"]
 
 
-def test_a_server_that_does_not_come_up_again_costs_no_published_step(running: Running) -> None:
+def test_a_failed_restart_costs_no_published_step(running: Running) -> None:
     engine = FakeEngine(num_lives=0)
     with running(engine.bend(once(3))) as run:
         error = run.stopped(ServerUnreachableError, engine=engine)
@@ -307,7 +299,7 @@ def test_weights_that_are_half_written_are_given_to_no_server(
         assert run.saved() == {}
 
 
-def test_a_resumed_run_keeps_the_baseline_that_it_measured_before_its_first_step(running: Running) -> None:
+def test_a_resumed_run_keeps_its_baseline(running: Running) -> None:
     with running() as run:
         before = run.train(training_steps=2, save_interval=2, eval_samples=2).reward_before
         assert before is not None

@@ -16,7 +16,7 @@ from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
 from bridge.types import TrainedProblems
-from tests.unit.killed_saver import KILLS
+from tests.unit.run.killed_saver import KILLS
 from tests.unit.test_whole_folder import largest_file, names
 
 WEIGHTS, CONFIG, OPTIMIZER = "model.safetensors", "config.json", "optimizer/optimizer-00001-of-00001.safetensors"
@@ -57,7 +57,7 @@ def test_the_marker_is_written_last_and_knows_every_other_file(tmp_path: Path) -
     }
 
 
-def test_problems_that_were_trained_on_ahead_of_others_are_kept_and_named_only_if_there_are_any(tmp_path: Path) -> None:
+def test_problems_trained_ahead_are_recorded_if_any(tmp_path: Path) -> None:
     ahead = progress(3).model_copy(update={"problems_beyond": (26, 30)})
     folder = checkpoint.save(tmp_path / "step_3", fill, ahead)
     found = read(folder).progress
@@ -92,7 +92,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_the_older_checkpoint_is_taken(
+def test_a_damaged_file_is_named_and_an_older_one_is_taken(
     name: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 10)
@@ -105,9 +105,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_is_taken(
 
 
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink, grow], ids=lambda damage: damage.__name__)
-def test_a_damaged_marker_is_named_and_the_older_checkpoint_is_taken(
-    damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_damaged_marker_is_named_and_an_older_one_taken(damage: Callable[[Path], None], tmp_path: Path) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 10)
     damage(newer / MARKER_NAME)
     with pytest.raises(CheckpointError, match=rf"/step_10 is not whole: {MARKER_NAME} "):
@@ -128,9 +126,7 @@ def test_no_byte_of_the_marker_changes_unseen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "optimizer/x.pt"])
-def test_weights_that_were_not_saved_with_it_are_refused_and_other_files_are_nobodys_business(
-    name: str, tmp_path: Path
-) -> None:
+def test_added_weights_are_refused_and_other_files_are_not(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path)
     (folder / "notes.txt").write_text("mine")
     assert read(folder).progress.step == 3
@@ -139,7 +135,7 @@ def test_weights_that_were_not_saved_with_it_are_refused_and_other_files_are_nob
         read(folder)
 
 
-def test_the_first_fault_is_told_and_a_missing_file_comes_before_a_checksum(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_before_a_checksum(tmp_path: Path) -> None:
     folder = save(tmp_path)
     flip(folder / CONFIG)
     (folder / WEIGHTS).unlink()
@@ -161,7 +157,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
             read(folder)
 
 
-def test_the_newest_is_that_of_the_highest_step_and_of_the_right_name(tmp_path: Path) -> None:
+def test_the_newest_has_the_highest_step_and_the_right_name(tmp_path: Path) -> None:
     assert newest(tmp_path / "absent", "step_") == (None, ())
     assert newest(tmp_path, "step_") == (None, ())
     folders = [save(tmp_path, step) for step in (9, 10, 100)]
@@ -239,7 +235,7 @@ def test_an_older_checkpoint_is_replaced_even_a_damaged_one(tmp_path: Path) -> N
     assert names(tmp_path) == ["step_3"]
 
 
-def test_a_folder_that_is_not_ours_is_refused_and_an_empty_one_is_used(tmp_path: Path) -> None:
+def test_a_foreign_folder_is_refused_and_an_empty_one_used(tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
@@ -252,7 +248,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_an_empty_one_is_used(tmp_path:
 
 @pytest.mark.parametrize("limit_bytes", [3000, 100])  # in the middle of the weights; in the marker
 @pytest.mark.parametrize("older", [True, False])
-def test_a_disk_that_refuses_is_one_line_and_leaves_nothing_half(limit_bytes: int, older: bool, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing(limit_bytes: int, older: bool, tmp_path: Path) -> None:
     if older:
         save(tmp_path)
 
@@ -269,8 +265,8 @@ def test_a_disk_that_refuses_is_one_line_and_leaves_nothing_half(limit_bytes: in
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_process_killed_while_saving_or_removing_leaves_whole_checkpoints_alone(seed: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.killed_saver", str(tmp_path), str(seed)]
+def test_a_kill_while_saving_leaves_only_whole_checkpoints(seed: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.run.killed_saver", str(tmp_path), str(seed)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
     *after_kills, last = [json.loads(line) for line in said.stdout.splitlines()]
     assert len(after_kills) == KILLS

@@ -95,7 +95,7 @@ def refusal(folder: Path, trained: Trained) -> str:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*KINDS, OFFLOADED])
 @pytest.mark.parametrize("shard_bytes", [10**9, 50])
-def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
+def test_a_state_resumes_bitwise_in_its_dtypes_at_a_new_rate(
     shard_bytes: int, kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", shard_bytes)
@@ -126,9 +126,7 @@ def test_a_state_goes_on_bit_for_bit_in_its_own_dtypes_and_at_the_new_rate(
     assert slower.param_groups[0]["lr"] == 1e-9
 
 
-def test_no_file_is_larger_than_allowed_and_all_count_to_the_same_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_bounded_and_numbered_to_the_same_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
     trained = parameters()
     optimizer = optimizer_of(trained)
@@ -145,7 +143,7 @@ def test_no_file_is_larger_than_allowed_and_all_count_to_the_same_number(
     )
 
 
-def test_no_tensor_lies_beside_the_weights_where_vllm_would_load_it(tmp_path: Path) -> None:
+def test_no_tensor_lies_where_vllm_would_load_it(tmp_path: Path) -> None:
     trained = parameters()
     optimizer_state.write(tmp_path, trained, optimizer_of(trained))
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
@@ -240,7 +238,7 @@ def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["adamw-8bit", OFFLOADED])
-def test_a_state_of_another_kind_is_refused_with_the_flags_that_fit_it(written: Path, other: str) -> None:
+def test_a_state_of_another_kind_is_refused_with_its_flags(written: Path, other: str) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained, kind=other)
     step(trained, optimizer, seed=9)
@@ -254,7 +252,7 @@ def test_a_state_of_another_kind_is_refused_with_the_flags_that_fit_it(written: 
     assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
 
 
-def test_a_state_from_before_there_were_kinds_is_of_the_only_one_that_there_was(written: Path) -> None:
+def test_a_state_without_a_kind_is_adamws(written: Path) -> None:
     path = written / FOLDER / STATE_NAME
     document = json.loads(path.read_text())
     del document["flags"]
@@ -292,7 +290,7 @@ def test_a_file_that_was_cut_short_is_refused_whole(written: Path) -> None:
     assert f"{path} cannot be read" in refusal(written, parameters())
 
 
-def test_a_checkpoint_without_optimizer_state_is_refused_in_one_clear_line(tmp_path: Path) -> None:
+def test_a_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> None:
     trained = parameters()
     with pytest.raises(CheckpointError, match=r"holds no optimizer state .* saved with --no-save-optimizer") as caught:
         optimizer_state.read(tmp_path, trained, optimizer_of(trained))

@@ -81,7 +81,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_an_adapter_is_merged_into_its_base_in_the_dtype_of_the_base(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Path) -> None:
     folder = export(adapter(tmp_path / "adapter_step_1", str(base)), tmp_path / "out")
     before, after = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict() for path in (base, folder))
     assert before.keys() == after.keys()
@@ -92,7 +92,7 @@ def test_an_adapter_is_merged_into_its_base_in_the_dtype_of_the_base(base: Path,
     assert names(folder) == sorted([mark.NAME, "chat_template.jinja", *PARTS])
 
 
-def test_the_tokenizer_is_that_of_the_checkpoint_or_else_of_the_base(base: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "adapter_step_1", str(base))
     tokenizer: Any = AutoTokenizer.from_pretrained(export(source, tmp_path / "one"))
     assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(base)("2+3=")["input_ids"]
@@ -103,7 +103,7 @@ def test_the_tokenizer_is_that_of_the_checkpoint_or_else_of_the_base(base: Path,
     assert tokenizer.chat_template == "changed"
 
 
-def test_a_whole_checkpoint_is_copied_without_what_only_a_run_needs(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
     source = full(tmp_path / "step_3", base)
     folder = export(source, tmp_path / "out")
     assert names(folder) == sorted({*names(source), mark.NAME} - {MARKER_NAME, "optimizer"})
@@ -133,7 +133,7 @@ def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:
         export(source, source)
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
     damaged = full(tmp_path / "step_3", base)
     (damaged / "config.json").write_text("{}")
     other = tiny.llama()
@@ -198,7 +198,7 @@ def test_an_export_is_pushed_without_the_mark(
     assert calls == ["whoami", ("create", "mine", True, True), ("upload", "me/mine", out, [mark.NAME])]
 
 
-def test_a_push_that_fails_keeps_the_folder_and_names_the_command(
+def test_a_failed_push_keeps_the_folder_and_names_a_command(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[Any] = []

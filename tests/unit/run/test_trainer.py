@@ -63,7 +63,7 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
         assert RunDirectory(run.folder / "run").choices()["lr"] == 1e-3
 
 
-def test_each_step_asks_for_its_own_prompts_and_an_evaluation_for_the_held_out_ones(
+def test_steps_and_evaluations_request_their_own_prompts(
     running: Running,
 ) -> None:
     with running() as run:
@@ -77,7 +77,7 @@ def test_each_step_asks_for_its_own_prompts_and_an_evaluation_for_the_held_out_o
     assert len(set(prompts)) == 6  # one whole epoch
 
 
-def test_completions_that_nobody_limited_fit_the_server_and_the_run_says_so(running: Running) -> None:
+def test_a_default_completion_length_fits_the_server(running: Running) -> None:
     with running(max_model_len=256) as run:
         run.train(max_new_tokens=...)
         assert {request["max_tokens"] for request in run.requests} == {128}
@@ -85,7 +85,7 @@ def test_completions_that_nobody_limited_fit_the_server_and_the_run_says_so(runn
         assert RunDirectory(run.folder / "run").choices()["max_new_tokens"] == 128
 
 
-def test_completions_that_leave_no_room_for_a_prompt_are_refused_before_anything_is_asked(running: Running) -> None:
+def test_completions_without_room_for_a_prompt_are_refused(running: Running) -> None:
     with running(max_model_len=256) as run:
         error = run.stopped(UsageError, max_new_tokens=256)
         assert "--max-new-tokens 256 leaves no room for a prompt" in str(error)
@@ -107,7 +107,7 @@ def test_a_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) 
         assert run.told == ["--stop-at weight_version>=5: reached after step 2"]
 
 
-def test_a_run_ends_with_the_first_evaluation_that_reaches_its_goal(running: Running) -> None:
+def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) -> None:
     choices: dict[str, Any] = {"training_steps": 6, "eval_samples": 2, "eval_interval": 2}
     with running() as run:
         summary = run.train(**choices, stop_at="eval_truncated_share <= 0")  # so does the one before training
@@ -154,7 +154,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, {"gradient_release": True}, {"offload_optimizer": True}])
-def test_a_gradient_that_is_not_finite_skips_its_step_and_the_run_goes_on(
+def test_a_gradient_that_is_not_finite_skips_its_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     poisoned(monkeypatch, 2, 3, 5, 6)
@@ -177,9 +177,7 @@ def test_a_gradient_that_is_not_finite_skips_its_step_and_the_run_goes_on(
         run.check_saved("step_7")
 
 
-def test_a_run_ends_after_a_few_skipped_steps_in_a_row_with_a_good_checkpoint(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_steps_in_a_row_end_a_run_with_a_checkpoint(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned(monkeypatch, 3, 4, 5)
     with running() as run:
         error = run.stopped(UsageError, training_steps=9)
@@ -193,7 +191,7 @@ def test_a_run_ends_after_a_few_skipped_steps_in_a_row_with_a_good_checkpoint(
         assert again.metrics[-1]["updates"] == 1
 
 
-def test_an_interrupt_while_sampling_saves_the_last_published_step(running: Running) -> None:
+def test_an_interrupt_while_sampling_saves_the_last_step(running: Running) -> None:
     sent: list[int] = []
 
     def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
@@ -209,7 +207,7 @@ def test_an_interrupt_while_sampling_saves_the_last_published_step(running: Runn
         run.check_saved("step_2")
 
 
-def test_an_interrupt_inside_the_fence_acts_once_the_step_is_whole_and_noted(running: Running) -> None:
+def test_an_interrupt_in_the_fence_acts_after_the_step(running: Running) -> None:
     with running() as run:
         run.mode.before_publish = lambda version: os.kill(os.getpid(), signal.SIGINT) if version == 4 else None
         run.stopped(KeyboardInterrupt)
@@ -231,14 +229,14 @@ def test_a_server_that_goes_in_mid_run_costs_no_published_step(running: Running)
         run.check_saved("step_2")
 
 
-def test_a_server_that_goes_before_the_first_step_leaves_nothing_to_save(running: Running) -> None:
+def test_a_server_lost_before_the_first_step_saves_nothing(running: Running) -> None:
     with running(lambda *_: as_json({}, 500)) as run:
         run.stopped(ServerUnreachableError)
         assert run.saved() == {}
         assert run.mode.calls == ["open", "close"]
 
 
-def test_weights_that_were_written_but_not_published_are_whole_and_saved(running: Running) -> None:
+def test_weights_written_but_not_published_are_saved(running: Running) -> None:
     def gone(version: int) -> None:
         if version == 4:
             raise ServerUnreachableError("gone", remedy="restart")
@@ -251,7 +249,7 @@ def test_weights_that_were_written_but_not_published_are_whole_and_saved(running
 
 
 @pytest.mark.parametrize("error", [UsageError("torn", remedy=""), ZeroDivisionError(), KeyboardInterrupt()])
-def test_an_error_in_the_middle_of_the_write_saves_no_torn_weights(
+def test_an_error_during_the_write_saves_no_torn_weights(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     with running() as run:
@@ -303,7 +301,7 @@ def test_a_bad_score_ends_the_run_and_costs_no_published_step(running: Running, 
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
 
-def test_a_model_without_tokenizer_is_refused_before_the_server_is_asked(running: Running) -> None:
+def test_a_model_without_tokenizer_is_refused_at_once(running: Running) -> None:
     with running() as run:
         for file in Path(run.mode.server.manifest.model).glob("tokenizer*"):
             file.unlink()
@@ -323,7 +321,7 @@ def test_checkpointed_activations_give_the_same_step(running: Running) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_the_last_checkpoints_are_kept_and_a_removed_one_is_no_remedy(running: Running) -> None:
+def test_the_last_checkpoints_are_kept_for_repairs(running: Running) -> None:
     with running() as run:
         run.train(save_interval=1, keep_last=2, training_steps=4)
         assert list(run.saved()) == ["step_3", "step_4"]
@@ -347,9 +345,7 @@ def check_same_outcome(run: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
-def test_a_cache_that_sleeps_or_a_pause_changes_where_it_is_computed_and_nothing_else(
-    running: Running, choices: dict[str, Any]
-) -> None:
+def test_sleep_and_pause_change_where_passes_are_computed_only(running: Running, choices: dict[str, Any]) -> None:
     with running(folder="awake", can_sleep=True) as awake:
         awake.train(kv_sleep="never", **choices)
         assert awake.mode.calls == ["open", *["publish"] * STEPS, "catch up", "close"]
@@ -370,7 +366,7 @@ def test_a_cache_that_sleeps_or_a_pause_changes_where_it_is_computed_and_nothing
 
 
 @pytest.mark.parametrize("wants", [True, False])
-def test_whether_the_cache_sleeps_is_seen_with_the_first_batch_and_noted_once(
+def test_the_first_batch_decides_whether_the_cache_sleeps(
     running: Running, monkeypatch: pytest.MonkeyPatch, wants: bool
 ) -> None:
     asked = []
@@ -388,7 +384,7 @@ def test_whether_the_cache_sleeps_is_seen_with_the_first_batch_and_noted_once(
 
 
 @pytest.mark.parametrize("choices", [{"kv_sleep": "never"}, {"can_sleep": False}])
-def test_where_the_cache_may_not_or_cannot_sleep_nobody_asks_for_its_memory(
+def test_a_cache_that_cannot_sleep_is_not_measured(
     running: Running, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(Learner, "wants_sleep", lambda _: pytest.fail("asked"))
@@ -410,7 +406,7 @@ def test_a_first_batch_that_teaches_nothing_decides_nothing(running: Running, mo
         assert run.mode.calls == ["open", "publish", *SLEEPS * 2, "catch up", "close"]
 
 
-def test_a_sleep_that_the_server_cannot_do_is_refused_and_leaves_no_trace(running: Running) -> None:
+def test_an_impossible_sleep_is_refused_and_leaves_no_trace(running: Running) -> None:
     with running() as run:
         before = run.weights()
         error = run.stopped(UsageError, kv_sleep="always")
@@ -423,7 +419,7 @@ def test_a_sleep_that_the_server_cannot_do_is_refused_and_leaves_no_trace(runnin
 
 
 @pytest.mark.parametrize("kv_sleep", ["always", "never"])
-def test_an_interrupt_while_gradients_are_computed_costs_no_published_step(
+def test_an_interrupt_during_a_pass_costs_no_published_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, kv_sleep: str
 ) -> None:
     original, calls = policy_loss.policy_loss, 0
@@ -446,7 +442,7 @@ def test_an_interrupt_while_gradients_are_computed_costs_no_published_step(
         assert all(parameter.grad is None for parameter in run.mode.model.parameters())
 
 
-def test_servers_that_differ_too_much_are_told_of_when_it_begins_and_when_it_begins_again(running: Running) -> None:
+def test_a_mismatch_alarm_is_logged_each_time_it_begins(running: Running) -> None:
     def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
         if asked.body["seed"] // 1_000_003 in {2, 3, 5}:
             for choice in document["choices"]:
@@ -477,7 +473,7 @@ def test_mismatch_is_checked_only_after_a_reload(running: Running) -> None:
     assert seen == [1, 1, 1, 2, 2, 2]
 
 
-def test_metrics_tell_of_every_update_and_how_far_the_server_was(running: Running) -> None:
+def test_metrics_cover_every_update_and_the_staleness(running: Running) -> None:
     with running() as run:
         run.train(updates_per_batch=2, passes_per_batch=2, lr=3e-2, mask_truncated=True)
         assert [row["staleness"] for row in run.metrics] == [0, 1, 2]  # the fake server's version never changes
@@ -502,7 +498,7 @@ def test_metrics_tell_of_every_update_and_how_far_the_server_was(running: Runnin
         (lambda _: 1.0, "every reward is 1; compare"),
     ],
 )
-def test_a_run_without_signal_says_so_once_with_the_likely_cause(
+def test_a_run_without_signal_logs_the_likely_cause_once(
     running: Running, score: Callable[[str], float], cause: str
 ) -> None:
     with running() as run:
@@ -557,9 +553,7 @@ def test_completions_of_unknown_version_have_no_staleness(running: Running, vers
     ("versions", "expected"),
     [([(5, 5), (4, 5)], 2), ([(6, 6)], 0), ([(4, None), (None, None)], 2), ([(None,), ()], math.nan), ([], math.nan)],
 )
-def test_staleness_is_that_of_the_oldest_token_whose_version_is_known(
-    versions: list[tuple[int | None, ...]], expected: float
-) -> None:
+def test_staleness_is_the_oldest_known_tokens(versions: list[tuple[int | None, ...]], expected: float) -> None:
     completions = [
         Completion(
             token_ids=(7,) * len(each), logprobs=(-1.0,) * len(each), text="", finish_reason="stop", versions=each
@@ -569,7 +563,7 @@ def test_staleness_is_that_of_the_oldest_token_whose_version_is_known(
     assert max(measuring.lags(completions, 6), default=math.nan) == pytest.approx(expected, nan_ok=True)
 
 
-def test_evaluations_at_intervals_that_evaluate_nothing_are_refused() -> None:
+def test_intervals_without_evaluations_are_refused() -> None:
     for key, name in (("interval", "interval"), ("temperature", "temperature"), ("pass_reward", "pass-reward")):
         with pytest.raises(ValueError, match=f"--eval-{name} 2 has no effect without --eval-samples"):
             TrainConfig.of(model_name="m", **{f"eval_{key}": 2})
@@ -590,7 +584,7 @@ def test_a_new_run_on_a_server_that_was_trained_before_says_so(running: Running,
             assert f"bridge restore {model}" in line
 
 
-def test_checkpoints_go_to_the_runs_own_directory_unless_another_is_named(running: Running) -> None:
+def test_checkpoints_go_to_the_run_directory_by_default(running: Running) -> None:
     with running() as run:
         summary = run.train(training_steps=1, save_path=None)
         own = run.folder / "run" / "checkpoints"
