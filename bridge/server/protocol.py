@@ -69,6 +69,11 @@ class Lease(Record):
     since: float
     """When it was taken, in seconds since 1970."""
 
+    @property
+    def trainer(self) -> str:
+        """The holder, for messages."""
+        return f"trainer (pid {self.holder.pid}, run {self.run})"
+
 
 class Status(Record):
     """The answer of `GET /bridge/status`, and of every change of the fence."""

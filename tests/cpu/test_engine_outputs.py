@@ -251,8 +251,6 @@ def test_a_threshold_is_between_what_was_kept_and_what_was_dropped() -> None:
 class SecondRunner:
     """vLLM's sampler of its second model runner, as far as it is wrapped: it keeps the likelier half."""
 
-    bridge_processed: Any
-
     def __init__(self, top_p: float) -> None:
         def both(value: float) -> Any:
             return SimpleNamespace(np=np.array([value, 9.0]), gpu=torch.tensor([value, 9.0]))
@@ -283,14 +281,13 @@ def test_a_sampler_reports_what_it_kept_if_a_request_of_the_step_is_filtered(
     class Wrapped(SecondRunner):
         pass
 
-    thresholds._wrap(Wrapped, "__call__", "input_batch", thresholds._temperatures_v2)
+    thresholds.wrap_sampler(Wrapped, "__call__", "input_batch", thresholds._temperatures_v2)
     batch = SimpleNamespace(idx_mapping_np=np.array([0]), expanded_idx_mapping=torch.tensor([0]))
     sampler = Wrapped(top_p)
     output = sampler(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), input_batch=batch)
     packed = output.logprobs_tensors.selected_token_ranks
     ranks, found, counts = thresholds.unpack(packed.numpy())
     assert packed.tolist() == [1] if not is_filtered else (ranks, found, counts) == (1, 3.0, 2)
-    assert sampler.bridge_processed is None, "a step's logits are not kept"
 
 
 def test_nothing_changes_in_a_process_that_sends_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

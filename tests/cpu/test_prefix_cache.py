@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bridge_patches import prefix_cache
+from bridge_patches.prefix_cache import Resets
 
 NUM_BLOCKS = 1000
 BLOCK = 16
@@ -30,11 +31,15 @@ def _unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"])
-def pool(request: pytest.FixtureRequest, _unpatched: None) -> Any:
+def resets(request: pytest.FixtureRequest, _unpatched: None) -> Resets | None:
+    """The patch's state; None without the patch."""
+    return prefix_cache.patch() if request.param else None
+
+
+@pytest.fixture
+def pool(resets: Resets | None) -> Any:
     from vllm.v1.core.block_pool import BlockPool
 
-    if request.param:
-        prefix_cache.patch()
     return BlockPool(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
 
 
@@ -47,14 +52,13 @@ def manager(_unpatched: None) -> Any:
     from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    prefix_cache.patch()
+    prefix_cache.patch().keeps_running = True
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     manager = KVCacheManager(
         config, max_model_len=512, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=True
     )
-    manager.block_pool.bridge_keeps = True
     return manager
 
 
@@ -76,14 +80,14 @@ def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> Non
     assert not pool.cached_block_hash_to_block._cache
 
 
-def test_a_pool_in_use_forgets_its_hashes_too_where_vllm_refuses(pool: Any) -> None:
+def test_a_pool_in_use_forgets_its_hashes_too_where_vllm_refuses(pool: Any, resets: Resets | None) -> None:
     remember(pool, 999, b"b")
     taken = pool.get_new_blocks(2)
     assert pool.reset_prefix_cache() is False, "nobody asked to keep what is in use"
-    pool.bridge_keeps = True
-    is_patched = hasattr(type(pool).reset_prefix_cache, "__wrapped__")
-    assert pool.reset_prefix_cache() is is_patched
-    assert (pool.blocks[999].block_hash is None) is is_patched
+    if resets is not None:
+        resets.keeps_running = True
+    assert pool.reset_prefix_cache() is (resets is not None)
+    assert (pool.blocks[999].block_hash is None) is (resets is not None)
     assert len(pool.blocks) == NUM_BLOCKS
     pool.free_blocks(taken)
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
@@ -93,7 +97,7 @@ def test_only_blocks_with_a_hash_are_visited(pool: Any) -> None:
     remember(pool, 7, b"c")
     seen = prefix_cache.HashedBlocks(pool)
     assert [block.block_id for block in seen] == [7]
-    assert (len(seen), seen[3].block_id, seen[-1].block_id) == (NUM_BLOCKS, 3, 999)
+    assert (seen[3].block_id, seen[-1].block_id) == (3, 999)
 
 
 numbers: Iterator[int] = iter(range(10**6))
@@ -179,11 +183,10 @@ def test_a_reset_restarts_what_has_no_token_yet_and_leaves_the_rest_alone() -> N
         return True
 
     Scheduler.reset_prefix_cache = stock
-    prefix_cache.patch()
+    resets = prefix_cache.patch()
     young, old = SimpleNamespace(num_output_tokens=0), SimpleNamespace(num_output_tokens=3)
-    pool = SimpleNamespace()
-    scheduler: Any = SimpleNamespace(running=[old, young], kv_cache_manager=SimpleNamespace(block_pool=pool))
+    scheduler: Any = SimpleNamespace(running=[old, young])
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=False, reset_connector=True)
-    assert (seen, scheduler.running, pool.bridge_keeps) == ([([young], True, True)], [old], False)
+    assert (seen, scheduler.running, resets.keeps_running) == ([([young], True, True)], [old], False)
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=True, reset_connector=True)
     assert (seen[1], scheduler.running) == (([old], True, True), [])

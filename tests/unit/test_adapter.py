@@ -313,7 +313,7 @@ def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
     app.state.bridge_manifest = manifest()
     app.state.bridge_adapter = ServedAdapter(engine, models)
     app.state.bridge_fence = ServerFence(engine, manifest())
-    app.state.bridge_claim = AdapterClaim(models, app.state.bridge_fence.lease)
+    app.state.bridge_claim = AdapterClaim(models, app.state.bridge_fence)
     with TestClient(app, headers=AUTHORISED) as client:
         yield client
 

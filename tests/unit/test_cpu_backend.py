@@ -5,6 +5,7 @@ Not covered: sampling with them in vLLM (`tests/cpu/test_torn_tokens.py`, where 
 
 import sys
 from enum import Enum
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -125,7 +126,7 @@ def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> 
         output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
 
     inputs, weights, output = torch.ones(3, 5), torch.ones(2, 1, 4, 5), torch.zeros(3, 4)
-    patched = cpu_backend.without_base_rows(kernel)
+    patched = partial(cpu_backend.without_base_rows, kernel)
     patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
     assert output.tolist() == [[0] * 4, [5] * 4, [0] * 4]
     assert inputs.all()
@@ -161,7 +162,7 @@ class Runner:
         return made
 
 
-sample_tokens = cpu_backend.without_unfinished_prompts(Runner.sample_tokens)
+sample_tokens = partial(cpu_backend.without_unfinished_prompts, Runner.sample_tokens)
 
 
 def states(runner: Runner) -> dict[int, bytes]:
@@ -237,7 +238,7 @@ def test_prompt_logits_use_the_adapter_of_their_request() -> None:
     with pytest.raises(RuntimeError, match="einsum"):
         Scoring(Punica())._get_prompt_logprobs_dict(hidden_states, scheduled)
     runner = Scoring(PatchedPunica())
-    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict)(runner, hidden_states, scheduled)
+    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict, runner, hidden_states, scheduled)
     assert found == {"a": [0, 10, 20], "b": [90, 120], "c": [100, 120]}
     assert runner.num_prompt_logprobs == {"gone": 0, "b": 0}
     assert runner.punica.sampler_indices.tolist() == [0, -1, 1]

@@ -9,11 +9,9 @@ from bridge_patches import (
     compatibility,
     engine_outputs,
     loading,
-    memory_pool,
-    model_runner,
+    placement,
     plugin,
     prefix_cache,
-    tether,
 )
 
 
@@ -30,9 +28,9 @@ def test_vllm_is_patched_once_and_only_on_request(
 ) -> None:
     order: list[str] = []
     monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
-    monkeypatch.setattr(tether, "tie", lambda: order.append("tie"))
-    for module in (loading, model_runner, memory_pool, prefix_cache, engine_outputs):
-        monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.removeprefix("patches.")))
+    monkeypatch.setattr(plugin, "end_with_parent", lambda: order.append("tie"))
+    for module in (loading, placement, prefix_cache, engine_outputs):
+        monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.rpartition(".")[2]))
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(plugin.ENABLE, value)
@@ -42,7 +40,7 @@ def test_vllm_is_patched_once_and_only_on_request(
         plugin.register()
     for name in ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_SKIP_WEIGHT_DAEMON"):
         assert (name in envs.environment_variables) is patched
-    everything = ["check", "tie", "loading", "model_runner", "memory_pool", "prefix_cache", "engine_outputs"]
+    everything = ["check", "tie", "loading", "placement", "prefix_cache", "engine_outputs"]
     assert order == (everything if patched else [])
 
 
@@ -52,7 +50,7 @@ def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compatibility, "check_installed", refuse)
     monkeypatch.setattr(loading, "patch", lambda: pytest.fail("patched"))
-    monkeypatch.setattr(model_runner, "patch", lambda: pytest.fail("patched"))
+    monkeypatch.setattr(placement, "patch", lambda: pytest.fail("patched"))
     monkeypatch.setenv(plugin.ENABLE, "1")
     for _ in range(2):
         with pytest.raises(IncompatibleVersionError):

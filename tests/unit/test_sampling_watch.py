@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
-from bridge_patches import sampling_watch
+from bridge_patches import generate
 from bridge_patches.engine_outputs import FILTERED
 
 NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
@@ -25,7 +25,7 @@ class Engine:
 
 def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any], name: str = "1") -> list[str]:
     engine = Engine()
-    sampling_watch.watch(engine)
+    generate.watch_sampling(engine)
     with caplog.at_level(logging.WARNING, logger="vllm.bridge"):
         for request in requests:
             params = SimpleNamespace(**{**NEUTRAL, **request})
@@ -72,7 +72,7 @@ def test_the_whole_distribution_and_a_greedy_request_are_not(
 
 def test_a_request_that_samples_nothing_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    sampling_watch.watch(engine)
+    generate.watch_sampling(engine)
     assert asyncio.run(engine.add_request("1", "p", SimpleNamespace(task="embed"))) == "queue"
     assert caplog.records == []
 

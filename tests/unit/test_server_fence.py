@@ -546,7 +546,7 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
         assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
         if ends:
             end(child)
-            await asyncio.sleep(3 * server_fence.LOOK_S)
+            await asyncio.sleep(3 * server_fence.POLL_S)
             assert engine.calls.count("wake") > 1
         engine.missing = [None, None]
         if not ends:

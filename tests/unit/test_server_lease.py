@@ -69,7 +69,7 @@ def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(fence: 
 def test_a_lease_that_is_given_back_is_free_and_nobody_gives_back_anothers(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     fence.give_lease_back(ME)
-    assert fence.lease.held
+    assert fence.lease
     fence.give_lease_back(other)
     assert fence.status().lease is None
     fence.take_lease(ME, "runs/second")
@@ -80,7 +80,7 @@ def test_the_lease_of_a_dead_process_is_free(fence: ServerFence, child: subproce
     end(child)
     assert fence.status().lease is None
     fence.take_lease(ME, "runs/second")
-    assert fence.lease.held
+    assert fence.lease
 
 
 def test_a_process_whose_end_the_server_would_not_notice_gets_no_lease(fence: ServerFence) -> None:
@@ -163,7 +163,7 @@ def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
         fence.take_lease(other, "runs/first")
         await fence.pause(asking(other, "keep"))
         fence.give_lease_back(other)
-        assert fence.lease.held
+        assert fence.lease
         end(child)
         assert fence.status().state == "torn"
         assert fence.status().lease is None

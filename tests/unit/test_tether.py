@@ -13,7 +13,7 @@ LIMIT_S = 20.0
 FAMILY = """
 import multiprocessing, signal, sys, time
 from pathlib import Path
-from bridge_patches import tether
+from bridge_patches import plugin
 
 def note(name):
     import os
@@ -24,21 +24,21 @@ def note(name):
 def worker(stubborn):
     if stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    tether.GRACE_S = 1
-    tether.tie()
-    tether.tie()
+    plugin.GRACE_S = 1
+    plugin.end_with_parent()
+    plugin.end_with_parent()
     note("worker")
     time.sleep(60)
 
 def engine(context, stubborn):
-    tether.tie()
+    plugin.end_with_parent()
     context.Process(target=worker, args=(stubborn,)).start()
     note("engine")
     time.sleep(60)
 
 if __name__ == "__main__":
     method, stubborn = sys.argv[2], sys.argv[3] == "stubborn"
-    tether.tie()  # does nothing in the eldest, whom multiprocessing did not start
+    plugin.end_with_parent()  # does nothing in the eldest, whom multiprocessing did not start
     context = multiprocessing.get_context(method)
     context.Process(target=engine, args=(context, stubborn)).start()
     note("eldest")
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 FORGETFUL = """
 import multiprocessing, sys, time
 from pathlib import Path
-from bridge_patches import tether
+from bridge_patches import plugin
 
 def child():
     import os
@@ -56,7 +56,7 @@ def child():
     place.with_suffix(".new").rename(place)
     time.sleep(60)
 
-tether.tie()
+plugin.end_with_parent()
 multiprocessing.get_context("fork").Process(target=child).start()
 time.sleep(60)
 """
@@ -104,8 +104,8 @@ def test_a_child_that_was_forked_after_the_tie_is_tied_without_a_call_of_its_own
 
 def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
     code = (
-        "import multiprocessing, sys, time; from bridge_patches import tether\n"
-        "def child(): tether.tie(); time.sleep(0.5); sys.exit(7)\n"
+        "import multiprocessing, sys, time; from bridge_patches import plugin\n"
+        "def child(): plugin.end_with_parent(); time.sleep(0.5); sys.exit(7)\n"
         "if __name__ == '__main__':\n"
         "    one = multiprocessing.get_context('spawn').Process(target=child)\n"
         "    one.start(); one.join(); sys.exit(one.exitcode)"
@@ -115,15 +115,15 @@ def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
 
 def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
     code = (
-        "import multiprocessing, sys, threading; from bridge_patches import tether\n"
+        "import multiprocessing, sys, threading; from bridge_patches import plugin\n"
         "def child():\n"
-        "    tether.tie(); tether.tie()\n"
-        "    sys.exit(sum(thread.name == 'tether' for thread in threading.enumerate()))\n"
+        "    plugin.end_with_parent(); plugin.end_with_parent()\n"
+        "    sys.exit(sum(thread.name == 'end_with_parent' for thread in threading.enumerate()))\n"
         "if __name__ == '__main__':\n"
-        "    tether.tie()\n"
+        "    plugin.end_with_parent()\n"
         "    one = multiprocessing.get_context(sys.argv[2]).Process(target=child)\n"
         "    one.start(); one.join()\n"
-        "    own = sum(thread.name == 'tether' for thread in threading.enumerate())\n"
+        "    own = sum(thread.name == 'end_with_parent' for thread in threading.enumerate())\n"
         "    sys.exit(10 * own + one.exitcode)"
     )
     assert [start(code, tmp_path, method).wait(LIMIT_S) for method in ("spawn", "fork")] == [1, 1]
