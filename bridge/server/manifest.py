@@ -27,7 +27,6 @@ START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 REWRITTEN = "restart the server, which rewrites it"
 KEYS = {"ipc_handles", "param_mappings", "single_copy_enabled"}
 """Keys of a manifest of any version of Bridge. A file that has all of them may be replaced."""
-
 Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
 """torch's name of an element type that can be trained."""
 
@@ -197,10 +196,8 @@ def find(given: Path | None = None) -> Path:
                 return path
     if given is not None:
         raise ManifestError(f"no manifest at {paths[0]}", remedy=f"{START_SERVER} --vllm-config-path {given}")
-    raise ManifestError(
-        f"no manifest: no {MANIFEST_NAME} in {', '.join(str(path.parent) for path in paths)}",
-        remedy=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path",
-    )
+    message = f"no manifest: no {MANIFEST_NAME} in {', '.join(str(path.parent) for path in paths)}"
+    raise ManifestError(message, remedy=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path")
 
 
 def load(given: Path | None = None) -> Manifest:
@@ -216,10 +213,8 @@ def read(path: Path) -> Manifest:
     try:
         document = json.loads(_content(path))
     except (ValueError, RecursionError) as error:
-        raise ManifestError(
-            f"{path} is not a complete JSON document ({error}): it was truncated or edited",
-            remedy=f"{REWRITTEN}; {START_SERVER}",
-        ) from error
+        message = f"{path} is not a complete JSON document ({error}): it was truncated or edited"
+        raise ManifestError(message, remedy=f"{REWRITTEN}; {START_SERVER}") from error
     if not isinstance(document, dict):
         raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", remedy=START_SERVER)
     if document.get("ipc_handles") == {}:
@@ -254,10 +249,8 @@ def check_server(manifest: Manifest, path: Path) -> None:
             remedy="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
         )
     if not manifest.server.is_alive():
-        raise ManifestError(
-            f"{path} is stale: its server, pid {manifest.server.pid}, is gone",
-            remedy=f"remove the file or {START_SERVER}",
-        )
+        message = f"{path} is stale: its server, pid {manifest.server.pid}, is gone"
+        raise ManifestError(message, remedy=f"remove the file or {START_SERVER}")
 
 
 def write(manifest: Manifest, path: Path) -> None:
@@ -303,11 +296,8 @@ def _content(path: Path) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise ManifestError(f"{path} is not a regular file", remedy=START_SERVER)
             if status.st_uid != os.getuid():
-                raise ManifestError(
-                    f"{path} belongs to user {status.st_uid}, expected {os.getuid()}: another user's server cannot be"
-                    " used",
-                    remedy=START_SERVER,
-                )
+                owner = f"user {status.st_uid}, expected {os.getuid()}"
+                raise ManifestError(f"{path} belongs to {owner}: its server cannot be used", remedy=START_SERVER)
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ManifestError(
                     f"{path} is writable by other users (mode {stat.S_IMODE(status.st_mode):04o}), expected 0600",
@@ -322,10 +312,8 @@ def _one_line_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ManifestError(
-                f"{path} is a symbolic link, expected the manifest itself",
-                remedy=f"--vllm-config-path {os.path.realpath(path)}",
-            ) from error
+            message = f"{path} is a symbolic link, expected the manifest itself"
+            raise ManifestError(message, remedy=f"--vllm-config-path {os.path.realpath(path)}") from error
         raise ManifestError(
             f"cannot use the manifest {path}: {error.strerror}",
             remedy=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",

@@ -55,12 +55,20 @@ vllm.lora.worker_manager
 CONFIG_NAME = "adapter_config.json"
 
 
-class ServedAdapter:
-    """The adapter with a pinned slot. From the first one on, this wraps `add_request` and `add_lora` of the engine."""
+class Adapters:
+    """The adapter with a pinned slot, and who may load and unload the adapters of a training.
 
-    def __init__(self, engine: Any, models: Any) -> None:
+    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name: while a
+    trainer has the lease, only its requests may, which carry the manifest's token. From the first pinned adapter on,
+    `add_request` and `add_lora` of the engine are wrapped, too.
+    """
+
+    def __init__(self, engine: Any, models: Any, fence: ServerFence) -> None:
         self._engine = engine
         self._models = models
+        self._fence = fence
+        self._is_expected = False
+        """Whether a training adapter was loaded and is not yet released."""
         self._num_slots = 0
         """0 until the first adapter is served."""
         self._pinned: Any = None
@@ -70,6 +78,8 @@ class ServedAdapter:
         self._removed: set[int] = set()
         """vLLM's numbers of the adapters that were removed."""
         self._lock = asyncio.Lock()
+        wrap(models, "load_lora_adapter")(self.load)
+        wrap(models, "unload_lora_adapter")(self.unload)
 
     async def serve(self, name: str, path: str) -> int:
         """Serve the adapter in folder `path` as `name` instead of the one before, and return its slot.
@@ -105,12 +115,13 @@ class ServedAdapter:
             return slot
 
     async def release(self) -> None:
-        """Remove the pinned adapter, if there is one: vLLM may use its slot again."""
+        """Remove the pinned adapter, if there is one: vLLM may use its slot again, and no adapter is expected."""
         async with self._lock:
             if self._pinned is not None:
                 await self._remove(self._pinned)
                 self._pinned = None
                 self._trained = None
+            self._is_expected = False
 
     def _wrap_engine(self) -> int:
         config = self._engine.vllm_config.lora_config
@@ -180,45 +191,25 @@ class ServedAdapter:
             raise ValueError(f"{self._trained} is trained in place, and {needed} adapters need --max-loras {needed}")
         return await original(lora_request)
 
-
-class AdapterClaim:
-    """While a trainer has the lease, only that trainer loads and unloads the adapters of a training.
-
-    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name. The
-    trainer's requests carry the manifest's token, by which `admission.py` knows them.
-    """
-
-    def __init__(self, models: Any, fence: ServerFence) -> None:
-        self._models = models
-        self._fence = fence
-        self._is_expected = False
-        """Whether a training adapter was loaded and is not yet released."""
-        wrap(models, "load_lora_adapter")(self.load)
-        wrap(models, "unload_lora_adapter")(self.unload)
-
     async def load(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         self._refuse_strangers(request.lora_name)
         answer = await original(request, *args, **kwargs)
-        self._is_expected = self._is_expected or self.served() is not None
+        self._is_expected = self._is_expected or self.newest() is not None
         return answer
 
     async def unload(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         self._refuse_strangers(request.lora_name)
         answer = await original(request, *args, **kwargs)
-        self._is_expected = self._is_expected and (self._fence.lease is not None or self.served() is not None)
+        self._is_expected = self._is_expected and (self._fence.lease is not None or self.newest() is not None)
         return answer
 
-    def give_up(self) -> None:
-        """Expect no adapter any more: requests that name no model are answered by the model itself."""
-        self._is_expected = False
-
-    def served(self) -> str | None:
+    def newest(self) -> str | None:
         """Return the name of the newest adapter of a training, if one is served."""
         return next((name for name in reversed(list(self._models.lora_requests)) if name.startswith(ADAPTER)), None)
 
     def expected(self) -> str | None:
         """Return the adapter for requests that name no model, None for the model itself; HTTPException between two."""
-        name = self.served()
+        name = self.newest()
         if name is None and self._fence.lease is None:  # the trainer that was going to load one has ended
             self._is_expected = False
         if name is None and self._is_expected:

@@ -20,7 +20,7 @@ from starlette.types import Message, Scope
 
 from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes, in_words
 from bridge_patches import wrap
-from bridge_patches.adapter import AdapterClaim
+from bridge_patches.adapter import Adapters
 from bridge_patches.engine_outputs import FILTERED
 
 PINS = """
@@ -74,8 +74,8 @@ async def generate(body: dict[str, Any], request: Request) -> Response:
     """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
     given = _checked(body)
     prompt = given["prompt"]
-    claim: AdapterClaim = request.app.state.bridge_claim
-    trained = None if given.get("model") else claim.expected()
+    adapters: Adapters = request.app.state.bridge_adapters
+    trained = None if given.get("model") else adapters.expected()
     model = {"model": trained} if trained else {}
     inner = {**UNCUT, **given, **model, "return_token_ids": True, "return_tokens_as_token_ids": True}
     answer = await _forward(request, COMPLETIONS, inner)

@@ -21,7 +21,7 @@ from bridge.server import manifest as manifests
 from bridge.server import protocol
 from bridge.server.protocol import BRIDGE_ROUTES, HolderRequest, Status
 from bridge_patches import completions, exporter, generate
-from bridge_patches.adapter import AdapterClaim, ServedAdapter
+from bridge_patches.adapter import Adapters
 from bridge_patches.admission import NOT_IN_MANIFEST, Admission, Rules, refuse_dev_mode
 from bridge_patches.server_fence import ServerFence
 
@@ -67,19 +67,17 @@ class BridgeRoutes:
         state.bridge_manifest = exported
         model_config = engine_client.model_config
         cache_config = engine_client.vllm_config.cache_config
-        state.bridge_fence = ServerFence(
-            engine_client,
-            exported,
+        capabilities = protocol.Capabilities(
             # Backends other than vLLM's own pool would free weights as well.
             can_sleep=bool(model_config.enable_sleep_mode) and model_config.sleep_mode_backend == "cumem",
             # A connector finds blocks by their tokens.
             can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
             kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
         )
+        state.bridge_fence = ServerFence(engine_client, exported, capabilities)
         state.bridge_engine = engine_client
         generate.watch_sampling(engine_client)
-        state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence)
-        state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
+        state.bridge_adapters = Adapters(engine_client, state.openai_serving_models, state.bridge_fence)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
 
@@ -164,14 +162,13 @@ async def _write(body: protocol.WriteRequest, state: AppState, fence: Fence) -> 
 @router.post("/adapter")
 async def _serve_adapter(body: protocol.AdapterRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
     fence.refuse_without_lease(body.holder)
-    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
+    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapters.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
 async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_without_lease(body.holder)
-    await state.bridge_adapter.release()
-    state.bridge_claim.give_up()
+    await state.bridge_adapters.release()
     return fence.status()
 
 

@@ -1,7 +1,7 @@
 """The server's side of an update: who may update it (the lease), and pause, write, publish (the fence).
 
-A trainer takes the lease before it changes anything, and returns it when it ends. While it has the lease, only that
-trainer may pause to write; any process may pause to read.
+A trainer takes the lease before it changes anything, and returns it when it ends; when all of its processes have ended,
+the lease is free. While it has the lease, only that trainer may pause to write; any process may pause to read.
 
 Cached keys and values are dropped as soon as the scheduler has stopped: nothing is computed until it resumes, and if
 vLLM refuses, no weight has changed yet. Until then no request needs the KV cache, so the holder may have its memory.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import FenceState, Holder, Lease, PauseRequest, Status, Written
+from bridge.server.protocol import Capabilities, FenceState, Holder, Lease, PauseRequest, Status, Written
 from bridge_patches.engine_outputs import SERVE_VERSION
 
 PINS = """
@@ -31,8 +31,6 @@ vllm.v1.engine.core_client
     call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
     call async AsyncMPClient.call_utility_async(method)
 """
-HasLeft = Callable[[], Awaitable[bool]]
-"""Whether the caller no longer waits for the answer."""
 POLL_S = 0.1
 """How often to check that a process that waits for a pause, or reads inside one, is alive."""
 
@@ -66,24 +64,10 @@ STATES: dict[Phase, FenceState] = {Phase.SERVING: "serving", Phase.TORN: "torn"}
 
 
 class ServerFence:
-    """Pauses and resumes one engine, counts versions, and knows who may update it, who paused it, and what repairs it.
+    """Pauses and resumes one engine, counts versions, and knows its lease, who paused it, and what would repair it."""
 
-    The lease is the right to update the server. When all of a holder's processes have ended, its lease is free.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        exported: Manifest,
-        *,
-        can_sleep: bool = False,
-        can_keep_kv: bool = True,
-        kv_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, engine: Any, exported: Manifest, capabilities: Capabilities | None = None) -> None:
         self.version = 0
-        self.can_sleep = can_sleep
-        self.can_keep_kv = can_keep_kv
-        self.kv_tokens = kv_tokens
         self.holder: Holder | None = None
         self.writes: Written = "weights"
         """What the last writer wrote."""
@@ -91,6 +75,7 @@ class ServerFence:
         self._lease: Lease | None = None
         self._engine = engine
         self._exported = exported
+        self._capabilities = capabilities or Capabilities()
         self._lock = asyncio.Lock()
         self._phase = Phase.SERVING
         """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
@@ -113,11 +98,11 @@ class ServerFence:
 
     @property
     def state(self) -> FenceState:
-        """The phase as clients see it."""
         return STATES.get(self.phase, "paused")
 
     def status(self) -> Status:
         return Status(
+            **dict(self._capabilities),
             model=self._exported.model,
             version=self.version,
             state=self.state,
@@ -125,14 +110,11 @@ class ServerFence:
             server=self._exported.server,
             writes="nothing" if self._phase is Phase.READING else self.writes,
             last_checkpoint=self.last_checkpoint,
-            can_sleep=self.can_sleep,
-            kv_tokens=self.kv_tokens,
-            can_keep_kv=self.can_keep_kv,
             lease=self.lease,
         )
 
     def take_lease(self, holder: Holder, run: str) -> None:
-        """Let only `holder` write until it returns the lease or dies; AttachError if another has the lease or fence."""
+        """Let only `holder` write until it returns the lease or dies."""
         self.refuse_without_lease(holder)
         self._refuse_busy(holder)
         _refuse_unseen(holder)
@@ -147,27 +129,23 @@ class ServerFence:
         """Raise AttachError if another holder has the lease."""
         lease = self.lease
         if lease and lease.holder != holder:
+            stop = f"stop it (kill -INT {lease.holder.pid})"
             raise AttachError(
                 f"another {lease.trainer} is updating this server",
-                remedy=f"wait for it to finish, stop it (kill -INT {lease.holder.pid}), or start a second server on"
-                " another port",
+                remedy=f"wait for it to finish, {stop}, or start a second server on another port",
             )
 
-    async def pause(self, request: PauseRequest, has_left: HasLeft | None = None) -> None:
+    async def pause(self, request: PauseRequest, has_left: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        Frozen requests recompute their keys and values under the new weights, or keep them. A sleeping KV cache frees
-        its memory until the engine resumes, and keeps none. A holder that dies, or `has_left` before the answer, does
-        not get the fence.
-
-        FenceBusyError if another living process holds the fence. AttachError if another process has the lease, another
-        version is served, something is torn and this is no takeover, a weight has moved since the load, vLLM keeps its
-        cache, or it cannot sleep.
+        A sleeping KV cache frees its memory until the engine resumes, and keeps no keys and values. A holder that dies,
+        or `has_left` before the answer, does not get the fence. FenceBusyError if another living process holds it;
+        AttachError for whatever else refuses the pause.
         """
         async with self._lock:
             self._after_pause(request)
             self._refuse_other_version(request.version)
-            if request.sleep and not self.can_sleep:
+            if request.sleep and not self._capabilities.can_sleep:
                 raise AttachError(
                     "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
                     remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
@@ -189,9 +167,8 @@ class ServerFence:
     async def publish(self, holder: Holder, version: int | None = None, *, after: int | None = None) -> None:
         """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
 
-        `after` is the version that was served before: a caller that missed the answer may retry. AttachError if another
-        version was served, `holder` does not hold the fence to write, or the KV cache gets no memory; it then still
-        holds the fence.
+        `after` is the version that was served before: a caller that missed the answer may retry. After an AttachError
+        `holder` still holds the fence.
         """
         async with self._lock:
             if after is None or self._published != (holder, after):
@@ -205,10 +182,7 @@ class ServerFence:
                 await self._resume()
 
     async def release(self, holder: Holder) -> None:
-        """Resume without a new version, because nothing was written; does nothing if the server is not paused.
-
-        AttachError if another process holds the fence, `holder` took over torn weights, or the KV cache gets no memory.
-        """
+        """Resume without a new version, because nothing was written; does nothing if the server is not paused."""
         if self.holder is None:  # the pending pause of a caller that has left is not granted
             return
         async with self._lock:
@@ -253,16 +227,14 @@ class ServerFence:
 
     async def _stand_still(self, request: PauseRequest) -> None:
         await self._engine.engine_core.pause_scheduler_async(mode=request.in_flight, clear_cache=False)
-        recomputes = request.sleep or not (request.keep_kv and self.can_keep_kv)
+        recomputes = request.sleep or not (request.keep_kv and self._capabilities.can_keep_kv)
         ranks, is_dropped = await asyncio.gather(
             self._engine.collective_rpc("bridge_settle"),
             self._engine.reset_prefix_cache(reset_running_requests=recomputes, reset_connector=True),
         )
         if moved := sorted({name for names in ranks for name in names}):
-            raise AttachError(
-                f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
-                remedy="restart the server and attach again",
-            )
+            message = f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}"
+            raise AttachError(message, remedy="restart the server and attach again")
         if not is_dropped:
             raise AttachError(
                 "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
@@ -311,31 +283,28 @@ class ServerFence:
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):
-            raise AttachError(
-                f"the server serves version {self.version}, expected version {expected}: another process has published"
-                " in between",
-                remedy="resume from the newest checkpoint: bridge train --resume",
+            message = (
+                f"the server serves version {self.version}, expected version {expected}: another process published"
             )
+            raise AttachError(message, remedy="resume from the newest checkpoint: bridge train --resume")
 
     def _refuse_busy(self, holder: Holder) -> None:
         owner = self.holder
         if owner and owner != holder and (self._phase is Phase.READING or not owner.is_gone()):
-            raise FenceBusyError(
-                f"process {owner.pid} holds the fence, and only one process can at a time",
-                remedy=f"wait for it to finish, or stop it: kill {owner.pid}",
-            )
+            message = f"process {owner.pid} holds the fence, and only one process can at a time"
+            raise FenceBusyError(message, remedy=f"wait for it to finish, or stop it: kill {owner.pid}")
 
 
-async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left: HasLeft | None) -> None:
+async def _unless_gone(
+    work: Coroutine[Any, Any, None], holder: Holder, has_left: Callable[[], Awaitable[bool]] | None
+) -> None:
     """Run `work`, but cancel it as soon as `holder` has died or left, and raise AttachError."""
     task = asyncio.ensure_future(work)
     try:
         while True:
             if not holder.is_whole() or (has_left and await has_left()):
-                raise AttachError(
-                    f"process {holder.pid} did not wait for its pause, and did not get it: nothing was written",
-                    remedy="pause again",
-                )
+                message = f"process {holder.pid} disconnected before the pause completed: nothing was written"
+                raise AttachError(message, remedy="pause again")
             if task.done():
                 return task.result()
             await asyncio.wait({task}, timeout=POLL_S)

@@ -355,7 +355,7 @@ class Slots:
         self.names = ["tiny", "bridge-adapter-3", "mine"]
         self.seated: list[tuple[str, str]] = []
         self.refuses = False
-        server.app.state.bridge_adapter = self
+        server.app.state.bridge_adapters = self
         server.app.get("/v1/models")(self.models)
         server.app.post("/v1/unload_lora_adapter")(self.unload)
 

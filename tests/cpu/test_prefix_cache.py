@@ -56,10 +56,9 @@ def manager(_unpatched: None) -> Any:
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    manager = KVCacheManager(
+    return KVCacheManager(
         config, max_model_len=512, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=True
     )
-    return manager
 
 
 def remember(pool: Any, number: int, digest: bytes) -> None:

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from bridge.server.protocol import ADAPTER, TOKEN_HEADER, Holder
 from bridge_patches import routes
-from bridge_patches.adapter import AdapterClaim
+from bridge_patches.adapter import Adapters
 from bridge_patches.admission import Rules
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, manifest
@@ -34,7 +34,7 @@ def http(fence: ServerFence, models: FakeModels) -> TestClient:
     app = FastAPI()
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_rules = Rules.of(Namespace(api_key=None, host=None, allowed_origins=[]), {})
-    app.state.bridge_manifest, app.state.bridge_claim = manifest(), AdapterClaim(models, fence)
+    app.state.bridge_manifest, app.state.bridge_adapters = manifest(), Adapters(None, models, fence)
 
     @app.post("/{action}/{name}")
     async def act(action: str, name: str) -> str:

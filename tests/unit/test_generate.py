@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
 from bridge_patches import generate, routes
-from bridge_patches.adapter import AdapterClaim
+from bridge_patches.adapter import Adapters
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 
@@ -63,7 +63,7 @@ class FakeVllm:
         self.app = FastAPI()
         self.models = FakeModels()
         self.app.state.openai_serving_models = self.models
-        self.app.state.bridge_claim = AdapterClaim(self.models, ServerFence(None, manifest()))
+        self.app.state.bridge_adapters = Adapters(None, self.models, ServerFence(None, manifest()))
         guarded = [Depends(self._authorise)]
         self.app.add_api_route("/v1/completions", self._complete, methods=["POST"], dependencies=guarded)
         self.app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
@@ -217,7 +217,7 @@ def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
 
 
 def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm: FakeVllm) -> None:
-    claim, first = vllm.app.state.bridge_claim, SimpleNamespace(lora_name=ADAPTER)
+    claim, first = vllm.app.state.bridge_adapters, SimpleNamespace(lora_name=ADAPTER)
     asyncio.run(vllm.models.load_lora_adapter(first))
     claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()  # as during a replacement
@@ -235,7 +235,7 @@ def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm
 
 
 def test_after_a_trainer_that_ended_while_no_adapter_was_served_the_model_itself_answers(vllm: FakeVllm) -> None:
-    claim = vllm.app.state.bridge_claim
+    claim = vllm.app.state.bridge_adapters
     asyncio.run(vllm.models.load_lora_adapter(SimpleNamespace(lora_name=ADAPTER)))
     claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()

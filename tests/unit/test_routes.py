@@ -22,7 +22,7 @@ from bridge.server import fence
 from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
-from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Holder, Refusal, Status, Values
+from bridge.server.protocol import VERSION_HEADER, Capabilities, Digests, Finiteness, Holder, Refusal, Status, Values
 from bridge_patches import exporter, routes
 from bridge_patches.server_fence import Phase, ServerFence
 from tests.unit import http_server
@@ -149,7 +149,7 @@ def test_a_passage_with_a_sleeping_kv_cache_over_http(http: TestClient, app: Fas
     assert http.get("/bridge/status").json()["can_sleep"] is False
     refused = http.post("/bridge/pause", json=asking)
     assert (refused.status_code, http.get("/bridge/status").json()["state"]) == (409, "serving")
-    app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest, can_sleep=True)
+    app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest, Capabilities(can_sleep=True))
     paused = http.post("/bridge/pause", json=asking).json()
     assert (paused["state"], paused["can_sleep"], engine.awake) == ("paused", True, False)
     engine.lacks = "too little memory"

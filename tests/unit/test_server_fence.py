@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import Holder, InFlight, PauseRequest
+from bridge.server.protocol import Capabilities, Holder, InFlight, PauseRequest
 from bridge_patches import server_fence
 from bridge_patches.engine_outputs import SERVE_VERSION
 from bridge_patches.server_fence import ServerFence
@@ -461,7 +461,7 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
 
 
 def sleeper(engine: FakeEngine) -> ServerFence:
-    return ServerFence(engine, manifest(), can_sleep=True)
+    return ServerFence(engine, manifest(), Capabilities(can_sleep=True))
 
 
 def test_the_kv_cache_sleeps_between_the_dropped_caches_and_the_next_token() -> None:
@@ -631,7 +631,7 @@ def test_keys_and_values_in_flight_are_kept_if_asked_for_and_possible(
     keep_kv: bool, sleep: bool, can_keep: bool, kept: bool
 ) -> None:
     engine = FakeEngine()
-    fence = ServerFence(engine, manifest(), can_sleep=True, can_keep_kv=can_keep)
+    fence = ServerFence(engine, manifest(), Capabilities(can_sleep=True, can_keep_kv=can_keep))
 
     async def passage() -> None:
         await fence.pause(asking(ME, "keep", keep_kv=keep_kv, sleep=sleep))
