@@ -62,7 +62,7 @@ class AtroposStream:
         """The next step's: they are kept if another rank's server is gone, until it was started again."""
         self._bounds: Bounds | None = None
         """Known once the trainer is registered, which takes a server."""
-        ranks.led(lambda: _check(config))
+        ranks.run_on_rank_zero(lambda: _check(config))
         tokenizer = skeleton.tokenizer(config.model_name)
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(config.model_name, torch.bfloat16).config
@@ -74,7 +74,7 @@ class AtroposStream:
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
         self._server_url = endpoint.url
-        self._server_urls = self._ranks.of_replicas(self._ranks.told(endpoint.url))
+        self._server_urls = self._ranks.one_per_replica(self._ranks.all_gather_object(endpoint.url))
 
     def resume(self, trained: TrainedProblems) -> None:
         """Skip nothing: the problems are the environments'."""
@@ -90,7 +90,7 @@ class AtroposStream:
         """
         before, looks, groups = self._api.num_retries + self._num_lost, self._looks(step), None
         while groups is None:
-            groups = self._ranks.agreed(lambda: next(looks))[0]
+            groups = self._ranks.run_and_gather(lambda: next(looks))[0]
         self.num_retries, self._fetched = self._api.num_retries + self._num_lost - before, []
         return groups
 
@@ -115,7 +115,7 @@ class AtroposStream:
             ServerUnreachableError: this rank's server is gone.
             AtroposError: it took too long, or the API is gone.
         """
-        while not self._ranks.leads:
+        while not self._ranks.is_rank_zero:
             yield None
             self._check_server()
         batch_size, limit_s = self._config.rollouts.batch_size, self._config.rollouts.atropos_timeout_s
@@ -143,7 +143,7 @@ class AtroposStream:
         yield self._fetched
 
     def _check_server(self) -> None:
-        if self._ranks.speaks:
+        if self._ranks.is_tp_rank_zero:
             with VllmClient(self._server_url) as server:
                 server.check_health()
 

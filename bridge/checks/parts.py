@@ -34,14 +34,14 @@ def _main(path: str, part: str, port: str) -> int:
         torch.cuda.set_device(device)
     listener = socket.create_server((LOOPBACK, int(port))) if own == 0 else None
     ranks = Ranks.join(
-        own, count, num_parts=count, port=int(port), device=device, key=bytes.fromhex(key), listener=listener
+        own, count, tp_size=count, port=int(port), device=device, key=bytes.fromhex(key), listener=listener
     )
     try:
         attached = attach(found, own, num_parts=count)
-        divide(attached.model, attached.cuts, ranks.within.group)
+        divide(attached.model, attached.cuts, ranks.tp_group.process_group)
         found_diffs = logprob_diffs(attached.model, groups)
     finally:
-        ranks.leave()
+        ranks.close()
     if own == 0:
         sys.stdout.write(json.dumps(found_diffs.tolist()))
     return 0

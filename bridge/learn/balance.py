@@ -20,9 +20,9 @@ def dealt(samples: Sequence[Sample], ranks: Ranks) -> list[int]:
     The samples of one prompt, which follow each other, stay together if the replicas' tokens then differ little: their
     prompt is computed once.
     """
-    if ranks.num_replicas == 1:
+    if ranks.dp_size == 1:
         return [*range(len(samples))]
-    return sorted(_parts(samples, ranks.num_replicas)[ranks.replica])
+    return sorted(_parts(samples, ranks.dp_size)[ranks.dp_rank])
 
 
 def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:

@@ -126,7 +126,7 @@ class Learner:
         updates = mini_batches(groups, self._spec, num_updates=num_updates, max_new_tokens=longest)
         trained = [samples for samples, _ in updates]
         self._num_tokens = sum(sample.num_trained for each in trained for sample in each)
-        self._busiest = balance.busiest(trained, self._ranks.num_replicas)
+        self._busiest = balance.busiest(trained, self._ranks.dp_size)
         self._only_ranked = [self._dealt(only_ranked) for _, only_ranked in updates]
         self._take([self._dealt(each) for each in trained])
 
@@ -135,7 +135,7 @@ class Learner:
         if not self._mini_batches:
             return None
         most = max(self._mini_batches, key=lambda each: sum(one.num_tokens for one in each))
-        return any(self._ranks.agreed(lambda: bool(most) and self._budget.is_short(most)))
+        return any(self._ranks.run_and_gather(lambda: bool(most) and self._budget.is_short(most)))
 
     def prepare(self) -> None:
         """Compute, once, what comes before the first change of a weight; an interrupt leaves nothing behind.
@@ -150,7 +150,7 @@ class Learner:
         try:
             with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
                 self._least = self._least_entropies() if self._spec.top_entropy < 1 else []
-                self._ranks.together(lambda: self._within_memory(self._prepare))
+                self._ranks.run_on_all(lambda: self._within_memory(self._prepare))
                 if self._parts and not self._updates_in_backward:
                     self._exchange()
         except BaseException:
@@ -183,15 +183,15 @@ class Learner:
     def learnt(self) -> Learnt:
         """Wait for the device, and return the figures."""
         num_taken = self._num_updates or len(self._norms)  # if the first was skipped: the figures that show why
-        losses = self._ranks.total_of_replicas(torch.stack(self._losses[:num_taken] or [torch.zeros(())]))
-        tallies = self._ranks.of_replicas(self._ranks.told(self._tally.cpu()))
+        losses = self._ranks.all_reduce_dp(torch.stack(self._losses[:num_taken] or [torch.zeros(())]))
+        tallies = self._ranks.one_per_replica(self._ranks.all_gather_object(self._tally.cpu()))
         return Learnt(
             loss=sum(losses.tolist()) / max(num_taken, 1),
             grad_norm=sum(self._norms[:num_taken]) / max(num_taken, 1),
             lr=self._config.learning_rate * self._schedule(self._num_before),
-            entropy=share(self._ranks.total_of_replicas(self._entropy).item(), self._num_tokens),
+            entropy=share(self._ranks.all_reduce_dp(self._entropy).item(), self._num_tokens),
             mismatch=sum(tallies, Tally.zero(torch.device("cpu"))).read(),
-            shares=LossShares.of(self._ranks.total_of_replicas(self._loss_sums)),
+            shares=LossShares.of(self._ranks.all_reduce_dp(self._loss_sums)),
             num_tokens=self._num_tokens,
             balance=self._busiest,
             num_updates=self._num_updates,
@@ -221,7 +221,9 @@ class Learner:
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        of_replicas = self._ranks.of_replicas(self._ranks.agreed(own))  # the parts of a replica compute the same tokens
+        of_replicas = self._ranks.one_per_replica(
+            self._ranks.run_and_gather(own)
+        )  # the parts of a replica compute the same tokens
         whole = (torch.cat(each) for each in zip(*of_replicas, strict=True))
         return [least_entropy(each_N, self._spec.top_entropy).to(self._model.device) for each_N in whole]
 
@@ -244,8 +246,8 @@ class Learner:
         Raises:
             RankError: a part of several is out of memory, or met something else; its process has to end.
         """
-        if self._ranks.num_parts > 1:
-            with self._ranks.bound():
+        if self._ranks.tp_size > 1:
+            with self._ranks.tp_pass():
                 return act()
         while True:
             try:
@@ -304,7 +306,7 @@ class Learner:
     def _fits(self, parts: Sequence[_Part]) -> bool:
         """Compute the gradients of an update after the first; return whether they fit in every rank's memory."""
         try:
-            with self._ranks.bound():
+            with self._ranks.tp_pass():
                 self._differentiate(parts)
         except torch.OutOfMemoryError as error:
             try:
@@ -314,7 +316,7 @@ class Learner:
             fits = False
         else:
             fits = True
-        if not all(self._ranks.told(fits)):
+        if not all(self._ranks.all_gather_object(fits)):
             return False
         self._exchange()
         return True
@@ -330,7 +332,7 @@ class Learner:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
             for part in parts:
                 self._loss(part).backward()
-        if self._ranks.size == 1:
+        if self._ranks.world_size == 1:
             self._norms.append(self.optimizer.global_norm())
 
     def _update_in_backward(self, parts: Sequence[_Part]) -> None:
@@ -345,7 +347,7 @@ class Learner:
         self._losses.append(self._no_loss())
         try:
             losses = [self._loss(part) for part in parts]  # none, if all of the update is other ranks'
-            is_finite = all(self._ranks.told(all(math.isfinite(loss.item()) for loss in losses)))
+            is_finite = all(self._ranks.all_gather_object(all(math.isfinite(loss.item()) for loss in losses)))
             if is_finite:
                 with self.optimizer.releasing(max_norm=self._config.optimizer.max_grad_norm):
                     for loss in losses:
@@ -363,7 +365,7 @@ class Learner:
         if self._parallel is not None:
             gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
             self._parallel.combine(gradients)
-        if self._ranks.size > 1:
+        if self._ranks.world_size > 1:
             self.optimizer.exchange()
             self._norms.append(self.optimizer.global_norm())
 

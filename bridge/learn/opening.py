@@ -45,7 +45,7 @@ def learner_of(
         UnsupportedModelError: the model cannot be trained as configured.
     """
     model, lr, weight_decay = opened.model, config.learning_rate, config.optimizer.weight_decay
-    parallel = divide(model, opened.cuts, ranks.within.group) if opened.cuts else None
+    parallel = divide(model, opened.cuts, ranks.tp_group.process_group) if opened.cuts else None
     if parallel is not None:
         check_layers(model, parallel)
     shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
@@ -61,7 +61,7 @@ def learner_of(
             f"weight decay has no effect: 1 - {lr:g} x {weight_decay:g} is 1 in float32, as in torch's AdamW; at this"
             f" learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
         )
-    several: dict[str, Any] = {} if ranks.size == 1 else {"ranks": ranks}
+    several: dict[str, Any] = {} if ranks.world_size == 1 else {"ranks": ranks}
     if parallel is not None:
         several["alike"] = _alike(model, parallel)
     optimizer = make_optimizer(config, groups, **several)
@@ -76,7 +76,7 @@ def learner_of(
         ) from error
     if reference is not None:
         shares_prompts = shares_prompts and reference.shares_prompts
-    budget = Budget(model, config, note, share_prompts=shares_prompts, parts=ranks.within)
+    budget = Budget(model, config, note, share_prompts=shares_prompts, tp_group=ranks.tp_group)
     return Learner(config, model, optimizer, budget=budget, reference=reference, ranks=ranks, parallel=parallel)
 
 

@@ -86,7 +86,7 @@ class LoraDisk:
 
         The servers of other ranks load it as the next version, too.
         """
-        newest = max(self._run.ranks.told(self.version))  # others may have served what this one did not
+        newest = max(self._run.ranks.all_gather_object(self.version))  # others may have served what this one did not
         if not self._run.has_lost(self._client):
             self._serve_next(newest + 1)
             return

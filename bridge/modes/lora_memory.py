@@ -47,7 +47,7 @@ class LoraMemory(PatchedServer):
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         base = self.attach()
-        self._adapter = Adapter(base.model, self._config, cuts=base.cuts, within=self._run.ranks.within)
+        self._adapter = Adapter(base.model, self._config, cuts=base.cuts, tp_group=self._run.ranks.tp_group)
         self._move_in(takeover=self._run.resumes)
         self._run.note("the base is the server's own, 0 bytes of it here")
         return replace(base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts)
@@ -72,7 +72,7 @@ class LoraMemory(PatchedServer):
 
         The servers of other ranks get the next version, too.
         """
-        is_lost = self._run.ranks.within.led(lambda: self._run.has_lost(self.client))
+        is_lost = self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client))
         if is_lost:
             self.restart(self._config.model_name)
         version = self._newest() + 1
@@ -84,10 +84,10 @@ class LoraMemory(PatchedServer):
     def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
         ranks, ours = self._run.ranks, self._adapter.modules
-        ranks.within.together(self._refuse_unfit_slots)
-        ranks.within.together(self._hand_over if ranks.speaks else self._adapter.pass_on)
-        number = ranks.within.led(self._seat)
-        slots = ranks.within.together(lambda: self._open_slots(number))
+        ranks.tp_group.run_on_all(self._refuse_unfit_slots)
+        ranks.tp_group.run_on_all(self._hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
+        number = ranks.tp_group.run_on_rank_zero(self._seat)
+        slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
 
         @torch.no_grad()
         def write() -> None:

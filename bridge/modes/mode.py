@@ -60,7 +60,7 @@ class RunContext:
 
     def has_lost(self, client: VllmClient) -> bool:
         """Return whether this replica's server is the one that died: a single one's is."""
-        if self.ranks.num_replicas == 1:
+        if self.ranks.dp_size == 1:
             return True
         try:
             client.models()

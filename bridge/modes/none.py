@@ -83,7 +83,7 @@ class OwnCopy(ABC):
 
     def _saved(self) -> Path:
         """Save the newest weights; each rank does, since hosts need not share a disk."""
-        return self._run.ranks.together(lambda: self._run.saved(f"version_{self.version + 1}", self.save))
+        return self._run.ranks.run_on_all(lambda: self._run.saved(f"version_{self.version + 1}", self.save))
 
     def _discard_versions(self, *, but: str | Path | None = None) -> None:
         for folder in self._run.scratch.glob("version_*"):
@@ -136,7 +136,7 @@ class Restart(OwnCopy):
 
     def _start(self, model: str | Path, version: int, *, is_needed: bool = True) -> None:
         """Serve `model` as `version`; a server that serves it already goes on if a restart is not needed."""
-        self._run.ranks.together(lambda: self._process.restart(model) if is_needed else None)
+        self._run.ranks.run_on_all(lambda: self._process.restart(model) if is_needed else None)
         self.version, self._behind = version, 0
         if is_needed:
             self._starts += 1
@@ -174,7 +174,7 @@ class InPlace(OwnCopy):
 
     def revive(self, checkpoint: Path | None) -> None:
         self._server.revive(checkpoint)
-        if self._behind and self._run.ranks.size > 1:
+        if self._behind and self._run.ranks.world_size > 1:
             self._reload()  # the other ranks' servers have older weights
         self._behind = 0
 

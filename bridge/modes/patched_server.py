@@ -33,7 +33,7 @@ class PatchedServer:
     def attach(self) -> OpenedModel:
         """Return a model whose parameters are the server's weights, after a restart too."""
         ranks = self._run.ranks
-        self._attached = attach(self.manifest, ranks.part, num_parts=ranks.num_parts)
+        self._attached = attach(self.manifest, ranks.tp_rank, num_parts=ranks.tp_size)
         self._compare_replicas()
         return self._attached.opened()
 
@@ -58,7 +58,7 @@ class PatchedServer:
     def restart(self, model: str | Path) -> None:
         """Restart the dead server with `model`, and point the attached parameters at its memory."""
         self.close()
-        self._run.ranks.within.led(lambda: self._run.restart_server(model))
+        self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.restart_server(model))
         self._starts += 1
         self._connect(manifest.load(self._config.server.config_path))
         self._attached = attach_again(self._attached, self.manifest)
@@ -68,16 +68,18 @@ class PatchedServer:
 
         A single replica's server is dead.
         """
-        if self._run.ranks.within.led(lambda: self._run.has_lost(self.client)):
+        if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client)):
             self.restart(checkpoint or self._config.model_name)
         self.publish(Update(lambda: None, version=self._newest() + 1, takeover=True))
 
     def _newest(self) -> int:
         """Return the newest version of all ranks' servers: others may have published what this one did not."""
         ranks = self._run.ranks
-        if ranks.size == 1:
+        if ranks.world_size == 1:
             return self.version
-        return max(self.version, *ranks.agreed(lambda: self.client.status().version if ranks.speaks else 0))
+        return max(
+            self.version, *ranks.run_and_gather(lambda: self.client.status().version if ranks.is_tp_rank_zero else 0)
+        )
 
     def close(self) -> None:
         """Return the lease, and disconnect."""
@@ -98,13 +100,14 @@ class PatchedServer:
             UsageError: the server cannot do what was chosen.
         """
         self.manifest, self.max_model_len = manifest, manifest.max_model_len
-        url, within = self._config.server.url(manifest.url), self._run.ranks.within
-        holder = Holder(processes=tuple(within.told(ProcessIdentity.current())))
+        url = self._config.server.url(manifest.url)
+        tp_group = self._run.ranks.tp_group
+        holder = Holder(processes=tuple(tp_group.all_gather_object(ProcessIdentity.current())))
         timeout_s, self._client = self._config.sampling.request_timeout_s, None
-        if self._run.ranks.speaks:
+        if self._run.ranks.is_tp_rank_zero:
             self._client = BridgeClient(manifest, timeout_s=timeout_s, url=url, holder=holder)
         try:
-            status = within.led(lambda: fence.when_free(lambda: self.client.take_lease(self._run.name)))
+            status = tp_group.run_on_rank_zero(lambda: fence.when_free(lambda: self.client.take_lease(self._run.name)))
             if not (self._run.resumes and status.writes == self._writes):
                 status.refuse_torn()
             self._keeps_kv = self._may_keep_kv(status)
@@ -123,14 +126,14 @@ class PatchedServer:
             AttachError: they differ.
         """
         ranks = self._run.ranks
-        if ranks.num_replicas == 1:
+        if ranks.dp_size == 1:
             return
 
         def digests() -> dict[tuple[int, str], str]:
-            each = (self.client.digests(part) for part in range(ranks.num_parts if ranks.speaks else 0))
+            each = (self.client.digests(part) for part in range(ranks.tp_size if ranks.is_tp_rank_zero else 0))
             return {(part, name): text for part, own in enumerate(each) for name, text in own.items()}
 
-        first, *others = ranks.of_replicas(ranks.agreed(digests))
+        first, *others = ranks.one_per_replica(ranks.run_and_gather(digests))
         for number, other in enumerate(others, start=1):
             if differing := [name for (part, name), text in first.items() if other.get((part, name)) != text]:
                 raise AttachError(

@@ -45,4 +45,4 @@ class SharedVllm(PatchedServer):
     @property
     def _parts(self) -> Parts | None:
         ranks = self._run.ranks
-        return Parts(cuts=self._attached.cuts, within=ranks.within) if ranks.num_parts > 1 else None
+        return Parts(cuts=self._attached.cuts, tp_group=ranks.tp_group) if ranks.tp_size > 1 else None

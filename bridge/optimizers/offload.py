@@ -72,7 +72,7 @@ class OffloadedAdamW(SharedOptimizer):
         alike: Alike = NOTHING,
         **hyperparameters: Any,
     ) -> None:
-        assert not streams or ranks.size == 1, "the configuration refuses several"
+        assert not streams or ranks.world_size == 1, "the configuration refuses several"
         super().__init__(params, kind=KIND, ranks=ranks, alike=alike, state_device=HOST, **hyperparameters)
         self._streams = streams
         self._streamed: dict[Tensor, Tensor] = {}
@@ -119,7 +119,7 @@ class OffloadedAdamW(SharedOptimizer):
         ready = self._ready()
         for slab, indices in ready:
             members = [slab.members[index] for index in indices]
-            if self._ranks.size == 1:
+            if self._ranks.world_size == 1:
                 for member in members:
                     weight = member.parameter.detach()
                     self._step_member(slab, member, weight, self._gradient(member.parameter), factor)

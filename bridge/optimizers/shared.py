@@ -43,7 +43,7 @@ class SharedOptimizer(InPlaceOptimizer):
     ) -> None:
         """Lay out the state; it lies on `state_device`, or beside the weights."""
         super().__init__(params, **{"betas": (0.9, kind.beta2), **hyperparameters})
-        self._world, self._ranks = ranks, ranks.peers
+        self._world, self._ranks = ranks, ranks.dp_group
         self.kind, self._alike = kind, alike
         self._device = next(iter(self._steps)).device
         self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, alike=alike, device=state_device)
@@ -62,14 +62,14 @@ class SharedOptimizer(InPlaceOptimizer):
             slab.allocate()
 
     def global_norm(self) -> float:
-        if self._world.size == 1:
+        if self._world.world_size == 1:
             return super().global_norm()
-        return math.sqrt(float(self._world.total(self._squares())))
+        return math.sqrt(float(self._world.all_reduce(self._squares())))
 
     def _squares(self) -> Tensor:
         """Return the sum of the squares of this rank's gradients, without those that another part counts."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._ranks.size == 1:
+        if self._ranks.world_size == 1:
             own = [(each.grad, each, factor) for each, factor in self._factors.items() if each.grad is not None]
             norm = norm_of((counted(grad, self._alike.get(each, ())), factor) for grad, each, factor in own)
             return squares + norm**2
@@ -97,12 +97,12 @@ class SharedOptimizer(InPlaceOptimizer):
 
         A parameter without a gradient on this rank has zeros.
         """
-        if self._ranks.size == 1:
+        if self._ranks.world_size == 1:
             return
         self._sums, self._summed = {}, set()
         widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
         own = [widths[None if each.grad is None else each.grad.dtype] for each in self._places]
-        dtypes = dict(zip(self._places, self._ranks.most(own), strict=True))
+        dtypes = dict(zip(self._places, self._ranks.all_reduce_max(own), strict=True))
         for slab in self._slabs:
             width = max(dtypes[member.parameter] for member in slab.members)
             if width == 0:
@@ -119,7 +119,7 @@ class SharedOptimizer(InPlaceOptimizer):
                 return torch.zeros_like(parameter, dtype=dtype)
             return parameter.grad.to(dtype)
 
-        sum_RB = self._ranks.summed(slab.whole(gradient)[1])
+        sum_RB = self._ranks.reduce_scatter(slab.whole(gradient)[1])
         for member in slab.members:
             member.parameter.grad = None
         return sum_RB
@@ -130,20 +130,20 @@ class SharedOptimizer(InPlaceOptimizer):
 
     @property
     def changed_weight_share(self) -> float:
-        if self._world.size == 1:
+        if self._world.world_size == 1:
             return super().changed_weight_share
         changed = self._changed().to(self._device)
         held = changed.new_tensor(sum(parameter.numel() for parameter in self._steps))
-        return int(self._world.total(changed)) / int(self._world.total_of_parts(held))
+        return int(self._world.all_reduce(changed)) / int(self._world.all_reduce_tp(held))
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         slab, index = self._places[parameter]
         slab.allocate()
-        if self._ranks.size == 1:
+        if self._ranks.world_size == 1:
             return slab.parts(slab.members[index], slab.state)
         if self._gathered is None or self._gathered[0] is not slab:
             self._gathered = None
-            self._gathered = slab, {name: self._ranks.gathered(part) for name, part in slab.state.items()}
+            self._gathered = slab, {name: self._ranks.all_gather(part) for name, part in slab.state.items()}
         parts = slab.parts(slab.members[index], self._gathered[1])
         later = [member.parameter for member in slab.members[index + 1 :]]
         if not later or (self._steps[parameter] and not any(self._steps[each] for each in later)):
@@ -170,7 +170,7 @@ class SharedOptimizer(InPlaceOptimizer):
         return [(slab, [index for _, index in each]) for slab, each in groupby(places, key=lambda place: place[0])]
 
     def _has_gradient(self, parameter: Tensor) -> bool:
-        return parameter in self._summed if self._ranks.size > 1 else parameter.grad is not None
+        return parameter in self._summed if self._ranks.world_size > 1 else parameter.grad is not None
 
     def _count(self, stepped: Iterable[tuple[Slab, Sequence[int]]]) -> None:
         """Count an update of these members, and drop the summed gradients."""
@@ -184,5 +184,5 @@ class SharedOptimizer(InPlaceOptimizer):
         """Yield the weights [ranks * rows of each, B] of a slab; then write every rank's own rows into all weights."""
         whole, weight_RB = slab.whole(tensor_of)
         yield weight_RB
-        self._ranks.gather_into(weight_RB)
+        self._ranks.all_gather_into(weight_RB)
         whole.put_back(weight_RB[: slab.num_rows], tensor_of)

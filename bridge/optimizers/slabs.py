@@ -66,8 +66,8 @@ class Slab:
     @property
     def mine(self) -> range:
         """This rank's rows: all ranks have as many, the last ones beyond the slab's end."""
-        each = -(-self.num_rows // self.ranks.size)
-        each += each % LEAST_ROWS if self.ranks.size > 1 else 0
+        each = -(-self.num_rows // self.ranks.world_size)
+        each += each % LEAST_ROWS if self.ranks.world_size > 1 else 0
         return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
 
     def allocate(self) -> None:
@@ -112,7 +112,7 @@ class Slab:
         """
         piece = Piece(self, self.members, slice(0, self.num_rows), 0)
         blocks_RB = piece.blocks(tensor_of)
-        missing = len(self.mine) * self.ranks.size - self.num_rows
+        missing = len(self.mine) * self.ranks.world_size - self.num_rows
         if missing:
             blocks_RB = torch.cat([blocks_RB, blocks_RB.new_zeros(missing, blocks_RB.shape[1])])
         return piece, blocks_RB

@@ -55,7 +55,7 @@ class SplitMasterAdamW(SharedOptimizer):
         super().allocate()
         for slab in self._slabs:
             weight = slab.members[0].parameter
-            several = self._ranks.size > 1  # sum in float32
+            several = self._ranks.world_size > 1  # sum in float32
             self._update(weight.dtype, torch.float32 if several else weight.grad_dtype or weight.dtype)
 
     def expect(self, gradients: torch.dtype) -> None:
@@ -78,7 +78,7 @@ class SplitMasterAdamW(SharedOptimizer):
         waiting: _Waiting = {}
         for piece, scalars in zip(pieces, self._scalars(pieces, max_norm), strict=True):
             waiting.setdefault(piece.members[0].parameter, []).append((piece, scalars))
-        with self._released_by_one(waiting) if self._ranks.size == 1 else self._released_by_several(waiting):
+        with self._released_by_one(waiting) if self._ranks.world_size == 1 else self._released_by_several(waiting):
             yield
         norms = torch.stack(self._released).tolist() if self._released else []
         if num_bad := sum(not math.isfinite(norm) for norm in norms):
@@ -122,7 +122,7 @@ class SplitMasterAdamW(SharedOptimizer):
             sum_RB = self._sums[slab] = self._sum(slab, slab.members[0].parameter.dtype)
             own = [sum_RB[slab.held(slab.own(member))].square().sum(dtype=torch.float64) for member in slab.members]
             counts = _on_device(found, torch.float64, self._device)
-            squares, num_found = self._ranks.total(torch.stack([torch.stack(own), counts]))
+            squares, num_found = self._ranks.all_reduce(torch.stack([torch.stack(own), counts]))
             factor = self._factors[slab.members[0].parameter]
             norms.append((squares.sqrt() * factor).float())
             ready.append(num_found > 0)
@@ -160,7 +160,7 @@ class SplitMasterAdamW(SharedOptimizer):
         pieces = [piece for slab, indices in ready for piece in slab.pieces(indices, self._steps)]
         norm_on_device = _on_device([norm], torch.float32, self._device)[0]
         each = zip(pieces, self._scalars(pieces, max_norm), strict=True)
-        if self._ranks.size > 1:
+        if self._ranks.world_size > 1:
             for slab, of_slab in groupby(each, key=lambda pair: pair[0].slab):
                 self._step_own_rows(slab, ((*pair, norm_on_device) for pair in of_slab))
         else:
@@ -205,7 +205,7 @@ class SplitMasterAdamW(SharedOptimizer):
     def _update(self, weight: torch.dtype, gradient: torch.dtype) -> Update:
         if not self._compiles:
             return partial(update, self.kind)
-        return compiled(self.kind, weight, gradient, self._device, single=self._ranks.size > 1)
+        return compiled(self.kind, weight, gradient, self._device, single=self._ranks.world_size > 1)
 
 
 def _bits(parameter: Tensor) -> Tensor:

@@ -66,9 +66,10 @@ class Budget:
         note: Note,
         *,
         share_prompts: bool = False,
-        parts: Ranks = ALONE,
+        tp_group: Ranks = ALONE,
     ) -> None:
-        self._model, self._config, self._note, self._parts = model, config, note, parts
+        self._model, self._config, self._note = model, config, note
+        self._tp_group = tp_group
         self.share_prompts = share_prompts
         """Whether a micro-batch holds each prompt once."""
         self._on_gpu = model.device.type == "cuda"
@@ -198,17 +199,19 @@ class Budget:
         pending: int = sum(sizes)
         if self._config.optimizer.gradient_release:
             pending = max(sizes, default=0) * (EXCHANGED if self._config.replicas > 1 else 1)
-        return min(self._parts.told(self._share * (free_memory(self._model) - pending)))
+        return min(self._tp_group.all_gather_object(self._share * (free_memory(self._model) - pending)))
 
     def _fitting(self, free: float) -> int:
         try:
             cost = measure_cost(self._model, self._config.sampling.temperature)
         except torch.OutOfMemoryError as error:
-            if self._parts.size > 1:  # the others wait for this one in the midst of a pass, which cannot be retried
+            if (
+                self._tp_group.world_size > 1
+            ):  # the others wait for this one in the midst of a pass, which cannot be retried
                 raise
             let_go(error, self._model.device)
             return 0
-        return min(self._parts.told(cost.tokens_in(free)))
+        return min(self._tp_group.all_gather_object(cost.tokens_in(free)))
 
 
 def _widening_bytes(model: PreTrainedModel) -> int:

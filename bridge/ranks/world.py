@@ -42,13 +42,15 @@ INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 class Ranks:
     """This process among the ranks of a run, or among some of them: those of its replica, or its peers.
 
-    Rank r is part r % `num_parts` of replica r // `num_parts`.
+    Rank r is part r % `tp_size` of replica r // `tp_size`.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, num_parts: int = 1) -> None:
-        self.rank, self.size, self.num_parts = rank, size, num_parts
-        self.replica, self.part = divmod(rank, num_parts)
-        self.num_replicas = size // num_parts
+    def __init__(self, rank: int = 0, world_size: int = 1, tp_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.tp_size = tp_size
+        self.dp_rank, self.tp_rank = divmod(rank, tp_size)
+        self.dp_size = world_size // tp_size
         self.is_broken = False
         """Whether a rank is gone: nothing can be agreed on any more."""
         self.on_interrupt: Callable[[], None] = lambda: None
@@ -58,13 +60,13 @@ class Ranks:
         self._tensors: dist.ProcessGroup | None = None
         """To exchange tensors; None: the default group."""
         self._limit = TOLD_LIMIT
-        self._messages = Messages(rank, size, b"")
+        self._messages = Messages(rank, world_size, b"")
         self._watch: Watch | None = None
         self._all = self
-        self._members: Sequence[int] = range(size)
+        self._members: Sequence[int] = range(world_size)
         """Their numbers among all ranks."""
-        self._within: Ranks | None = None
-        self._peers: Ranks | None = None
+        self._tp_group: Ranks | None = None
+        self._dp_group: Ranks | None = None
 
     @classmethod
     def join(
@@ -72,7 +74,7 @@ class Ranks:
         rank: int,
         size: int,
         *,
-        num_parts: int = 1,
+        tp_size: int = 1,
         port: int,
         device: torch.device,
         key: bytes,
@@ -87,7 +89,7 @@ class Ranks:
         Raises:
             RankError: one did not come.
         """
-        ranks, on_gpu = cls(rank, size, num_parts), device.type == "cuda"
+        ranks, on_gpu = cls(rank, size, tp_size), device.type == "cuda"
         ranks._messages = Messages(rank, size, key)
         with ranks._whole(), noticing_silence():
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -112,10 +114,10 @@ class Ranks:
             ranks._watch = Watch(own, device, rank, lambda: ranks._messages.count, key)
             ranks._watch.add(dist.group.WORLD, sockets() - before)
             ranks._telling = _telling(None)
-            if num_parts > 1:
+            if tp_size > 1:
                 each = range(size)
-                ranks._within = ranks._one_of([each[start : start + num_parts] for start in each[::num_parts]], key)
-                ranks._peers = ranks._one_of([each[part::num_parts] for part in range(num_parts)], key)
+                ranks._tp_group = ranks._one_of([each[start : start + tp_size] for start in each[::tp_size]], key)
+                ranks._dp_group = ranks._one_of([each[part::tp_size] for part in range(tp_size)], key)
             ranks._watch.start()
         return ranks
 
@@ -132,46 +134,46 @@ class Ranks:
             if self.rank in members:
                 mine = Ranks(members.index(self.rank), len(members))
                 mine._all, mine._members, mine._tensors, mine._telling = self, members, tensors, telling
-                mine._messages = Messages(mine.rank, mine.size, key + str(members).encode())
+                mine._messages = Messages(mine.rank, mine.world_size, key + str(members).encode())
                 self._watch.add(tensors, held)
         return mine
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this rank reports and saves for all."""
         return self.rank == 0
 
     @property
-    def speaks(self) -> bool:
+    def is_tp_rank_zero(self) -> bool:
         """Whether this rank talks to its replica's server, for all parts."""
-        return self.part == 0
+        return self.tp_rank == 0
 
     @property
-    def within(self) -> "Ranks":
+    def tp_group(self) -> "Ranks":
         """The parts of this rank's replica, by their numbers."""
-        return self._within or ALONE
+        return self._tp_group or ALONE
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """The process group in which these ranks exchange tensors, of several."""
-        assert self._tensors is not None, self.size
+        assert self._tensors is not None, self.world_size
         return self._tensors
 
     @property
-    def peers(self) -> "Ranks":
+    def dp_group(self) -> "Ranks":
         """The ranks that hold the same part, by their replicas' numbers."""
-        return self if self.num_parts == 1 else self._peers or ALONE
+        return self if self.tp_size == 1 else self._dp_group or ALONE
 
-    def of_replicas(self, each: Sequence[Result]) -> list[Result]:
+    def one_per_replica(self, each: Sequence[Result]) -> list[Result]:
         """Return what the first part of every replica has told."""
-        return [*each[:: self.num_parts]]
+        return [*each[:: self.tp_size]]
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Leave the group; the others are not waited for."""
         if self._telling is not None:
             assert self._watch is not None, "it was made with them"
             self._watch.close()
-            for ranks in (self, self.within, self.peers):
+            for ranks in (self, self.tp_group, self.dp_group):
                 ranks._telling = None
             dist.destroy_process_group()
 
@@ -185,25 +187,25 @@ class Ranks:
             self._all._limit = before
 
     @contextmanager
-    def bound(self) -> Iterator[None]:
+    def tp_pass(self) -> Iterator[None]:
         """Compute what the parts of a replica compute together: they meet in every layer, so none goes on without one.
 
         Raises:
             RankError: this part is out of memory, or another one stopped; the one that failed may tell why.
         """
-        if self.num_parts == 1:
+        if self.tp_size == 1:
             yield
             return
         assert self._watch is not None
         try:
-            with self._watch.computing(self.within._members):
+            with self._watch.computing(self.tp_group._members):
                 yield
         except RuntimeError as error:  # out of memory, or torch's, of a part that is gone
             self.is_broken = True
             is_memory = isinstance(error, torch.OutOfMemoryError)
             what = "is out of memory" if is_memory else "stopped in a pass"
             found = RankError(
-                f"rank {self.rank} of {self.size} {what}: {str(error).strip().partition(chr(10))[0]}",
+                f"rank {self.rank} of {self.world_size} {what}: {str(error).strip().partition(chr(10))[0]}",
                 remedy="continue with --resume and a lower --micro-batch-tokens, or --gradient-checkpointing"
                 if is_memory
                 else "continue with --resume; the rank that ended first says why",
@@ -211,26 +213,26 @@ class Ranks:
             setattr(found, OF_TENSORS, True)
             raise found from error
 
-    def heed(self) -> None:
+    def check_abort(self) -> None:
         """End something long, such as a server's start, whose result another rank's end has made useless.
 
         Raises:
             RankError: a rank has failed in what all do now, or is gone; if it can, it tells why.
         """
         watch = self._all._watch
-        if watch is not None and watch.is_lost(range(self._all.size)):
+        if watch is not None and watch.is_lost(range(self._all.world_size)):
             found = RankError(
-                f"rank {self.rank} of {self.size} stopped, since another rank failed",
+                f"rank {self.rank} of {self.world_size} stopped, since another rank failed",
                 remedy="the rank that ended first says why",
             )
             setattr(found, OF_TENSORS, True)
             raise found
 
-    def told(self, mine: Result) -> list[Result]:
-        """Return what every rank tells, in the order of the ranks; raises what `agreed` raises."""
-        return self.agreed(lambda: mine)
+    def all_gather_object(self, mine: Result) -> list[Result]:
+        """Return what every rank sends, in the order of the ranks; raises as `run_and_gather` does."""
+        return self.run_and_gather(lambda: mine)
 
-    def agreed(self, act: Callable[[], Result], *, undo: Callable[[], object] | None = None) -> list[Result]:
+    def run_and_gather(self, act: Callable[[], Result], *, undo: Callable[[], object] | None = None) -> list[Result]:
         """Run `act` on every rank, and return all results; if it raises on any, raise that on every rank.
 
         `undo` is called where `act` did not raise and another rank's did. Agreements nest: what one has raised
@@ -241,7 +243,7 @@ class Ranks:
             BridgeError: that of the first rank that failed.
             RankError: that rank met something else, or one is gone.
         """
-        if self.size == 1:
+        if self.world_size == 1:
             return [act()]
         mine = self._tried(act)
         outcomes, interrupted = self._tell(mine)
@@ -258,60 +260,60 @@ class Ranks:
         error = mine.raised if first == self.rank else outcomes[first].error
         if error is None:
             error = RankError(
-                f"rank {first} of {self.size} failed: {outcomes[first].fault}",
+                f"rank {first} of {self.world_size} failed: {outcomes[first].fault}",
                 remedy="its traceback is in its log; the other ranks ended with it",
             )
         if error is not mine.raised:
             error.__context__ = mine.raised
-        setattr(error, AGREED, self.size)
+        setattr(error, AGREED, self.world_size)
         raise error
 
-    def together(self, act: Callable[[], Result], *, undo: Callable[[], object] | None = None) -> Result:
-        """Return this rank's result of `act`, whatever it is, once all have theirs; raises what `agreed` raises."""
+    def run_on_all(self, act: Callable[[], Result], *, undo: Callable[[], object] | None = None) -> Result:
+        """Return this rank's result of `act`, whatever it is, once all have theirs; raises as `run_and_gather`."""
         mine = list[Result]()
-        self.agreed(lambda: mine.append(act()), undo=undo)
+        self.run_and_gather(lambda: mine.append(act()), undo=undo)
         return mine[0]
 
-    def led(self, act: Callable[[], Result]) -> Result:
+    def run_on_rank_zero(self, act: Callable[[], Result]) -> Result:
         """Run `act` on rank 0 and return its result on every rank; if it raises, raise that on every rank."""
-        return self.agreed(lambda: act() if self.leads else None)[0]  # type: ignore[return-value]
+        return self.run_and_gather(lambda: act() if self.is_rank_zero else None)[0]  # type: ignore[return-value]
 
-    def most(self, numbers: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of every rank's numbers, place by place."""
-        return [max(each) for each in zip(*self.told([*numbers]), strict=True)]
+        return [max(each) for each in zip(*self.all_gather_object([*numbers]), strict=True)]
 
-    def total(self, numbers: Tensor) -> Tensor:
+    def all_reduce(self, numbers: Tensor) -> Tensor:
         """Return the sum of every rank's `numbers`, added up in the order of the ranks."""
-        return numbers if self.size == 1 else in_order(self._each(numbers))
+        return numbers if self.world_size == 1 else in_order(self._each(numbers))
 
-    def total_of_replicas(self, numbers: Tensor) -> Tensor:
+    def all_reduce_dp(self, numbers: Tensor) -> Tensor:
         """Return the sum of every replica's `numbers`, which its parts have alike, in the order of the replicas."""
-        return numbers if self.size == 1 else in_order(self._each(numbers)[:: self.num_parts])
+        return numbers if self.world_size == 1 else in_order(self._each(numbers)[:: self.tp_size])
 
-    def total_of_parts(self, numbers: Tensor) -> Tensor:
+    def all_reduce_tp(self, numbers: Tensor) -> Tensor:
         """Return the sum of the `numbers` of the parts of one replica, which every replica has alike."""
-        return numbers if self.num_parts == 1 else in_order(self._each(numbers)[: self.num_parts])
+        return numbers if self.tp_size == 1 else in_order(self._each(numbers)[: self.tp_size])
 
     def _each(self, numbers: Tensor) -> Tensor:
-        return self.gathered(numbers.reshape(1, -1).contiguous()).view(self.size, *numbers.shape)
+        return self.all_gather(numbers.reshape(1, -1).contiguous()).view(self.world_size, *numbers.shape)
 
-    def spread(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Fill `tensor`, in host memory, with that of rank 0."""
         with self._whole():
             dist.broadcast(tensor, 0, group=self._limited())
 
-    def gathered(self, mine: Tensor) -> Tensor:
+    def all_gather(self, mine: Tensor) -> Tensor:
         """Return every rank's tensor of this shape [R, ...] after each other: [ranks * R, ...]."""
-        whole = mine.new_empty((self.size * len(mine), *mine.shape[1:]))
+        whole = mine.new_empty((self.world_size * len(mine), *mine.shape[1:]))
         self._exchange(gather_bytes, _bytes(whole), _bytes(mine))
         return whole
 
-    def gather_into(self, whole: Tensor) -> None:
+    def all_gather_into(self, whole: Tensor) -> None:
         """Fill `whole` [ranks * R, ...] in place, of which every rank has made its own R rows."""
-        each = len(whole) // self.size
+        each = len(whole) // self.world_size
         self._exchange(gather_bytes, _bytes(whole), _bytes(whole[self.rank * each : (self.rank + 1) * each]))
 
-    def summed(self, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's rows of `whole` [ranks * R, ...], as float32 [R, ...].
 
         Each rank gets its rows from all others, in their own dtype, and adds them up in the order of the ranks: the
@@ -319,7 +321,7 @@ class Ranks:
         """
         received = torch.empty_like(whole)
         self._exchange(dist.all_to_all_single, _bytes(received), _bytes(whole))
-        return in_order(received.view(self.size, -1, *whole.shape[1:]))
+        return in_order(received.view(self.world_size, -1, *whole.shape[1:]))
 
     def _tried(self, act: Callable[[], Any]) -> Outcome:
         """Run `act`, and return how it went; what all ranks raise already is raised."""
@@ -327,7 +329,7 @@ class Ranks:
             return Outcome(result=act())
         except BaseException as error:
             is_told = isinstance(error, RankError) and not hasattr(error, OF_TENSORS)
-            if is_told or getattr(error, AGREED, 0) >= self.size:
+            if is_told or getattr(error, AGREED, 0) >= self.world_size:
                 raise
             if self._all._watch is not None:
                 self._all._watch.failed()
@@ -383,7 +385,7 @@ class _Whole:
             world.is_broken = True
             reason = str(error).partition(". This is")[0].splitlines()[0]
             raise RankError(
-                f"rank {world.rank} of {world.size} lost another rank: {reason}",
+                f"rank {world.rank} of {world.world_size} lost another rank: {reason}",
                 remedy="continue with --resume; the rank that ended first says why",
             ) from error
 

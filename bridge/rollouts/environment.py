@@ -87,8 +87,8 @@ class EnvironmentStream:
         """Requests that were sent again before this step."""
         has_turns = isinstance(environment, WithTools | WithAgent)
         cores, processes = len(os.sched_getaffinity(0)), config.task.reward_processes
-        processes = num_processes(config, cores, ranks.num_replicas) if has_turns else processes
-        recipe = recipe if ranks.speaks else None  # else another part samples and scores
+        processes = num_processes(config, cores, ranks.dp_size) if has_turns else processes
+        recipe = recipe if ranks.is_tp_rank_zero else None  # else another part samples and scores
         self._scorer = Scorer(
             recipe or _recipe(environment),
             processes=processes if recipe else 0,
@@ -109,7 +109,7 @@ class EnvironmentStream:
             self._sampler.run(self._stop(keep_sampled=True))
         self._endpoint = endpoint
         self._servers = self._sampler.servers_at([endpoint])
-        self._endpoints = self._ranks.of_replicas(self._ranks.told(endpoint))
+        self._endpoints = self._ranks.one_per_replica(self._ranks.all_gather_object(endpoint))
 
     def resume(self, trained: TrainedProblems) -> None:
         self._trained = trained
@@ -126,8 +126,8 @@ class EnvironmentStream:
         if step != self._step:
             self._step, self._own_skipped = step, []
             self._earlier_retries = self._sampler.num_retries
-        own = count // self._ranks.num_replicas
-        shares = self._ranks.of_replicas(self._ranks.agreed(lambda: self._share(own, step)))
+        own = count // self._ranks.dp_size
+        shares = self._ranks.one_per_replica(self._ranks.run_and_gather(lambda: self._share(own, step)))
         self.skipped = [group for share in shares for group in share.skipped]
         self.num_retries = sum(share.num_retries for share in shares)
         self.num_in_flight = sum(share.num_in_flight for share in shares)
@@ -136,7 +136,7 @@ class EnvironmentStream:
         return sorted((group for share in shares for group in share.groups), key=lambda group: group.number or 0)
 
     def _share(self, count: int, step: int) -> "_Share":
-        if not self._ranks.speaks:
+        if not self._ranks.is_tp_rank_zero:
             return _Share(groups=[], skipped=[], num_retries=0, num_in_flight=0)
         groups = self._sampler.run(self._taken(count, step))
         return _Share(
@@ -170,7 +170,7 @@ class EnvironmentStream:
             self._report(failures)
             return found
 
-        return self._ranks.led(all_groups)
+        return self._ranks.run_on_rank_zero(all_groups)
 
     def close(self) -> None:
         try:
@@ -211,7 +211,7 @@ class EnvironmentStream:
             return
         in_order = not self._in_flight or bool(self._again)
         begun, self._again = self._again[:room], self._again[room:]
-        own, size = self._ranks.replica, self._ranks.num_replicas
+        own, size = self._ranks.dp_rank, self._ranks.dp_size
         untrained = (pair for pair in self._order if pair[0] % size == own and pair[0] not in self._trained)
         for number, problem in islice(untrained, room - len(begun)):
             prompt = self._encoded(problem)
@@ -234,7 +234,7 @@ class EnvironmentStream:
         """
         rollouts, sampling, kv_tokens = self._config.rollouts, self._config.sampling, self._endpoint.kv_tokens
         if rollouts.groups_in_flight is not None:
-            return max(1, rollouts.groups_in_flight // self._ranks.num_replicas)
+            return max(1, rollouts.groups_in_flight // self._ranks.dp_size)
         most = count * (rollouts.max_staleness + 1)
         fitting = most if kv_tokens is None else 2 * kv_tokens // (sampling.group_size * sampling.longest)
         at_once = min(most, max(count, fitting))
@@ -244,7 +244,7 @@ class EnvironmentStream:
 
     async def _sampled(self, asked: InFlight, count: int) -> Group:
         WRITTEN.set(asked.sent.set)
-        step, index = divmod(asked.number, count * self._ranks.num_replicas)  # the same whatever their number
+        step, index = divmod(asked.number, count * self._ranks.dp_size)  # the same whatever their number
         group = await self._group(
             lambda: self._servers, asked.number, asked.problem, asked.prompt, self._failures,
             num_samples=self._config.sampling.group_size, seed=seed_of(self._config.seed, step + 1), index=index,

@@ -114,7 +114,7 @@ class Checkpoints:
     ) -> None:
         """Prepare to save and load them; `cuts` are what each part of a replica holds, if there are several."""
         self._ranks = ranks
-        parts = Parts(cuts=cuts, within=ranks.within) if cuts else None
+        parts = Parts(cuts=cuts, tp_group=ranks.tp_group) if cuts else None
         self._state = whole_state.of(optimizer, trained, parts)
         self._config, self._run, self._mode, self._trained = config, run, mode, trained
         self._folder = config.checkpoints.save_path or run.checkpoints
@@ -161,7 +161,7 @@ class Checkpoints:
                 problems_beyond=tuple(sorted(trained.beyond)),
                 run_dir=self._run.path.absolute(),
             )
-            self._saved = self._ranks.agreed(lambda: self._save(step, progress))[0]
+            self._saved = self._ranks.run_and_gather(lambda: self._save(step, progress))[0]
         return self._saved[step]
 
     def save_weights(self, step: int) -> Path:
@@ -179,7 +179,7 @@ class Checkpoints:
 
     def _save(self, step: int, progress: Progress) -> dict[int, Path]:
         """Save, on the first rank, and return what is kept; the others pass on their part of weights and state."""
-        if not self._ranks.leads:
+        if not self._ranks.is_rank_zero:
             self._pass_on_weights()
             self._write_state(None)
             return {}
@@ -206,19 +206,19 @@ class Checkpoints:
         return {number: path for number, path in saved.items() if path in kept}
 
     def _write_state(self, folder: Path | None) -> None:
-        if self._config.checkpoints.save_optimizer and (folder is not None or self._ranks.size > 1):
+        if self._config.checkpoints.save_optimizer and (folder is not None or self._ranks.world_size > 1):
             with self._whole():
                 trainer_state.write(folder, self._trained, self._state)
 
     def _pass_on_weights(self) -> None:
         """Send this part of the first replica's weights to the rank that saves them."""
-        if self._ranks.num_parts > 1 and self._ranks.replica == 0:
+        if self._ranks.tp_size > 1 and self._ranks.dp_rank == 0:
             with self._whole():
                 self._mode.pass_on()
 
     def _whole(self) -> AbstractContextManager[object]:
         """Defer an interrupt if there are several ranks: the others would wait for this one's part."""
-        return deferred_interrupt() if self._ranks.size > 1 else nullcontext()
+        return deferred_interrupt() if self._ranks.world_size > 1 else nullcontext()
 
     def _tell_of_codes(self) -> None:
         if isinstance(self._state, WholeState) and self._state.is_coded and not self._has_told:

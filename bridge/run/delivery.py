@@ -26,10 +26,10 @@ def deliver(folder: Path, ranks: Ranks) -> None:
         CheckpointError: a host has another checkpoint there.
         UsageError: the disk of a host is full or refuses.
     """
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
     own = checkpoint.marker(folder)
-    found = ranks.told((own, boot_id(), str(folder.absolute())))
+    found = ranks.all_gather_object((own, boot_id(), str(folder.absolute())))
     wanted = found[0][0]
     assert wanted is not None, "the first rank has read it"
     for rank, (marker, *_) in enumerate(found):
@@ -43,9 +43,9 @@ def deliver(folder: Path, ranks: Ranks) -> None:
     if not writers:
         return
     with deferred_interrupt():  # the other ranks would wait for the rest
-        files = ranks.led(lambda: checkpoint.file_sizes(folder))
-        chunks = _sent(folder if ranks.leads else None, files, ranks)
-        ranks.together(lambda: _written(folder, chunks) if ranks.rank in writers else _drained(chunks))
+        files = ranks.run_on_rank_zero(lambda: checkpoint.file_sizes(folder))
+        chunks = _sent(folder if ranks.is_rank_zero else None, files, ranks)
+        ranks.run_on_all(lambda: _written(folder, chunks) if ranks.rank in writers else _drained(chunks))
 
 
 def _sent(source: Path | None, files: Mapping[str, int], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
@@ -62,7 +62,7 @@ def _sent(source: Path | None, files: Mapping[str, int], ranks: Ranks) -> Iterat
                 except OSError as error:
                     fault = error  # the others find that the file is not whole
             if num_bytes:
-                ranks.spread(chunk)
+                ranks.broadcast(chunk)
             yield name, chunk
     if fault is not None:
         raise CheckpointError(f"{source} cannot be read: {fault.strerror}", remedy="take another checkpoint") from fault

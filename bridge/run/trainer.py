@@ -75,29 +75,29 @@ def train(
     reference.check(config)
     config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
     name = str(run.path.absolute())
-    scratch = run.served if ranks.leads else run.ranks / str(ranks.rank) / run.served.name
+    scratch = run.served if ranks.is_rank_zero else run.ranks / str(ranks.rank) / run.served.name
     context = RunContext(
         name=name, scratch=scratch, note=run.note, resumes=resume is not None, process=process, ranks=ranks
     )
-    owns_server = any(ranks.told(process is not None))
-    mode = ranks.together(lambda: way_of(config)(config, context))
+    owns_server = any(ranks.all_gather_object(process is not None))
+    mode = ranks.run_on_all(lambda: way_of(config)(config, context))
     try:
-        lengths = [length for length in ranks.told(mode.max_model_len) if length is not None]
+        lengths = [length for length in ranks.all_gather_object(mode.max_model_len) if length is not None]
         config = fit_completions(config, min(lengths, default=None), run.note)
         with closing(_stream(config, environment, run, reporter, recipe, ranks)) as stream:
-            trainer = ranks.together(
+            trainer = ranks.run_on_all(
                 lambda: Trainer(
                     config, stream, run, mode, reporter, make_optimizer, owns_server=owns_server, ranks=ranks
                 )
             )
             if resume is not None:
-                ranks.together(lambda: trainer.resume(resume))
+                ranks.run_on_all(lambda: trainer.resume(resume))
             elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
                 run.note(
                     f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
                     f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
                 )
-            if ranks.leads:
+            if ranks.is_rank_zero:
                 run.write_config(chosen, config.settled())  # a refused run leaves no trace
             first = 1 if resume is None else resume.progress.step + 1
             steps = f"steps {first} to {config.training_steps}"
@@ -199,12 +199,14 @@ class Trainer:
     def run(self) -> Summary:
         """Take every step, and evaluate before, in between and afterwards if configured."""
         self._tell_stream()
-        before = self._ranks.led(self._run.first_evaluation) if self._begun_at else None  # no other host has the file
+        before = (
+            self._ranks.run_on_rank_zero(self._run.first_evaluation) if self._begun_at else None
+        )  # no other host has the file
         if before is None:
             before = self._evaluate()
         last = self._config.training_steps
         try:
-            self._ranks.together(self._take_steps)
+            self._ranks.run_on_all(self._take_steps)
         except BaseException:  # whatever it was, published steps are not lost
             if self._written > self._begun_at:
                 self._rescue()
@@ -264,7 +266,7 @@ class Trainer:
                 changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._opened.device,
             )  # fmt: skip
             self._steps.append(metrics)
-            if self._ranks.leads:
+            if self._ranks.is_rank_zero:
                 if self._config.tracking.save_rollouts:
                     self._run.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
                 self._run.append(metrics)
@@ -294,17 +296,17 @@ class Trainer:
                 raise
         if not self._ranks.is_broken:
             return
-        if self._ranks.num_parts > 1:
+        if self._ranks.tp_size > 1:
             self._run.note(
                 "the other parts of the weights are gone with their ranks: continue from the last checkpoint"
             )
-        elif self._ranks.leads and not self._half_written:
+        elif self._ranks.is_rank_zero and not self._half_written:
             folder = self._checkpoints.save_weights(self._written)
             self._run.note(f"the weights of step {self._written}, without the optimizer's state, are in {folder}")
 
     def _is_torn(self) -> bool:
         """Return whether what is in memory is no model, on any rank."""
-        return any(self._ranks.told(self._half_written))
+        return any(self._ranks.all_gather_object(self._half_written))
 
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
@@ -314,7 +316,7 @@ class Trainer:
         """Let the run end if this reaches --stop-at; an evaluation before the first step does not count."""
         if self._written == self._begun_at or self._is_reached:
             return
-        if self._ranks.led(lambda: self._goal(record)):  # each rank has other times
+        if self._ranks.run_on_rank_zero(lambda: self._goal(record)):  # each rank has other times
             self._is_reached = True
             self._run.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
@@ -402,7 +404,7 @@ class Trainer:
         if found is None:
             return None
         self._evaluated = found
-        if self._ranks.leads:
+        if self._ranks.is_rank_zero:
             self._run.append_evaluation(found)
         self._reporter.evaluation(found)
         self._compare(found)

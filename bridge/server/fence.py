@@ -101,7 +101,7 @@ def publish(
         sleep=update.sleep,
         keep_kv=keep_kv,
     )
-    others_sleep = update.sleep and ranks.num_parts > 1
+    others_sleep = update.sleep and ranks.tp_size > 1
     server = _Server(client, pause, update, resume_limit_s=LET_GO_LIMIT_S if others_sleep else 0)
     return run(update, server.publish, server=server, ranks=ranks)
 
@@ -145,22 +145,22 @@ def run(
     with deferred_interrupt(), ranks.in_fence():
         start = paused = time.perf_counter()
         if server is not None:
-            ranks.together(server.pause, undo=server.resume)
+            ranks.run_on_all(server.pause, undo=server.resume)
             paused = time.perf_counter()
         if update.prepare is not None:
             try:
                 with acting_interrupt():
                     update.prepare()
-                ranks.together(lambda: None)
+                ranks.run_on_all(lambda: None)
             except BaseException as error:
                 if server is not None:
                     server.resume(error)
                 raise
         prepared = time.perf_counter()
-        ranks.together(lambda: _write(update))
+        ranks.run_on_all(lambda: _write(update))
         written = time.perf_counter()
-        versions = ranks.of_replicas(ranks.agreed(publish))
-        version = versions[ranks.replica]
+        versions = ranks.one_per_replica(ranks.run_and_gather(publish))
+        version = versions[ranks.dp_rank]
         assert len(set(versions)) == 1, versions
         published = time.perf_counter()
     return FenceTimes(

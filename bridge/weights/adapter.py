@@ -56,11 +56,11 @@ class Adapter:
         config: TrainConfig,
         *,
         cuts: Sequence[Mapping[str, Cut]] = (),
-        within: Ranks = ALONE,
+        tp_group: Ranks = ALONE,
     ) -> None:
         """Insert a new adapter into `model`: A random by the seed, B zero, both in the model's dtype.
 
-        `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `within`
+        `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `tp_group`
         the ranks that hold them. Every part then gets its part of the same adapter.
 
         Raises:
@@ -91,7 +91,7 @@ class Adapter:
                 layer.lora_dropout.train()
         self.cuts = [_with_adapter(each, self.modules, config.lora.r) for each in cuts]
         """What each part holds of every parameter of the model, by the names that they have now."""
-        self._parts = Parts(cuts=self.cuts, within=within) if cuts else None
+        self._parts = Parts(cuts=self.cuts, tp_group=tp_group) if cuts else None
         for name in self.lr_factors() if self._parts is not None else ():
             matrix = model.get_parameter(name)
             matrix.data = self._own(name, matrix.detach()).clone(memory_format=torch.contiguous_format)

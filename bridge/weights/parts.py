@@ -26,12 +26,12 @@ class Parts:
 
     cuts: Sequence[Mapping[str, Cut]]
     """By part."""
-    within: Ranks
+    tp_group: Ranks
 
     @property
     def own(self) -> Mapping[str, Cut]:
         """What this part holds."""
-        return self.cuts[self.within.rank]
+        return self.cuts[self.tp_group.rank]
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
         """Return a parameter, or something else of its shape, in host memory, put together from all parts.
@@ -47,7 +47,7 @@ class Parts:
         for start in range(0, most, CHUNK):
             row = own.new_zeros(1, min(CHUNK, most - start))
             row[0, : len(own[start : start + CHUNK])] = own[start : start + CHUNK]
-            for place, found in zip(flat, self.within.gathered(row), strict=True):
+            for place, found in zip(flat, self.tp_group.all_gather(row), strict=True):
                 place[start : start + CHUNK] = found[: len(place[start : start + CHUNK])]
         whole = torch.empty(cuts[0].shape, dtype=mine.dtype)
         for cut, part in zip(cuts, flat, strict=True):
@@ -65,13 +65,13 @@ class Parts:
             for name, parameter in parameters.items()
             for start, tensor in self._shared(name, parameter)
         }
-        for part, other in enumerate(self.within.told(mine)):
+        for part, other in enumerate(self.tp_group.all_gather_object(mine)):
             differing = sorted(
                 name for name, start in mine.keys() & other.keys() if mine[name, start] != other[name, start]
             )
             if differing:
                 raise RankError(
-                    f"parts {self.within.rank} and {part} of a replica differ in {differing[0]}, expected equal"
+                    f"parts {self.tp_group.rank} and {part} of a replica differ in {differing[0]}, expected equal"
                     " values: the weights are not saved",
                     remedy="resume from the last checkpoint; and report it, with the model and the GPUs",
                 )
@@ -85,7 +85,7 @@ class Parts:
         elif axis == 0:
             offset = 0
             for start, length, holders in held_by([cut.runs[0] for cut in cuts]):
-                if self.within.rank in holders:
+                if self.tp_group.rank in holders:
                     if len(holders) > 1:
                         yield start, parameter[offset : offset + length]
                     offset += length

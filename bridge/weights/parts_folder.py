@@ -86,7 +86,7 @@ def _gathered(model: PreTrainedModel, parts: Parts) -> Iterator[tuple[str, Tenso
         for key, view in views.items():
             if storage_of(view) == storage_of(whole[name]):
                 yield key, _like(made, view).contiguous()
-    if parts.within.leads:
+    if parts.tp_group.is_rank_zero:
         yield from model_folder.buffers(model)
 
 

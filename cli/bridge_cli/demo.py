@@ -157,7 +157,7 @@ def _train_and_verify(
         resume=None,
     )  # fmt: skip
     with ranks.started(places, run) as world:
-        world.told(part)
+        world.all_gather_object(part)
         with trained(world, part, lambda: command, run, environment, log=run.server_log) as summary:
             console.note("verifying on the same live server")
             return summary, proof(command.manifest, as_json=False)

@@ -96,10 +96,10 @@ def plan(
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
-    num_parts = ranks.num_parts(train, serve)
-    replicated = train.changed(gpus=ranks.num_replicas(train, num_parts))
+    tp_size = ranks.tp_size(train, serve)
+    replicated = train.changed(gpus=ranks.dp_size(train, tp_size))
     limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
-    rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, num_parts)
+    rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     fitting = [row for row in rows if not row.lacking_gib]
     best = next(iter(fitting), None)
     lean = next((row for row in fitting if not row.host_gib), None) if best and best.host_gib else None

@@ -69,7 +69,7 @@ class Place:
 
     rank: int
     size: int
-    num_parts: int
+    tp_size: int
     """Ranks that share a server."""
     device: str
     gpus: str | None
@@ -87,16 +87,16 @@ class Place:
 
         device = torch.device(self.device)
         if self.device == "cuda":
-            device = torch.device("cuda", self.rank % self.num_parts)
+            device = torch.device("cuda", self.rank % self.tp_size)
             torch.cuda.set_device(device)
         return Ranks.join(
-            self.rank, self.size, num_parts=self.num_parts, host=met.address, port=met.port, key=met.key, device=device,
+            self.rank, self.size, tp_size=self.tp_size, host=met.address, port=met.port, key=met.key, device=device,
             listener=met.listener,
             can_come=lambda: met.lost() is None and all(child.is_alive() for child in others),
         )  # fmt: skip
 
 
-def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
+def tp_size(train: TrainConfig, serve: ServeConfig) -> int:
     """Return the number of ranks that train on one server: as many as it has GPUs, if its memory is trained.
 
     Raises:
@@ -127,7 +127,7 @@ def num_parts(train: TrainConfig, serve: ServeConfig) -> int:
     return 1
 
 
-def num_replicas(train: TrainConfig, parts: int) -> int:
+def dp_size(train: TrainConfig, parts: int) -> int:
     """Return the number of replicas on each host, of `parts` GPUs each.
 
     Raises:
@@ -151,8 +151,8 @@ def num_replicas(train: TrainConfig, parts: int) -> int:
 
 
 def num_gpus(train: TrainConfig, serve: ServeConfig) -> int:
-    """Return the number of GPUs of each host that a run takes; UsageError as `num_parts` and `num_replicas`."""
-    return num_replicas(train, num_parts(train, serve)) * serve.tensor_parallel_size
+    """Return the number of GPUs of each host that a run takes; UsageError as `tp_size` and `dp_size`."""
+    return dp_size(train, tp_size(train, serve)) * serve.tensor_parallel_size
 
 
 def places(train: TrainConfig, serve: ServeConfig) -> list[Place]:
@@ -161,8 +161,8 @@ def places(train: TrainConfig, serve: ServeConfig) -> list[Place]:
     Raises:
         UsageError: there are fewer GPUs, or no whole number of servers has them.
     """
-    parts = num_parts(train, serve)
-    count = parts * num_replicas(train, parts)
+    parts = tp_size(train, serve)
+    count = parts * dp_size(train, parts)
     if count * train.hosts == 1:
         return []
     most = MOST_PORT + 1 - count // parts * train.hosts
@@ -229,7 +229,7 @@ def started(each: Sequence[Place], run: RunDirectory, met: Met | None = None) ->
         except RankError as error:
             raise _explained(error, each, others, met) from error
         finally:
-            ranks.leave()
+            ranks.close()
             end = time.monotonic() + END_LIMIT_S
             for child in others:
                 if ranks is ALONE:  # they have not met: no rank has a server, and torch may wait without an end
@@ -255,11 +255,13 @@ def trained(
         from bridge.run import delivery
 
         delivery.deliver(part.resume.folder, ranks)
-    command = ranks.together(lambda: ranks.within.led(own_command))
+    command = ranks.run_on_all(lambda: ranks.tp_group.run_on_rank_zero(own_command))
     send_key(part.vllm_flags)
     server = StartedServer(command, log, limit_s=part.start_limit_s)
     with contextlib.ExitStack() as running:
-        process = ranks.together(lambda: running.enter_context(server.running(ranks.heed)) if ranks.speaks else None)
+        process = ranks.run_on_all(
+            lambda: running.enter_context(server.running(ranks.check_abort)) if ranks.is_tp_rank_zero else None
+        )
         yield train_in(
             run, attached_to(part.train, command), environment,
             as_json=as_json, process=process, resume=part.resume, chosen=part.chosen, ranks=ranks,
@@ -295,7 +297,7 @@ def main() -> None:
         try:
             take_part(ranks, RunDirectory.join(Path(run_dir)))
         finally:
-            ranks.leave()
+            ranks.close()
     except BridgeError as error:
         console.fault(error.message, error.remedy)
         sys.exit(error.exit_code)
@@ -314,14 +316,14 @@ def join_run(path: Path) -> RunDirectory:
 
 def take_part(ranks: "Ranks", run: RunDirectory) -> None:
     """Train as the first rank says."""
-    part: object = ranks.told(None)[0]
+    part: object = ranks.all_gather_object(None)[0]
     assert isinstance(part, Part), part
     folder = run.ranks / str(ranks.rank)
 
     def own_command() -> ServerCommand:
         folder.mkdir(parents=True, exist_ok=True)
         is_known = part.train.rollouts.source == "atropos"  # to environments, after the run was resumed, too
-        port = part.serve.port + ranks.replica if is_known else free_port(part.serve.host)
+        port = part.serve.port + ranks.dp_rank if is_known else free_port(part.serve.host)
         serve = part.serve.model_copy(update={"port": port, "vllm_config_path": folder / run.manifest.name})
         return prepare(serve, [*part.vllm_flags], shares_weights=shares_weights(part.train), trainer=part.train)
 

@@ -99,7 +99,7 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
 
     count = exported.tp_degree
     attached = [attach.attach(exported, part, num_parts=count) for part in range(count)]
-    parts = [Parts(cuts=each.cuts, within=Ranks(part, count)) for part, each in enumerate(attached)]
+    parts = [Parts(cuts=each.cuts, tp_group=Ranks(part, count)) for part, each in enumerate(attached)]
     served, name = attached[0].model, exported.model
     found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
     others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]

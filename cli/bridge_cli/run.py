@@ -92,7 +92,7 @@ def run(
             facts = alike.facts(train, serves, flags)
             all_met = None if place is None else place.gather(facts, str(directory.path))
             with ranks.started(places, directory, all_met) as world, ending.printed(directory, settled):
-                world.told(part)
+                world.all_gather_object(part)
                 log = directory.server_log
                 with trained(world, part, lambda: command, directory, environment, log=log, as_json=as_json):
                     pass

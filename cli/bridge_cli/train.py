@@ -113,7 +113,7 @@ def train_in(
 
     recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
     ranks = ranks or ALONE
-    if not ranks.leads:
+    if not ranks.is_rank_zero:
         return trainer.train(
             config, environment, run, Reporter(), recipe=recipe, process=process, resume=resume, chosen=chosen,
             ranks=ranks,

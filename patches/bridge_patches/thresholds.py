@@ -92,8 +92,8 @@ def wrap_sampler(
         before = None if temperatures is None else arguments["logits"].clone()  # vLLM writes into them
         output = original(self, *args, **kwargs)
         tensors = output.logprobs_tensors
-        # A request for the whole vocabulary leaves a step without ranks.
-        if before is not None and processed and tensors is not None and len(tensors.selected_token_ranks):
+        has_ranks = tensors is not None and len(tensors.selected_token_ranks)  # not for the whole vocabulary
+        if temperatures is not None and before is not None and processed and has_ranks:
             packed = pack(tensors.selected_token_ranks, *kept(before.float(), processed[0], temperatures))
             output.logprobs_tensors = tensors._replace(selected_token_ranks=packed)
         processed.clear()

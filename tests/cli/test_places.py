@@ -33,7 +33,7 @@ def places(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> list[Plac
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_the_ranks_of_a_replica_and_its_server_see_the_same_gpus() -> None:
-    assert [(place.rank, place.num_parts, place.gpus) for place in places(2, gpus=4)] == [
+    assert [(place.rank, place.tp_size, place.gpus) for place in places(2, gpus=4)] == [
         (0, 2, "7,6"), (1, 2, "7,6"), (2, 2, "5,4"), (3, 2, "5,4"),
     ]  # fmt: skip
 
@@ -59,9 +59,9 @@ def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
     train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
-    assert ranks.num_parts(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
+    assert ranks.tp_size(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
     with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
-        ranks.num_parts(train, ServeConfig(model=model, tensor_parallel_size=8))
+        ranks.tp_size(train, ServeConfig(model=model, tensor_parallel_size=8))
     assert caught.value.remedy == "--tensor-parallel-size 6"
 
 
@@ -79,7 +79,7 @@ def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
     train = TrainConfig.of(model_name=str(tmp_path))
 
     def found(parts: int) -> int:
-        return ranks.num_parts(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
+        return ranks.tp_size(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
 
     assert found(fitting) == fitting
     if undivided:
@@ -149,7 +149,7 @@ def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it
         run_dir=tmp_path, resume=None,
     )  # fmt: skip
     third = Ranks(2, 4)
-    monkeypatch.setattr(third, "told", lambda _: [part])
+    monkeypatch.setattr(third, "all_gather_object", lambda _: [part])
     monkeypatch.setattr(ranks, "load_environment", lambda _: None)
     ranks.take_part(third, RunDirectory(tmp_path))
     ((port, shares),) = started
@@ -196,7 +196,7 @@ def test_a_host_has_the_gpus_of_all_its_servers() -> None:
 
 def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "no GPU"))
-    assert [(place.num_parts, place.environment) for place in places(2, gpus=4)] == [(2, {})] * 4
+    assert [(place.tp_size, place.environment) for place in places(2, gpus=4)] == [(2, {})] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The installed wheel, as a user has it: `bridge demo` and a script of the library, beside modules of the user's own.
+"""The installed wheel, as a user has it: `bridge demo` and a script of the library, beside a user's own modules.
 
 The demo builds its model, trains it in place on a compiled vLLM, learns, and verifies.
 """
@@ -44,7 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crowded(tmp_path: Path) -> Path:
-    """A folder with a `cli.py`, an `environments` and a `patches` that are the user's."""
+    """A folder with the user's own modules `cli`, `environments` and `patches`."""
     (tmp_path / "cli.py").write_text("MINE = 'my cli'\n")
     for name in ("environments", "patches"):
         (tmp_path / name).mkdir()

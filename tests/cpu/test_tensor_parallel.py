@@ -98,7 +98,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     learner = learner_of(config, opened, lambda _: None, max_model_len=mode.max_model_len, ranks=ranks)
 
     def sampled() -> list[Group]:
-        return ranks.led(lambda: scored(scenarios.sampled(mode.endpoint.url, mode.endpoint.model)))
+        return ranks.run_on_rank_zero(lambda: scored(scenarios.sampled(mode.endpoint.url, mode.endpoint.model)))
 
     before = logprob_diffs(opened.model, sampled()).mean().item()
     figures = []
@@ -108,12 +108,12 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
         mode.publish(Update(learner.write))
         figures.append((learner.learnt().grad_norm, learner.optimizer.changed_weight_share, mode.version))
     after = logprob_diffs(opened.model, sampled()).mean().item()
-    if ranks.leads:
+    if ranks.is_rank_zero:
         (folder / "saved").mkdir()
         mode.save(folder / "saved")
     else:
         mode.pass_on()
-    served = ranks.led(lambda: [mode.client.digests(part) for part in range(NUM_PARTS)])[ranks.part]
+    served = ranks.run_on_rank_zero(lambda: [mode.client.digests(part) for part in range(NUM_PARTS)])[ranks.tp_rank]
     mode.close()
     return {
         "before": before, "after": after, "figures": figures, "weight_bytes": opened.weight_bytes,
@@ -131,7 +131,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     with scenarios.served(model, tmp_path / "server", num_parts=NUM_PARTS) as server:
         before = server.sample()
         found = on_ranks(
-            NUM_PARTS, trained, model, server.path, tmp_path, {}, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
+            NUM_PARTS, trained, model, server.path, tmp_path, {}, tp_size=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
         )
         groups = server.sample()
         with BridgeClient(server.manifest, timeout_s=60) as client:
@@ -164,7 +164,7 @@ def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_
     given, saved = (model, tmp_path / "server" / MANIFEST_NAME, tmp_path, choices), tmp_path / "saved"
     with scenarios.served(model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, num_parts=NUM_PARTS) as server:
         base = server.sample()
-        found = on_ranks(NUM_PARTS, trained, *given, num_parts=NUM_PARTS, limit_s=scenarios.START_LIMIT_S)
+        found = on_ranks(NUM_PARTS, trained, *given, tp_size=NUM_PARTS, limit_s=scenarios.START_LIMIT_S)
         for mine in found:
             assert isinstance(mine, dict), mine
             assert max(mine["before"], mine["after"]) < scenarios.PARITY_LIMIT, found

@@ -18,15 +18,15 @@ START = multiprocessing.get_context("fork")
 
 
 def on_ranks(
-    size: int, act: Callable[..., Any], *given: Any, num_parts: int = 1, limit_s: float = LIMIT_S
+    world_size: int, act: Callable[..., Any], *given: Any, tp_size: int = 1, limit_s: float = LIMIT_S
 ) -> list[Any]:
     """Return `act(ranks, *given)` of every rank; what it raised in place of its result."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     pipes, processes = [], []
-    for rank in range(size):
+    for rank in range(world_size):
         here, there = START.Pipe(duplex=False)
-        process = START.Process(target=_rank, args=(rank, size, num_parts, port, listener, there, act, given))
+        process = START.Process(target=_rank, args=(rank, world_size, tp_size, port, listener, there, act, given))
         process.start()
         there.close()
         pipes.append(here)
@@ -51,8 +51,8 @@ def on_ranks(
 
 def _rank(
     rank: int,
-    size: int,
-    num_parts: int,
+    world_size: int,
+    tp_size: int,
     port: int,
     listener: socket.socket,
     pipe: Any,
@@ -63,7 +63,7 @@ def _rank(
     inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
     own = listener if rank == 0 else None
     device = torch.device("cpu")
-    ranks = Ranks.join(rank, size, num_parts=num_parts, port=port, device=device, key=KEY, listener=own)
+    ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, key=KEY, listener=own)
     try:
         result: Any = act(ranks, *given)
     except BaseException as error:  # noqa: BLE001  it is the result
@@ -72,4 +72,4 @@ def _rank(
     buffer = io.BytesIO()
     torch.save(result, buffer)
     pipe.send_bytes(buffer.getvalue())
-    ranks.leave()
+    ranks.close()

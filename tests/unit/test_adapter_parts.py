@@ -46,13 +46,13 @@ def one_head() -> LlamaConfig:
 def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
     """Put an adapter into a whole model, or into the part of it that this rank keeps."""
     cuts: Sequence[Any] = ()
-    if ranks.size > 1:
+    if ranks.world_size > 1:
         shapes = {name: each.shape for name, each in model.named_parameters()}
-        cuts = vllm_cuts.cuts(model.config, shapes, ranks.num_parts)
+        cuts = vllm_cuts.cuts(model.config, shapes, ranks.tp_size)
     for name, parameter in model.named_parameters() if cuts else ():
-        parameter.data = cuts[ranks.part][name].of(parameter.detach()).clone()
+        parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
     config = config_of(**CHOICES, lora_dropout=dropout)
-    return Adapter(model.requires_grad_(False), config, cuts=cuts, within=ranks.within)
+    return Adapter(model.requires_grad_(False), config, cuts=cuts, tp_group=ranks.tp_group)
 
 
 def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
@@ -60,7 +60,7 @@ def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -
     adapter, chance = put_in(model, ranks, dropout), torch.Generator().manual_seed(0)
     for name in adapter.lr_factors():
         matrix = model.get_parameter(name)
-        cut = adapter.cuts[ranks.part][name] if adapter.cuts else None
+        cut = adapter.cuts[ranks.tp_rank][name] if adapter.cuts else None
         whole = torch.randn(cut.shape if cut else matrix.shape, generator=chance) * 0.1
         matrix.data.copy_(cut.of(whole) if cut else whole)
     return adapter
@@ -71,7 +71,7 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     whole, model = whole_model(config), whole_model(config)
     filled(whole)
     adapter = filled(model, ranks, dropout=0.5)
-    divided = divide(model, adapter.cuts, ranks.within.group)
+    divided = divide(model, adapter.cuts, ranks.tp_group.process_group)
     check_layers(model, divided)
     model.eval()
     found, entropies, gradients = computed(model)
@@ -80,13 +80,13 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     assert gradients.keys() == expected_gradients.keys() == adapter.lr_factors().keys()
     for shared in (each for each in divided.shared if each.name in gradients):
         mine = (
-            shared.of(gradients[shared.name], divided.cuts[ranks.part][shared.name])
-            if (ranks.part in shared.parts)
+            shared.of(gradients[shared.name], divided.cuts[ranks.tp_rank][shared.name])
+            if (ranks.tp_rank in shared.parts)
             else None
         )
-        first, *others = [each for each in ranks.told(mine) if each is not None]
+        first, *others = [each for each in ranks.all_gather_object(mine) if each is not None]
         assert all(torch.equal(first, other) for other in others), shared
-    own = adapter.cuts[ranks.part]
+    own = adapter.cuts[ranks.tp_rank]
     return {
         "log-probabilities": difference(found, expected),
         "entropies": difference(entropies, expected_entropies),
@@ -100,7 +100,7 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     ids=["Qwen2", "Qwen2 with shared KV heads", "Llama with one KV head", "fused", "biases behind row layers"],
 )
 def test_in_parts_it_has_the_log_probabilities_and_gradients_of_the_whole(config: Any, num_parts: int) -> None:
-    for found in on_ranks(num_parts, in_parts, config(), num_parts=num_parts, limit_s=LIMIT_S):
+    for found in on_ranks(num_parts, in_parts, config(), tp_size=num_parts, limit_s=LIMIT_S):
         assert not isinstance(found, BaseException), found
         assert max(found.values()) <= TOLERANCE, max(found, key=lambda name: found[name])
 
@@ -112,7 +112,7 @@ def in_other_forms(ranks: Ranks) -> list[float]:
     forms: Sequence[Callable[[PreTrainedModel], None]] = (lambda _: None, layers.call_again, layers.compile_layers)
     for form in forms:
         model = whole_model(tiny.qwen2())
-        divide(model, filled(model, ranks).cuts, ranks.within.group)
+        divide(model, filled(model, ranks).cuts, ranks.tp_group.process_group)
         form(model)
         found.append(computed(model)[2])
     plain, *others = found
@@ -121,7 +121,7 @@ def in_other_forms(ranks: Ranks) -> list[float]:
 
 @pytest.mark.slow
 def test_layers_with_one_are_recomputed_and_compiled() -> None:
-    for away in on_ranks(2, in_other_forms, num_parts=2, limit_s=LIMIT_S):
+    for away in on_ranks(2, in_other_forms, tp_size=2, limit_s=LIMIT_S):
         assert len(away) == 2 * 28
         assert max(away) <= TOLERANCE
 
@@ -143,7 +143,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
         figures.append(learner.learnt())
     trained = {name: model.get_parameter(name).detach() for name in adapter.lr_factors()}
     if adapter.cuts:
-        parts = Parts(cuts=adapter.cuts, within=ranks.within)
+        parts = Parts(cuts=adapter.cuts, tp_group=ranks.tp_group)
         parts.check_alike(trained)
         trained = {name: parts.whole(name, each) for name, each in trained.items()}
     return {"weights": {name: each.clone() for name, each in trained.items()}, "figures": figures}
@@ -152,7 +152,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
 def test_two_replicas_of_two_parts_learn_what_one_process_learns() -> None:
     groups, model = made_by(base(seed=8)), base()
     alone, before = learnt(ALONE, groups), {n: model.get_parameter(n).detach() for n in filled(model).lr_factors()}
-    found = on_ranks(4, learnt, groups, num_parts=2, limit_s=LIMIT_S)
+    found = on_ranks(4, learnt, groups, tp_size=2, limit_s=LIMIT_S)
     for mine in found:
         assert not isinstance(mine, BaseException), mine
         assert same(mine["weights"], found[0]["weights"]), "replicas differ"
@@ -180,14 +180,14 @@ def saved(ranks: Ranks, folder: Path) -> bool:
     model = base()
     adapter = put_in(model, ranks)
     for name in ("new", "filled"):
-        if ranks.leads:
+        if ranks.is_rank_zero:
             (folder / f"{name} in parts").mkdir()
             adapter.save(folder / f"{name} in parts")
         else:
             adapter.pass_on()
         if name == "new":
             adapter.load(folder / "filled")
-    expected, own = base(), adapter.cuts[ranks.part]
+    expected, own = base(), adapter.cuts[ranks.tp_rank]
     filled(expected)
     pairs = [(model.get_parameter(n), own[n].of(expected.get_parameter(n))) for n in adapter.lr_factors()]
     return all(torch.equal(here, there) and here.is_contiguous() for here, there in pairs)
@@ -197,7 +197,7 @@ def test_parts_begin_with_the_adapter_of_one_process_and_save_and_load_it(tmp_pa
     for name, adapter in (("new", put_in(base())), ("filled", filled(base()))):
         (tmp_path / name).mkdir()
         adapter.save(tmp_path / name)
-    for found in on_ranks(2, saved, tmp_path, num_parts=2):
+    for found in on_ranks(2, saved, tmp_path, tp_size=2):
         assert found is True, found
     assert equal(tmp_path / "new", tmp_path / "new in parts")
     assert equal(tmp_path / "filled", tmp_path / "filled in parts")
@@ -208,12 +208,12 @@ def spoiled(ranks: Ranks, name: str, folder: Path) -> None:
     adapter = filled(model, ranks)
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] += ranks.rank
-    adapter.save(folder) if ranks.leads else adapter.pass_on()
+    adapter.save(folder) if ranks.is_rank_zero else adapter.pass_on()
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj.lora_A", "mlp.down_proj.lora_B"])
 def test_parts_that_differ_in_what_they_hold_alike_are_not_saved(tmp_path: Path, name: str) -> None:
-    for found in on_ranks(2, spoiled, f"model.layers.1.{name}.default.weight", tmp_path, num_parts=2):
+    for found in on_ranks(2, spoiled, f"model.layers.1.{name}.default.weight", tmp_path, tp_size=2):
         assert isinstance(found, RankError), found
         assert f"differ in model.layers.1.{name}" in found.message
     assert not [*tmp_path.iterdir()]

@@ -236,7 +236,7 @@ def shares(ranks: Ranks, folder: Path) -> Any:
 
 
 def test_each_replica_runs_its_share_of_the_agents_and_its_other_parts_none(tmp_path: Path) -> None:
-    found = on_ranks(4, shares, tmp_path, num_parts=2)
+    found = on_ranks(4, shares, tmp_path, tp_size=2)
     steps, evaluated, *_ = found[0]
     assert all(repr(each[:2]) == repr((steps, evaluated)) for each in found), "all ranks have the same groups"
     assert len({group.problem["start"] for group in itertools.chain(*steps)}) == 2 * 4

@@ -36,7 +36,7 @@ def taken(ranks: Ranks, model: Path) -> tuple[list[list[Group]], list[str], list
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_all_ranks_get_the_batches_that_the_first_one_asks_for(model: Path, num_parts: int) -> None:
-    first, *others = on_ranks(2 * num_parts, taken, model, num_parts=num_parts)
+    first, *others = on_ranks(2 * num_parts, taken, model, tp_size=num_parts)
     steps, asked, said, url = first
     assert [len(groups) for groups in steps] == [4, 1]
     assert [len(group.completions) for group in steps[0]] == [2, 2, 2, 0]

@@ -96,7 +96,7 @@ class Beside(Ranks):
     def __init__(self) -> None:
         super().__init__(0, 2)
 
-    def told(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         return [mine, mine // 10]
 
 
@@ -107,7 +107,7 @@ def budget(
     trained = model() if trained is None else trained
     trained.__class__ = OnGpu
     trained.memory = memory
-    return Budget(trained, config, notes.append, parts=parts)
+    return Budget(trained, config, notes.append, tp_group=parts)
 
 
 def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:

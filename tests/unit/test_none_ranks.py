@@ -192,8 +192,8 @@ def ran(ranks: Ranks, folder: Path, last: int, dies: bool = False) -> tuple[int,
 
         process.note = restarted
         place = folder.parent / f"run_{last}"
-        made = RunDirectory.create(place, environment="letters") if ranks.leads else None
-        ranks.told(None)
+        made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
+        ranks.all_gather_object(None)
         run = made or RunDirectory.join(place)
         summary = trainer.train(settled, Letters(), run, Reporter(), process=process, resume=found, ranks=ranks)
     return summary.weight_version, process.started, process.weights

@@ -86,7 +86,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def in_parts(config: PretrainedConfig, ranks: Ranks) -> dict[str, float]:
     whole = whole_model(config)
-    model, divided = part_of(whole, ranks.rank, ranks.size)
+    model, divided = part_of(whole, ranks.rank, ranks.world_size)
     check_layers(model, divided)
     found, entropies, gradients = computed(model)
     expected, expected_entropies, expected_gradients = computed(whole)
@@ -114,7 +114,7 @@ def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tup
     """Return what the proof says with something spoiled, and how far log-probabilities are off."""
     setattr(owner, name, spoil)
     whole = whole_model(FAMILIES[family]())
-    model, divided = part_of(whole, ranks.rank, ranks.size)
+    model, divided = part_of(whole, ranks.rank, ranks.world_size)
     with pytest.raises(UnsupportedModelError) as refusal:
         check_layers(model, divided)
     try:
@@ -168,7 +168,7 @@ def test_the_proof_tells_what_is_spoiled(
 
 
 def unequal(ranks: Ranks, name: str) -> str:
-    model, divided = part_of(whole_model(FAMILIES["Qwen3"]()), ranks.rank, ranks.size)
+    model, divided = part_of(whole_model(FAMILIES["Qwen3"]()), ranks.rank, ranks.world_size)
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] += ranks.rank == 3
     with pytest.raises(AttachError) as refusal:
@@ -186,9 +186,9 @@ def refused(ranks: Ranks, name: str, axis: int) -> str:
     """Return why a model is refused of which one parameter is cut along another axis as well or instead."""
     whole = whole_model(FAMILIES["Qwen3-MoE"]())
     shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
-    cuts = vllm_cuts.cuts(whole.config, shapes, ranks.size)
+    cuts = vllm_cuts.cuts(whole.config, shapes, ranks.world_size)
     for part, held in enumerate(cuts):
-        runs, size = list(held[name].runs), shapes[name][axis] // ranks.size
+        runs, size = list(held[name].runs), shapes[name][axis] // ranks.world_size
         runs[axis] = ((part * size, size),)
         held[name] = Cut(shapes[name], tuple(runs))
     assert dist.group.WORLD is not None
@@ -218,9 +218,9 @@ def in_other_forms(ranks: Ranks, family: str) -> list[float]:
     layers.COMPILER = "aot_eager"
     whole = whole_model(FAMILIES[family]())
     away = []
-    expected = computed(part_of(whole, ranks.rank, ranks.size)[0])
+    expected = computed(part_of(whole, ranks.rank, ranks.world_size)[0])
     for form in (layers.call_again, partial(layers.compile_layers, recomputed=True)):
-        model, _ = part_of(whole, ranks.rank, ranks.size)
+        model, _ = part_of(whole, ranks.rank, ranks.world_size)
         model = copy.deepcopy(model)
         form(model)
         found, _, gradients = computed(model)
@@ -241,7 +241,7 @@ def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
     """Return whether parts agree to the bit, and how far bf16 is from float32 in parts, and in the whole model."""
     wide_linear.is_wanted = lambda: True  # type: ignore[assignment]
     whole = whole_model(FAMILIES[family]())
-    model, divided = part_of(whole, ranks.rank, ranks.size)
+    model, divided = part_of(whole, ranks.rank, ranks.world_size)
     expected = model_logprobs(whole, batch(), 1.0)[0]
     found = []
     for each in (model.bfloat16(), whole.bfloat16()):
@@ -249,7 +249,7 @@ def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
             check_layers(model, divided)
         prepare(each, TrainConfig.of(model_name="m").compute, lambda _: None)
         found.append(model_logprobs(each, batch(), 1.0)[0])
-    alike = all(torch.equal(found[0], other) for other in ranks.told(found[0].detach()))
+    alike = all(torch.equal(found[0], other) for other in ranks.all_gather_object(found[0].detach()))
     in_parts, of_whole = (float((each - expected).detach().abs().mean()) for each in found)
     return alike, in_parts, of_whole
 
@@ -296,7 +296,7 @@ def test_a_head_in_parts_computes_what_the_whole_one_does(cap: float | None, fil
 
 def combined(ranks: Ranks) -> list[tuple[Shared, Tensor, Tensor]]:
     """Return every shared piece of this part's gradients, before and after they are combined."""
-    _, divided = part_of(whole_model(FAMILIES["Qwen3-MoE"]()), ranks.rank, ranks.size)
+    _, divided = part_of(whole_model(FAMILIES["Qwen3-MoE"]()), ranks.rank, ranks.world_size)
     torch.manual_seed(ranks.rank)
     cuts = divided.cuts[divided.part]
     gradients = {name: torch.randn(cut.part_shape).bfloat16() for name, cut in cuts.items()}

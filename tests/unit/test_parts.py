@@ -50,20 +50,20 @@ def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 def mesh(ranks: Ranks) -> dict[str, Any]:
     number = torch.tensor([1.0 + ranks.rank])
     return {
-        "place": (ranks.replica, ranks.part, ranks.num_replicas, ranks.leads, ranks.speaks),
-        "within": ranks.within.told(ranks.rank),
-        "peers": ranks.peers.told(ranks.rank),
-        "leaders": ranks.of_replicas(ranks.told(ranks.rank)),
+        "place": (ranks.dp_rank, ranks.tp_rank, ranks.dp_size, ranks.is_rank_zero, ranks.is_tp_rank_zero),
+        "within": ranks.tp_group.all_gather_object(ranks.rank),
+        "peers": ranks.dp_group.all_gather_object(ranks.rank),
+        "leaders": ranks.one_per_replica(ranks.all_gather_object(ranks.rank)),
         "totals": (
-            ranks.total(number).item(), ranks.total_of_replicas(number).item(), ranks.total_of_parts(number).item()
+            ranks.all_reduce(number).item(), ranks.all_reduce_dp(number).item(), ranks.all_reduce_tp(number).item()
         ),
-        "gathered": (ranks.within.gathered(number).tolist(), ranks.peers.gathered(number).tolist()),
-        "summed": ranks.peers.summed(torch.arange(2.0).view(2, 1) + ranks.rank).item(),
+        "gathered": (ranks.tp_group.all_gather(number).tolist(), ranks.dp_group.all_gather(number).tolist()),
+        "summed": ranks.dp_group.reduce_scatter(torch.arange(2.0).view(2, 1) + ranks.rank).item(),
     }  # fmt: skip
 
 
 def test_ranks_of_two_replicas_know_their_parts_and_their_peers() -> None:
-    for rank, found in enumerate(on_ranks(4, mesh, num_parts=2)):
+    for rank, found in enumerate(on_ranks(4, mesh, tp_size=2)):
         replica, part = divmod(rank, 2)
         assert found["place"] == (replica, part, 2, rank == 0, part == 0)
         assert found["within"] == [2 * replica, 2 * replica + 1]
@@ -75,11 +75,15 @@ def test_ranks_of_two_replicas_know_their_parts_and_their_peers() -> None:
 
 
 def one_replica(ranks: Ranks) -> tuple[list[int], list[int], bool]:
-    return ranks.within.told(ranks.rank), ranks.peers.told(ranks.rank), ranks.peers is ALONE
+    return (
+        ranks.tp_group.all_gather_object(ranks.rank),
+        ranks.dp_group.all_gather_object(ranks.rank),
+        ranks.dp_group is ALONE,
+    )
 
 
 def test_parts_of_one_replica_have_no_peers() -> None:
-    assert on_ranks(2, one_replica, num_parts=2) == [([0, 1], [0], True), ([0, 1], [1], True)]
+    assert on_ranks(2, one_replica, tp_size=2) == [([0, 1], [0], True), ([0, 1], [1], True)]
 
 
 def fails_within(ranks: Ranks) -> None:
@@ -87,24 +91,24 @@ def fails_within(ranks: Ranks) -> None:
         if ranks.rank == 3:
             raise UsageError("the disk is full", remedy="make room")
 
-    ranks.together(lambda: ranks.within.together(act))
+    ranks.run_on_all(lambda: ranks.tp_group.run_on_all(act))
 
 
 def test_what_one_replica_agrees_to_raise_is_raised_by_all() -> None:
-    for error in on_ranks(4, fails_within, num_parts=2):
+    for error in on_ranks(4, fails_within, tp_size=2):
         assert isinstance(error, UsageError)
         assert error.message == "the disk is full"
 
 
 def breaks_off(ranks: Ranks) -> None:
-    with ranks.bound():
+    with ranks.tp_pass():
         if ranks.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        ranks.within.gathered(torch.zeros(1))
+        ranks.tp_group.all_gather(torch.zeros(1))
 
 
 def test_a_part_that_runs_out_of_memory_in_a_pass_ends_its_replica() -> None:
-    first, second = on_ranks(2, breaks_off, num_parts=2)
+    first, second = on_ranks(2, breaks_off, tp_size=2)
     assert isinstance(second, RankError)
     assert "rank 1 of 2 is out of memory" in second.message
     assert "--micro-batch-tokens" in str(second.remedy)
@@ -132,7 +136,7 @@ def cuts_of(model: PreTrainedModel) -> Sequence[Mapping[str, Cut]]:
 def in_parts(ranks: Ranks, config: PretrainedConfig) -> tuple[PreTrainedModel, Parts]:
     """Make the part of this rank; its weights lie somewhere inside a storage, as a server's do."""
     model = whole_model(config)
-    parts = Parts(cuts=cuts_of(model), within=ranks.within)
+    parts = Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
     for name, parameter in model.named_parameters():
         part = parts.own[name].of(parameter.detach())
         parameter.data = torch.cat([part.new_full((5,), 7), part.reshape(-1)])[5:].view(part.shape)
@@ -149,13 +153,13 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
     config = tiny.llama()
     whole, (model, parts) = (
         whole_model(config),
-        in_parts(ranks, config) if ranks.size > 1 else (whole_model(config), None),
+        in_parts(ranks, config) if ranks.world_size > 1 else (whole_model(config), None),
     )
     trained = dict(model.named_parameters())
     alike: dict[Tensor, list[range]] = {}
     if parts is not None:
         same = [name for name in trained if all(cuts[name].axis is None for cuts in parts.cuts)]
-        alike = {trained[n]: [] if ranks.part == 0 else [range(trained[n].numel())] for n in same}
+        alike = {trained[n]: [] if ranks.tp_rank == 0 else [range(trained[n].numel())] for n in same}
     optimizer: SharedOptimizer
     if kind == OFFLOADED:
         optimizer = OffloadedAdamW(trained.values(), lr=1e-2, ranks=ranks, alike=alike)
@@ -163,12 +167,12 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
         optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], seed=3, ranks=ranks, alike=alike)
     norms, shares = [], []
     for step in range(STEPS):
-        each = [gradients_of(whole, r, step) for r in ([ranks.replica] if parts is not None else range(num_replicas))]
+        each = [gradients_of(whole, r, step) for r in ([ranks.dp_rank] if parts is not None else range(num_replicas))]
         for name, parameter in trained.items():
             parameter.grad_dtype = None
             total = sum((one[name].float() for one in each[1:]), each[0][name].float())
             total = total if parts is None else parts.own[name].of(total)
-            parameter.grad = total if ranks.peers.size == 1 else total.bfloat16()
+            parameter.grad = total if ranks.dp_group.world_size == 1 else total.bfloat16()
         optimizer.exchange()
         norms.append(optimizer.global_norm())
         optimizer.step(grad_norm=1.0)
@@ -186,7 +190,7 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["adamw", "adamw-bf16", OFFLOADED])
 def test_parts_are_stepped_as_the_whole_is_to_the_bit(kind: str, num_replicas: int) -> None:
     whole = stepped(ALONE, kind, num_replicas)
-    for mine in on_ranks(NUM_PARTS * num_replicas, stepped, kind, num_replicas, num_parts=NUM_PARTS):
+    for mine in on_ranks(NUM_PARTS * num_replicas, stepped, kind, num_replicas, tp_size=NUM_PARTS):
         assert not isinstance(mine, BaseException), mine
         for name, weight in whole["weights"].items():
             assert torch.equal(mine["weights"][name], weight), name
@@ -198,7 +202,7 @@ def test_parts_are_stepped_as_the_whole_is_to_the_bit(kind: str, num_replicas: i
 
 @pytest.mark.parametrize("kind", ["adamw-8bit", "adamw-4bit"])
 def test_what_parts_hold_alike_stays_alike_although_rounding_is_random(kind: str) -> None:
-    first, *others = on_ranks(4, stepped, kind, 2, num_parts=NUM_PARTS)
+    first, *others = on_ranks(4, stepped, kind, 2, tp_size=NUM_PARTS)
     for other in others:
         assert all(map(torch.equal, first["alike"], other["alike"]))
         assert first["shares"] == other["shares"]
@@ -208,7 +212,7 @@ def test_what_parts_hold_alike_stays_alike_although_rounding_is_random(kind: str
 def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) -> dict[str, Any]:
     """Train two steps in float32, whole or in parts."""
     model = base()
-    parts = None if ranks.size == 1 else Parts(cuts=cuts_of(model), within=ranks.within)
+    parts = None if ranks.world_size == 1 else Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
     for name, parameter in model.named_parameters() if parts is not None else ():
         parameter.data = parts.own[name].of(parameter.detach()).clone()  # type: ignore[union-attr]
     opened = OpenedModel(
@@ -231,7 +235,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) ->
 def test_two_replicas_of_two_parts_learn_what_one_process_learns(choices: dict[str, Any]) -> None:
     groups = made_by(base(seed=8))
     alone, before = learnt(ALONE, groups, choices), dict(base().named_parameters())
-    found = on_ranks(4, learnt, groups, choices, num_parts=NUM_PARTS, limit_s=LIMIT_S)
+    found = on_ranks(4, learnt, groups, choices, tp_size=NUM_PARTS, limit_s=LIMIT_S)
     for mine in found:
         assert not isinstance(mine, BaseException), mine
         assert same(mine["weights"], found[0]["weights"]), "replicas differ"
@@ -262,7 +266,7 @@ def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_of_one_process_comes_back_from_parts(kind: str) -> None:
     state = stepped(ALONE, kind, 1)["state"]
-    for found in on_ranks(2, loaded, kind, state, num_parts=NUM_PARTS):
+    for found in on_ranks(2, loaded, kind, state, tp_size=NUM_PARTS):
         assert not isinstance(found, BaseException), found
         for name, each in state.items():
             assert found[name].keys() == each.keys()
@@ -275,13 +279,13 @@ def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
     """Save, load it into zeros, and return whether every part has its weights again."""
     model, parts = in_parts(ranks, FAMILIES[family]())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    if ranks.leads:
+    if ranks.is_rank_zero:
         parts_folder.save(model, parts, source, folder)
     else:
         parts_folder.pass_on(model, parts)
     for parameter in model.parameters():
         parameter.data.zero_()
-    ranks.told(None)
+    ranks.all_gather_object(None)
     parts_folder.check(model, parts, folder)
     parts_folder.load_into(model, parts, folder)
     return all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
@@ -302,7 +306,7 @@ def test_parts_write_the_folder_of_one_process_and_read_it(
         made.mkdir()
         tiny.write_tokenizer(tmp_path, tiny.VOCABULARY)
         model_folder.save(whole_model(FAMILIES[family]()), tmp_path, whole)
-        assert on_ranks(2, saved, family, made, tmp_path, num_parts=NUM_PARTS) == [True, True]
+        assert on_ranks(2, saved, family, made, tmp_path, tp_size=NUM_PARTS) == [True, True]
         expected, found = files_of(whole), files_of(made)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -314,13 +318,13 @@ def test_parts_write_the_folder_of_one_process_and_read_it(
 
 def differing(ranks: Ranks) -> None:
     model, parts = in_parts(ranks, tiny.llama())
-    if ranks.part == 1:
+    if ranks.tp_rank == 1:
         model.get_parameter("model.norm.weight").data[3] = 2
     parts.check_alike(dict(model.named_parameters()))
 
 
 def test_parts_that_differ_in_what_they_hold_alike_are_not_saved() -> None:
-    for error in on_ranks(2, differing, num_parts=NUM_PARTS):
+    for error in on_ranks(2, differing, tp_size=NUM_PARTS):
         assert isinstance(error, RankError)
         assert "differ in model.norm.weight" in error.message
 

@@ -39,7 +39,7 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
     def opened() -> OpenedModel:
         whole = FakeMode.open(mode)
         shapes = {name: each.shape for name, each in whole.model.named_parameters()}
-        parts = Parts(cuts=vllm_cuts.cuts(whole.model.config, shapes, ranks.num_parts), within=ranks.within)
+        parts = Parts(cuts=vllm_cuts.cuts(whole.model.config, shapes, ranks.tp_size), tp_group=ranks.tp_group)
         for name, parameter in whole.model.named_parameters():
             parameter.data = parts.own[name].of(parameter.detach()).clone()
         source, model = mode.server.manifest.model, whole.model
@@ -63,10 +63,10 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
         base = FakeMode.open(mode)
         config = TrainConfig.of(model_name="tiny", mode="lora_only", lora_r=4)
         shapes = {name: each.shape for name, each in base.model.named_parameters()}
-        cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.num_parts) if ranks.size > 1 else ()
+        cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.tp_size) if ranks.world_size > 1 else ()
         for name, parameter in base.model.named_parameters() if cuts else ():
-            parameter.data = cuts[ranks.part][name].of(parameter.detach()).clone()
-        adapter = Adapter(base.model, config, cuts=cuts, within=ranks.within)
+            parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
+        adapter = Adapter(base.model, config, cuts=cuts, tp_group=ranks.tp_group)
         mode.save, mode.pass_on = adapter.save, adapter.pass_on  # type: ignore[attr-defined, method-assign]
 
         def restore(checkpoint: Path, *, version: int) -> None:
@@ -86,14 +86,14 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices
         fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
         if adapts:
             with_adapter(fake.mode, ranks)
-        elif ranks.size > 1:
+        elif ranks.world_size > 1:
             into_parts(fake.mode, ranks)
         place = folder / f"{name}-{steps}"
         saved = folder / name
         config = fake.config(save_path=saved, training_steps=steps, save_interval=1, **choices)
         found, _ = checkpoint.newest(saved, "step_")
-        made = RunDirectory.create(place, environment="letters") if ranks.leads else None
-        ranks.told(None)
+        made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
+        ranks.all_gather_object(None)
         run = made or RunDirectory.join(place)
         return trainer.train(config, Letters(), run, Reporter(), resume=found, ranks=ranks)
 
@@ -129,7 +129,7 @@ def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(
 
     def in_parts(name: str, steps: int) -> None:
         given = tmp_path, name, steps, adapts, choices
-        for found in on_ranks(size, ran, *given, num_parts=NUM_PARTS, limit_s=LIMIT_S):
+        for found in on_ranks(size, ran, *given, tp_size=NUM_PARTS, limit_s=LIMIT_S):
             assert isinstance(found, Summary), found
 
     in_parts("whole", 3)

@@ -98,11 +98,11 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
     optimizer = optimizer_of(weights, name, ranks)
     norms, shares = [], []
     for step in range(STEPS):
-        each = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
+        each = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.world_size > 1 else range(size))]
         for index, weight in enumerate(weights):
             found = [one.to(dtype) for own in each if (one := own[index]) is not None]
             weight.grad = None
-            if found and ranks.size == 1:
+            if found and ranks.world_size == 1:
                 weight.grad_dtype = None
                 weight.grad = sum((one.float() for one in found[1:]), found[0].float())
             elif found:
@@ -164,7 +164,7 @@ def released(ranks: Ranks, name: str, size: int, max_norm: float) -> dict[str, A
     optimizer = optimizer_of(weights, name, ranks)
     norms, shares = [], []
     for step in range(STEPS):
-        losses = [model.loss(rank, step) for rank in ([ranks.rank] if ranks.size > 1 else range(size))]
+        losses = [model.loss(rank, step) for rank in ([ranks.rank] if ranks.world_size > 1 else range(size))]
         with optimizer.releasing(max_norm=max_norm):
             if found := [loss for loss in losses if loss is not None]:
                 torch.stack(found).sum().backward()
@@ -271,10 +271,10 @@ def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
         return ranks.rank
 
     try:
-        assert ranks.agreed(act, undo=lambda: happened.append("undo")) == [0, 1]
+        assert ranks.run_and_gather(act, undo=lambda: happened.append("undo")) == [0, 1]
     except BaseException as met:  # noqa: BLE001  it is the result
         happened.append(f"{type(met).__name__}: {met.args[0] if met.args else ''}")
-    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+    assert ranks.all_gather_object(ranks.rank) == [0, 1], "they are not together any more"
     return happened
 
 
@@ -296,7 +296,7 @@ def ends(ranks: Ranks, who: int) -> str:
     if ranks.rank == who:
         os._exit(9)
     with pytest.raises(RankError) as met:
-        ranks.agreed(lambda: None)
+        ranks.run_and_gather(lambda: None)
     assert ranks.is_broken
     return met.value.message
 
@@ -317,12 +317,12 @@ def starts_long(ranks: Ranks, is_gone: bool) -> str:
             raise UsageError("no", remedy="yes")
         while True:
             time.sleep(0.1)
-            ranks.heed()
+            ranks.check_abort()
 
-    ranks.heed()  # nobody has failed
-    ranks.told(None)  # nor does before both have seen it
+    ranks.check_abort()  # nobody has failed
+    ranks.all_gather_object(None)  # nor does before both have seen it
     with pytest.raises(BridgeError) as met:
-        ranks.together(act)
+        ranks.run_on_all(act)
     return met.value.message
 
 
@@ -340,7 +340,7 @@ def waits_in_vain(ranks: Ranks, is_over: Event) -> bool:
     if ranks.rank == 1:
         return is_over.wait(LIMIT_S / 2)
     with pytest.raises(RankError, match="lost another rank"), ranks.in_fence():
-        ranks.together(lambda: None)
+        ranks.run_on_all(lambda: None)
     is_over.set()
     return True
 
@@ -357,11 +357,11 @@ def stays_out(ranks: Ranks, who: int) -> str:
         if ranks.rank == who:
             raise UsageError("no", remedy="yes")
         with ranks.in_fence():
-            ranks.together(lambda: None)
+            ranks.run_on_all(lambda: None)
 
     with pytest.raises(UsageError) as met:
-        ranks.together(act)
-    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+        ranks.run_on_all(act)
+    assert ranks.all_gather_object(ranks.rank) == [0, 1], "they are not together any more"
     return met.value.message
 
 
@@ -581,7 +581,7 @@ def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[Ba
     learner.take(groups)
     learner.prepare()
     try:
-        ranks.together(learner.write)
+        ranks.run_on_all(learner.write)
         found: BaseException | Learnt = learner.learnt()
     except UsageError as error:
         found = error
@@ -673,8 +673,8 @@ def interrupted(ranks: Ranks, groups: Sequence[Group], has_been: Event) -> None:
         learner._exchange = exchange_late  # type: ignore[method-assign]
     learner.take(groups)
     with pytest.raises(KeyboardInterrupt):
-        ranks.together(lambda: [act() for act in (learner.prepare, lambda: ranks.told(None))])
-    assert ranks.told(ranks.rank) == [0, 1], "they are not together any more"
+        ranks.run_on_all(lambda: [act() for act in (learner.prepare, lambda: ranks.all_gather_object(None))])
+    assert ranks.all_gather_object(ranks.rank) == [0, 1], "they are not together any more"
 
 
 def test_an_interrupt_between_two_ranks_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
@@ -688,7 +688,7 @@ def told_apart(ranks: Ranks) -> str:
         raise UsageError(f"of rank {ranks.rank}", remedy="")
 
     with pytest.raises(UsageError) as met:
-        ranks.agreed(act)
+        ranks.run_and_gather(act)
     return met.value.message
 
 
@@ -721,7 +721,7 @@ def planted(ranks: Ranks, place: Path, key: bytes) -> None:
     if ranks.rank == 1:
         ranks._messages = Messages(1, 2, key)
         ranks._messages.exchanged(Planted(place), ranks._limited())
-    ranks.told(None)
+    ranks.all_gather_object(None)
 
 
 @pytest.mark.parametrize("key", [b"", b"a guess"])
@@ -736,10 +736,10 @@ def test_what_was_not_sent_by_the_run_is_not_unpickled(tmp_path: Path, key: byte
 
 def replayed(ranks: Ranks) -> None:
     """Tell the same message again."""
-    ranks.told("once")
+    ranks.all_gather_object("once")
     if ranks.rank == 1:
         ranks._messages.count -= 1
-    ranks.told("once")
+    ranks.all_gather_object("once")
 
 
 def test_a_message_is_valid_once() -> None:
@@ -771,9 +771,9 @@ def ran(
         publish = fake.mode.publish
         fake.mode.publish = lambda update: replace(publish(update), pause_s=float(ranks.rank))  # type: ignore[method-assign]
         place, config = folder / "run", fake.config(save_path=folder / "saved", **choices)
-        made = RunDirectory.create(place, environment="letters") if ranks.leads else None
-        ranks.told(None)
-        heard = reporter if ranks.leads else Reporter()
+        made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
+        ranks.all_gather_object(None)
+        heard = reporter if ranks.is_rank_zero else Reporter()
         return trainer.train(config, Letters(), made or RunDirectory.join(place), heard, resume=resume, ranks=ranks)
 
 
@@ -793,7 +793,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
     """Resume on hosts that share no disk: only the first one has the file of evaluations."""
     with pytest.MonkeyPatch.context() as patched:
         own = RunDirectory.first_evaluation
-        patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.leads else None)
+        patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.is_rank_zero else None)
         patched.setattr(Trainer, "resume", lambda trainer, _: setattr(trainer, "_begun_at", 1))
         found = Found(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
         return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before

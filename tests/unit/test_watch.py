@@ -24,21 +24,21 @@ def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
     """Raise on one rank what the others do not, where all exchange tensors; return what each raised."""
 
     def act() -> None:
-        for those in {id(each): each for each in (ranks, ranks.within, ranks.peers)}.values():
-            those.total(torch.ones(2))
+        for those in {id(each): each for each in (ranks, ranks.tp_group, ranks.dp_group)}.values():
+            those.all_reduce(torch.ones(2))
         if ranks.rank == who:
             raise error
-        (ranks.within if ranks.num_parts > ranks.part + 1 else ranks.peers).total(torch.ones(2))
+        (ranks.tp_group if ranks.tp_size > ranks.tp_rank + 1 else ranks.dp_group).all_reduce(torch.ones(2))
 
     with pytest.raises(type(error)) as met:
-        ranks.together(lambda: ranks.together(act))
+        ranks.run_on_all(lambda: ranks.run_on_all(act))
     return str(met.value), ranks.is_broken
 
 
 @pytest.mark.parametrize(("size", "num_parts", "who"), [(3, 1, 0), (3, 1, 2), (4, 2, 3)])
 def test_all_ranks_raise_the_error_of_one_that_failed_inside_an_exchange(size: int, num_parts: int, who: int) -> None:
     error = UsageError("no room for the gradients of this slab", remedy="--micro-batch-tokens 512")
-    for message, is_broken in on_ranks(size, fails, who, error, num_parts=num_parts):
+    for message, is_broken in on_ranks(size, fails, who, error, tp_size=num_parts):
         assert message.startswith("no room for the gradients of this slab")
         assert is_broken
 
@@ -47,31 +47,31 @@ def computes(ranks: Ranks, who: int, error: Exception) -> str:
     """Raise on one part of a replica what the other does not, where both compute a layer; return what each raised."""
 
     def act() -> None:
-        with ranks.bound():
-            summed(torch.ones(2), ranks.within.group.group_name)
+        with ranks.tp_pass():
+            summed(torch.ones(2), ranks.tp_group.process_group.group_name)
             if ranks.rank == who:
                 raise error
-            summed(torch.ones(2), ranks.within.group.group_name)
+            summed(torch.ones(2), ranks.tp_group.process_group.group_name)
 
     with pytest.raises(type(error)) as met:
-        ranks.together(act)
+        ranks.run_on_all(act)
     return str(met.value)
 
 
 def test_all_ranks_raise_the_error_of_a_part_that_failed_inside_a_layer() -> None:
     error = UsageError("no layer like this", remedy="another one")
-    for message in on_ranks(4, computes, 2, error, num_parts=2):
+    for message in on_ranks(4, computes, 2, error, tp_size=2):
         assert message.startswith("no layer like this")
 
 
 def goes_on(ranks: Ranks) -> float:
     """Fail where nothing is exchanged, and exchange afterwards."""
-    for rank in range(ranks.size):
+    for rank in range(ranks.world_size):
         with pytest.raises(UsageError):
-            ranks.together(lambda rank=rank: fail_if(ranks.rank == rank))  # type: ignore[misc]
+            ranks.run_on_all(lambda rank=rank: fail_if(ranks.rank == rank))  # type: ignore[misc]
         time.sleep(3 * PERIOD_S * (ranks.rank == 0))  # the others wait for its tensors meanwhile
-        ranks.total(torch.ones(2))
-    return ranks.total(torch.ones(2)).sum().item()
+        ranks.all_reduce(torch.ones(2))
+    return ranks.all_reduce(torch.ones(2)).sum().item()
 
 
 def fail_if(it_should: bool) -> None:
