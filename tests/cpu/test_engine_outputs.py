@@ -104,7 +104,7 @@ def test_vllm_reads_what_it_would_have_written() -> None:
             assert np.array_equal(one_array, other)
 
 
-def test_a_rollout_sends_its_tokens_together_with_the_version_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_sends_its_tokens_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
 
@@ -158,7 +158,7 @@ def test_what_is_held_does_not_keep_the_arrays_of_its_step() -> None:
     assert step() is None
 
 
-def test_logits_that_were_not_numbers_are_counted_whenever_they_were() -> None:
+def test_nan_logits_are_counted_over_all_held_steps() -> None:
     engine_outputs.collect()
     outbox, step = Outbox(), lists(3, 1)
     for number in (0, 3, 0):
@@ -174,7 +174,7 @@ def test_tokens_in_whose_text_stops_are_looked_for_do_not_wait() -> None:
     assert columns(found) == (found.new_token_ids, step.logprobs[1].tolist(), [0])
 
 
-def test_a_request_that_is_aborted_sends_what_it_has_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import FinishReason
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -239,7 +239,7 @@ def test_each_kind_of_request_gets_its_own_in_place_of_ranks(
         assert not counts.any(), "unknown"
 
 
-def test_a_threshold_is_between_what_was_kept_and_what_was_dropped() -> None:
+def test_a_threshold_is_between_kept_and_dropped_logits() -> None:
     inf = torch.inf
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0], [4.0, 4.0, 4.0, 4.0], [1.0, 0.0, 2.0, 3.0]])
     processed = torch.tensor([[0.0, -inf, -1.0, -inf], [-1.4, -1.4, -1.4, -1.4], [-inf, -inf, -inf, 0.0]])
@@ -275,9 +275,7 @@ class Tensors(NamedTuple):
 
 
 @pytest.mark.parametrize(("top_p", "is_filtered"), [(0.9, True), (1.0, False)])
-def test_a_sampler_reports_what_it_kept_if_a_request_of_the_step_is_filtered(
-    top_p: float, *, is_filtered: bool
-) -> None:
+def test_a_sampler_reports_what_a_filtered_step_kept(top_p: float, *, is_filtered: bool) -> None:
     class Wrapped(SecondRunner):
         pass
 

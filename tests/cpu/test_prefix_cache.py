@@ -79,7 +79,7 @@ def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> Non
     assert not pool.cached_block_hash_to_block._cache
 
 
-def test_a_pool_in_use_forgets_its_hashes_too_where_vllm_refuses(pool: Any, resets: Resets | None) -> None:
+def test_a_pool_in_use_forgets_its_hashes_if_kept(pool: Any, resets: Resets | None) -> None:
     remember(pool, 999, b"b")
     taken = pool.get_new_blocks(2)
     assert pool.reset_prefix_cache() is False, "nobody asked to keep what is in use"
@@ -132,7 +132,7 @@ def go_on(manager: Any, request: Any, num_tokens: int) -> None:
     request.num_computed_tokens = num_tokens
 
 
-def test_what_ran_across_a_reset_is_never_found_and_what_began_later_is(manager: Any) -> None:
+def test_blocks_across_a_reset_are_never_found(manager: Any) -> None:
     before = asked(40)
     assert compute(manager, before, 40) == 0
     assert compute(manager, asked(40), 40) == 2 * BLOCK, "otherwise nothing would be found in any case"
@@ -171,7 +171,7 @@ def test_no_block_leaks(manager: Any) -> None:
 
 
 @pytest.mark.usefixtures("_unpatched")
-def test_a_reset_restarts_what_has_no_token_yet_and_leaves_the_rest_alone() -> None:
+def test_a_reset_restarts_only_requests_without_a_token() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: list[Any] = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
+from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
 from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
 from bridge_patches import generate, routes
 from bridge_patches.adapter import Adapters
+from bridge_patches.engine_outputs import FILTERED
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 
@@ -113,7 +116,7 @@ def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
     }
 
 
-def test_what_the_request_leaves_open_cuts_nothing_off_the_distribution(vllm: FakeVllm) -> None:
+def test_defaults_sample_the_whole_distribution(vllm: FakeVllm) -> None:
     vllm.http.post("/generate", json={**ASKED, "top_p": 0.5, "seed": 7})
     asked = vllm.asked[0]
     assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["seed"]) == ([5, 6], 2, 3, 7)
@@ -191,7 +194,7 @@ def test_without_the_servers_key_nothing_is_generated(vllm: FakeVllm) -> None:
     assert (answer.status_code, vllm.asked) == (401, [])
 
 
-def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) -> None:
+def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
     headers = {"x-request-id": "7", "accept-encoding": "gzip", "content-type": "application/json"}
     vllm.http.post("/generate", content=json.dumps(ASKED), headers=headers)
     inside = vllm.asked[0]["headers"]
@@ -207,7 +210,7 @@ def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) 
         ([f"{ADAPTER}-3", f"{ADAPTER}-4", "mine"], f"{ADAPTER}-4"),
     ],
 )
-def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
+def test_the_trained_adapter_answers_unless_a_model_is_named(
     vllm: FakeVllm, served: list[str], asked: str | None
 ) -> None:
     vllm.models.lora_requests = dict.fromkeys(served)
@@ -216,7 +219,7 @@ def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
     assert [request.get("model") for request in vllm.asked] == [asked, "base"]
 
 
-def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm: FakeVllm) -> None:
+def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
     claim, first = vllm.app.state.bridge_adapters, SimpleNamespace(lora_name=ADAPTER)
     asyncio.run(vllm.models.load_lora_adapter(first))
     claim._fence.take_lease(Holder.current(), "runs/a")
@@ -234,7 +237,7 @@ def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm
     assert "model" not in vllm.asked[-1]
 
 
-def test_after_a_trainer_that_ended_while_no_adapter_was_served_the_model_itself_answers(vllm: FakeVllm) -> None:
+def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> None:
     claim = vllm.app.state.bridge_adapters
     asyncio.run(vllm.models.load_lora_adapter(SimpleNamespace(lora_name=ADAPTER)))
     claim._fence.take_lease(Holder.current(), "runs/a")
@@ -274,3 +277,71 @@ def test_a_server_behind_a_path_asks_itself_behind_that_path(vllm: FakeVllm) -> 
     http = TestClient(vllm.app, headers={"authorization": KEY}, root_path="/behind")
     assert http.post("/behind/generate", json=ASKED).status_code == 200
     assert len(vllm.asked) == 1
+
+
+NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def add_request(self, request_id: str, prompt: str, params: Any, *, lora_request: Any = None) -> str:
+        self.asked.append((request_id, prompt, params, lora_request))
+        return "queue"
+
+
+def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any], name: str = "1") -> list[str]:
+    engine = Engine()
+    generate.watch_sampling(engine)
+    with caplog.at_level(logging.WARNING, logger="vllm.bridge"):
+        for request in requests:
+            params = SimpleNamespace(**{**NEUTRAL, **request})
+            asyncio.run(engine.add_request(name, prompt="p", params=params, lora_request="adapter"))
+            assert engine.asked.pop() == (name, "p", params, "adapter")
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9;"),
+        ({"top_k": 20, "min_p": 0.1}, "top_k=20, min_p=0.1;"),
+        ({"presence_penalty": 1.5}, "presence_penalty=1.5;"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1;"),
+        ({"logit_bias": {5: -100.0}}, "samples with logit_bias;"),
+    ],
+)
+def test_each_set_of_fields_is_logged_once_with_its_values(
+    caplog: pytest.LogCaptureFixture, params: dict[str, Any], words: str
+) -> None:
+    (line,) = logged(caplog, params, params, {})
+    assert words in line
+    assert "generation_config.json" in line
+
+
+def test_a_filtered_rollout_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert logged(caplog, {"top_p": 0.9}, name=f"0_{FILTERED}7") == []
+
+
+def test_the_same_fields_with_other_values_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(logged(caplog, {"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 5, "top_p": 0.8})) == 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 0}, {"top_k": -1, "min_tokens": 0, "bad_words": []}, {"temperature": 0.0, "presence_penalty": 1.0}],
+)
+def test_whole_and_greedy_sampling_is_not_logged(caplog: pytest.LogCaptureFixture, params: dict[str, Any]) -> None:
+    assert logged(caplog, params) == []
+
+
+def test_a_request_that_samples_nothing_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    generate.watch_sampling(engine)
+    assert asyncio.run(engine.add_request("1", "p", SimpleNamespace(task="embed"))) == "queue"
+    assert caplog.records == []
+
+
+def test_what_is_left_out_changes_nothing() -> None:
+    assert changes({"top_p": None, "temperature": 0.3}) == changes({}) == changes(WHOLE) == {}

@@ -13,7 +13,7 @@ from bridge_patches.adapter import Adapters
 from bridge_patches.admission import Rules
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, manifest
-from tests.unit.test_generate import FakeModels
+from tests.unit.patches.test_generate import FakeModels
 
 TRAINERS = [{TOKEN_HEADER: "secret"}, {"authorization": "Bearer secret"}]
 STRANGERS = [{}, {TOKEN_HEADER: "guessed"}, {"authorization": "Bearer the key"}, {TOKEN_HEADER: ""}]

@@ -94,7 +94,7 @@ def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeWorke
     return start
 
 
-def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm: Any) -> None:
+def test_weights_and_slots_stay_out_of_the_sleep_pool(vllm: Any) -> None:
     entered: list[str | None] = []
 
     class CuMemAllocator:
@@ -113,7 +113,7 @@ def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm
     assert entered == ["kv_cache", "workspace", None]
 
 
-def test_the_memory_is_free_in_between_and_each_way_is_gone_once(start: Callable[..., FakeWorker]) -> None:
+def test_sleep_frees_the_memory_and_wake_maps_it_again(start: Callable[..., FakeWorker]) -> None:
     worker = start(20, 30)
     assert worker.bridge_wake() is None  # it is awake
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_the_memory_is_free_in_between_and_each_way_is_gone_once(start: Callable
         assert (worker.gpu.free_bytes, worker.gpu.mapped) == (50 * GIB, {0, 1})
 
 
-def test_too_little_memory_is_told_in_figures_and_nothing_of_it_is_kept(start: Callable[..., FakeWorker]) -> None:
+def test_too_little_memory_is_reported_and_none_is_kept(start: Callable[..., FakeWorker]) -> None:
     worker = start(20, 30)
     worker.bridge_sleep()
     worker.gpu.free_bytes -= 60 * GIB
@@ -138,7 +138,7 @@ def test_too_little_memory_is_told_in_figures_and_nothing_of_it_is_kept(start: C
     assert worker.gpu.mapped == {0, 1}
 
 
-def test_what_vllm_brought_back_with_its_content_is_not_taken_away_again(start: Callable[..., FakeWorker]) -> None:
+def test_restored_contents_are_not_unmapped(start: Callable[..., FakeWorker]) -> None:
     worker = start(1, 1, 1, tag="cudagraph")
     worker.bridge_sleep()
     worker.gpu.fails_after = 2

@@ -119,7 +119,7 @@ def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known
     assert cpu_backend.is_known(layer) == known
 
 
-def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
+def test_rows_without_an_adapter_get_nothing_from_a_slot() -> None:
     def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
         """As in vLLM 0.26 to 0.32: -1 is the last slot."""
         assert add
@@ -174,7 +174,7 @@ def test_vllm_alone_would_die_of_it() -> None:
         Runner([False, False, True]).sample_tokens(None)
 
 
-def test_a_request_whose_prompt_goes_on_keeps_its_generator_as_it_was() -> None:
+def test_an_unfinished_prompt_keeps_its_generator() -> None:
     runner = Runner([True, True, False, True])
     before = states(runner)
     sample_tokens(runner, None)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
 from bridge_patches import placement
+from tests.unit.patches.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 # The fixture and the fakes of vLLM's layers; pytest finds a fixture by its imported name.
 from tests.unit.test_layout import rows
-from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
@@ -111,7 +111,7 @@ def test_slots_of_another_layout_are_left_out(pairs: list[tuple[Tensor, Tensor]]
     assert placement.lora_slots(model, {"proj.weight": rows("proj.weight", (16, HIDDEN), 0, 16)}) == {}
 
 
-def test_a_parameter_that_is_part_of_what_the_slots_are_for_is_left_out() -> None:
+def test_a_part_of_a_fused_adapter_is_left_out() -> None:
     model = model_with_slots()
     alone = {"q.weight": rows("attn.qkv_proj.weight", (24, HIDDEN), 0, 16)}
     assert placement.lora_slots(model, alone) == {}
@@ -122,7 +122,7 @@ def test_a_model_without_lora_has_no_slots() -> None:
     assert placement.lora_slots(nn.Linear(2, 2), views()) == {}
 
 
-def test_slots_are_moved_with_the_weights_and_stay_the_objects_that_they_are() -> None:
+def test_slots_move_with_the_weights_as_the_same_objects() -> None:
     model = model_with_slots()
     before = {name: (tensor, tensor.clone()) for name, tensor in placement.slot_tensors(model).items()}
     table, tuples = model.embed.lora_a_stacked, model.attn["qkv_proj"].lora_b_stacked
@@ -153,7 +153,7 @@ def test_a_slot_that_moves_or_goes_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_exports_slots_that_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
     placement._move_to_shared_memory(model)
     shard = Shard.model_validate_json(worker(model, monkeypatch).bridge_export())
@@ -166,7 +166,7 @@ def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytes
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-def test_the_slots_of_a_rank_are_those_of_its_part_of_the_weights() -> None:
+def test_the_slots_of_a_rank_fit_its_part_of_the_weights() -> None:
     """Of two ranks the second, with half of the outputs of a column layer and half of the inputs of a row layer."""
     model: Any = nn.Module()
     column, row = slots(8, HIDDEN), slots(HIDDEN, 6)

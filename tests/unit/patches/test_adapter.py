@@ -157,7 +157,7 @@ def test_a_second_adapter_takes_the_place_of_the_first(
     assert engine.slots == [2]
 
 
-def test_a_released_adapter_gives_its_slot_back_and_guards_it_no_more(
+def test_a_released_adapter_frees_its_slot(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def passage() -> None:
@@ -174,7 +174,7 @@ def test_a_released_adapter_gives_its_slot_back_and_guards_it_no_more(
     assert models.lora_requests == {}
 
 
-def test_an_adapter_that_the_server_was_started_with_is_taken_out(
+def test_an_adapter_of_the_servers_start_is_removed(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["mine"] = adapter("mine", 40)
@@ -183,7 +183,7 @@ def test_an_adapter_that_the_server_was_started_with_is_taken_out(
     assert engine.order == ["remove 40", "drop caches", "load mine", "pin 1"]
 
 
-def test_an_adapter_that_somebody_unloaded_gives_its_slot_back_all_the_same(
+def test_an_unloaded_adapter_frees_its_slot(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def both() -> None:
@@ -195,7 +195,7 @@ def test_an_adapter_that_somebody_unloaded_gives_its_slot_back_all_the_same(
     assert engine.slots == [2]
 
 
-def test_a_request_whose_adapter_was_taken_out_meanwhile_never_reaches_the_engine(
+def test_a_request_for_a_removed_adapter_is_refused(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def late() -> None:
@@ -211,7 +211,7 @@ def test_a_request_whose_adapter_was_taken_out_meanwhile_never_reaches_the_engin
     assert engine.order[-2:] == ["request now", "request base"]
 
 
-def test_nothing_is_loaded_over_the_trained_adapter_or_into_its_slot(
+def test_nothing_replaces_the_trained_adapter(
     served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def load(name: str) -> Any:
@@ -228,7 +228,7 @@ def test_nothing_is_loaded_over_the_trained_adapter_or_into_its_slot(
     assert models.lora_requests.keys() == {"mine"}
 
 
-def test_with_slots_to_spare_other_adapters_are_loaded_and_served(folder: str) -> None:
+def test_spare_slots_serve_other_adapters(folder: str) -> None:
     engine = FakeEngine(num_slots=2)
     models = FakeModels(engine)
     served = Adapters(engine, models, ServerFence(engine, manifest()))
@@ -262,7 +262,7 @@ def test_without_a_slot_for_every_other_adapter_none_is_lent(
         ("mine", "empty", r"no adapter_config\.json in"),
     ],
 )
-def test_a_refused_load_is_told_in_vllms_words_and_leaves_the_next_one_its_place(
+def test_a_refused_load_keeps_vllms_message_and_frees_the_slot(
     served: Adapters, engine: FakeEngine, folder: str, name: str, place: str, words: str
 ) -> None:
     (Path(folder) / "bad").mkdir()
@@ -340,7 +340,7 @@ def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient,
 
 
 @pytest.mark.parametrize("body", [{"name": "", "path": "/a"}, {"name": "a", "path": "here"}, {"name": "a"}])
-def test_over_http_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body: dict[str, str]) -> None:
+def test_over_http_an_invalid_request_is_refused(http: TestClient, body: dict[str, str]) -> None:
     assert http.post("/bridge/adapter", json={**HOLDER, **body}).status_code == 422
 
 

@@ -228,7 +228,7 @@ def test_a_parameter_that_vllm_has_no_place_for_is_refused() -> None:
         laid_out(Model(), {**SHAPES, "extra.weight": (3,)})
 
 
-def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> None:
+def test_moving_to_shared_memory_keeps_values_ties_and_views() -> None:
     model: Any = Model()
     storage = torch.arange(40, dtype=torch.bfloat16)
     model.one, model.other = nn.Parameter(storage[:8]), nn.Parameter(storage[8:40].view(4, 8))

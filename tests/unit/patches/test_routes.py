@@ -209,7 +209,7 @@ def listening(app: FastAPI) -> Iterator[str]:
         thread.join()
 
 
-def test_a_trainer_that_gives_up_a_pending_pause_leaves_a_server_that_serves(app: FastAPI) -> None:
+def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> None:
     class Busy(FakeEngine):
         paused = False
 
@@ -235,7 +235,7 @@ def test_a_resume_publishes_nothing(http: TestClient) -> None:
     assert http.post("/bridge/resume", json=HOLDER).json()["version"] == 0
 
 
-def test_what_the_writer_names_is_told_and_versions_never_run_backwards(http: TestClient) -> None:
+def test_the_status_has_the_checkpoint_and_versions_only_rise(http: TestClient) -> None:
     paused = http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": "/saved/step_6"})
     assert paused.json()["last_checkpoint"] == "/saved/step_6"
     assert http.post("/bridge/publish", json={**after(0), "version": 6}).json()["version"] == 6
@@ -245,9 +245,7 @@ def test_what_the_writer_names_is_told_and_versions_never_run_backwards(http: Te
     assert http.post("/bridge/publish", json={**after(7), "version": -1}).status_code == 422
 
 
-def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_a_takeover(
-    http: TestClient, app: FastAPI, tmp_path: Path
-) -> None:
+def test_a_torn_server_refuses_all_but_a_takeover(http: TestClient, app: FastAPI, tmp_path: Path) -> None:
     http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": str(tmp_path)})
     app.state.bridge_fence.enter(Phase.WRITING, dead_holder())
     torn = http.get("/bridge/status").json()
@@ -383,7 +381,7 @@ def test_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body:
     assert http.post("/bridge/tensors/read", json=body).status_code == 422
 
 
-def test_every_answer_carries_the_version_and_both_if_it_changed_meanwhile(http: TestClient, app: FastAPI) -> None:
+def test_every_answer_has_the_version_or_both_versions(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_fence.version = 3
     assert http.get("/v1/quick").headers[VERSION_HEADER] == "3"
     assert http.get("/v1/updated").headers[VERSION_HEADER] == "3-4"
@@ -403,7 +401,7 @@ def write_when_listening(url: str, path: Path) -> None:
     asyncio.run(asyncio.wait_for(exporter.write_when_listening(exported, path), 20))
 
 
-def test_the_manifest_is_there_once_the_server_is_well_and_not_before(tmp_path: Path) -> None:
+def test_the_manifest_is_written_once_the_server_is_healthy(tmp_path: Path) -> None:
     path = tmp_path / manifests.MANIFEST_NAME
     asked: list[bool] = []
 
@@ -417,7 +415,7 @@ def test_the_manifest_is_there_once_the_server_is_well_and_not_before(tmp_path: 
     assert manifests.load(path).url == server.url
 
 
-def test_a_server_that_is_not_well_yet_is_not_asked_without_pause(tmp_path: Path) -> None:
+def test_an_unhealthy_server_is_not_polled_without_pause(tmp_path: Path) -> None:
     num_asked = 0
 
     def answers(_: http_server.Asked) -> http_server.Answer:
@@ -445,7 +443,7 @@ def test_a_proxy_in_the_environment_is_passed_by(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "m").exists()
 
 
-def test_a_manifest_that_cannot_be_written_ends_the_server_with_one_line(
+def test_an_unwritable_manifest_ends_the_server_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raised: list[int] = []
