@@ -66,7 +66,7 @@ class LoraDisk:
     def publish(self, update: Update) -> AbstractContextManager[Window]:
         """Let the block write without a pause, and the server load the result."""
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
-        return fence.run(lambda: self._serve_next(self.version + 1), update, ranks=self._run.ranks)
+        return fence.run(update, lambda: self._serve_next(self.version + 1), ranks=self._run.ranks)
 
     def catch_up(self) -> None:
         """Do nothing: every update is published."""

@@ -65,7 +65,7 @@ class OwnCopy(ABC):
         """
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
         with deferred_interrupt():
-            with fence.run(lambda: self.version, update, ranks=self._run.ranks) as window:
+            with fence.run(update, lambda: self.version, ranks=self._run.ranks) as window:
                 yield window
             self._behind += 1
             pause_s = publish_s = 0.0

@@ -24,7 +24,7 @@ server paused, and torn once this process is gone: half-written weights are neve
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ BUSY_LIMIT_S = 120.0
 """Longest wait for another process to leave the fence: `bridge verify` computes a digest of every weight inside it."""
 BUSY_POLL_S = 0.1
 LET_GO_LIMIT_S = 10.0
-"""Longest wait for the other parts of a replica to free the KV cache's memory after an update was abandoned."""
+"""Longest wait for the other parts of a replica to free the KV cache's memory after an update failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,11 @@ class Window:
     times: FenceTimes
     """Known once the update is published."""
 
-    def __init__(self, paused: float, ranks: Ranks, abandon: Callable[[BaseException], object]) -> None:
+    def __init__(self, paused: float, server: "_Server | None", ranks: Ranks) -> None:
         self.paused = paused
         self.prepared = paused
+        self._server = server
         self._ranks = ranks
-        self._abandon = abandon
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -94,7 +94,8 @@ class Window:
                 yield
             self._ranks.run_on_all(lambda: None)
         except BaseException as error:
-            self._abandon(error)
+            if self._server is not None:
+                self._server.resume(error)
             raise
         self.prepared = time.perf_counter()
 
@@ -116,15 +117,10 @@ def publish(
     before all servers stand still, and none publishes before all have written. The first part of each replica alone has
     a `client`.
 
-    Raises:
-        AttachError: the server refuses the fence, or has no memory for its KV cache afterwards.
-        ServerUnreachableError: the server is gone.
+    AttachError if the server refuses the fence, or has no memory for its KV cache afterwards; ServerUnreachableError if
+    it does not answer.
     """
-    if client is None:
-        with run(lambda: 0, update, pause=lambda: None, abandon=partial(_let_go, update), ranks=ranks) as window:
-            yield window
-        return
-    pause = partial(
+    pause = client and partial(
         client.pause,
         in_flight,
         version=served,
@@ -134,42 +130,60 @@ def publish(
         sleep=update.sleep,
         keep_kv=keep_kv,
     )
-
-    def abandon(error: BaseException | None) -> None:
-        _let_go(update, error)
-        _resume(client, limit_s=LET_GO_LIMIT_S if update.sleep and ranks.tp_size > 1 else 0)
-
-    with run(
-        lambda: client.publish(update.version).version, update,
-        pause=lambda: _pause(client, pause), abandon=abandon, ranks=ranks,
-    ) as window:  # fmt: skip
+    others_sleep = update.sleep and ranks.tp_size > 1
+    server = _Server(client, pause, update, resume_limit_s=LET_GO_LIMIT_S if others_sleep else 0)
+    with run(update, server.publish, server=server, ranks=ranks) as window:
         yield window
+
+
+@dataclass(frozen=True)
+class _Server:
+    """The server of one update. Without a client, another part of the replica talks to it."""
+
+    client: BridgeClient | None
+    send_pause: Callable[[], Status] | None
+    update: Update
+    resume_limit_s: float
+    """How long other ranks' memory may be in the way of the KV cache when the server resumes."""
+
+    def pause(self) -> None:
+        if self.client is not None and self.send_pause is not None:
+            _pause(self.client, self.send_pause)
+
+    def publish(self) -> int:
+        return 0 if self.client is None else self.client.publish(self.update.version).version
+
+    def resume(self, error: BaseException | None = None) -> None:
+        """Resume with the same version, once the memory is free that the KV cache needs."""
+        if self.update.sleep:
+            while error is not None:  # the local variables of every frame it passed through hold the memory to free
+                traceback.clear_frames(error.__traceback__)
+                error = error.__context__
+        _free_memory(self.update)
+        if self.client is not None:
+            _retry(self.client.resume, AttachError, limit_s=self.resume_limit_s)
 
 
 @contextmanager
 def run(
-    publish: Callable[[], int],
-    update: Update,
-    *,
-    pause: Callable[[], object] | None = None,
-    abandon: Callable[[BaseException | None], object] = lambda _: None,
-    ranks: Ranks = ALONE,
+    update: Update, publish: Callable[[], int], *, server: _Server | None = None, ranks: Ranks = ALONE
 ) -> Iterator[Window]:
-    """Run and time the block between `pause` and `publish`, which returns the new version.
+    """Run and time the block between the pause of `server` and `publish`, which returns the new version.
 
-    Without `pause` no server is paused: only this process holds the weights. `abandon` is called if preparing fails.
-    Of a replica's parts, what the first one's `publish` returns counts.
+    Without `server` none is paused: only this process holds the weights. Of a replica's parts, what the first one's
+    `publish` returns counts.
     """
     with deferred_interrupt(), ranks.in_fence():
-        start = time.perf_counter()
-        if pause is not None:
-            ranks.run_on_all(pause, undo=lambda: abandon(None))
-        window = Window(time.perf_counter() if pause else start, ranks, abandon)
+        start = paused = time.perf_counter()
+        if server is not None:
+            ranks.run_on_all(server.pause, undo=server.resume)
+            paused = time.perf_counter()
+        window = Window(paused, server, ranks)
         with ranks.raise_on_all():
             yield window
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
-            _let_go(update)  # before any server wakes its KV cache: it lies on several ranks' GPUs
+            _free_memory(update)  # before any server wakes its KV cache: it lies on several ranks' GPUs
         written = time.perf_counter()
         versions = ranks.one_per_replica(ranks.run_and_gather(publish))
         version = versions[ranks.dp_rank]
@@ -184,27 +198,9 @@ def run(
     )
 
 
-def _let_go(update: Update, error: BaseException | None = None) -> None:
-    """Free the memory that a sleeping KV cache needs."""
+def _free_memory(update: Update) -> None:
     if update.sleep:
-        while error is not None:  # the local variables of every frame it passed through hold the memory to free
-            traceback.clear_frames(error.__traceback__)
-            error = error.__context__
         torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
-
-
-def _resume(client: BridgeClient, *, limit_s: float) -> None:
-    """Resume with the same version, up to `limit_s` after other ranks' memory was still in the way of the KV cache."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            client.resume()
-        except AttachError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(BUSY_POLL_S)
-        else:
-            return
 
 
 @contextmanager
@@ -232,14 +228,25 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
 
 def when_free(call: Callable[[], Status]) -> Status:
     """Retry `call` while another process holds the fence, up to `BUSY_LIMIT_S`; an interrupt acts while it waits."""
-    deadline = time.monotonic() + BUSY_LIMIT_S
+    return _retry(call, FenceBusyError, limit_s=BUSY_LIMIT_S, wait=acting_interrupt)
+
+
+def _retry(
+    call: Callable[[], Status],
+    refusal: type[AttachError],
+    *,
+    limit_s: float,
+    wait: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Status:
+    """Retry `call` while the server refuses it in this way, up to `limit_s`, and wait in the context `wait`."""
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             return call()
-        except FenceBusyError:
+        except refusal:
             if time.monotonic() > deadline:
                 raise
-        with acting_interrupt():
+        with wait():
             time.sleep(BUSY_POLL_S)
 
 

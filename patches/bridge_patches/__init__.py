@@ -6,3 +6,24 @@
 May import: vLLM, and of `bridge` the errors, `core`, `server`, `weights`, `passes.wide_linear` and
 `rollouts.distribution`.
 """
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+Wrapper = Callable[..., Any]
+
+
+def wrap(owner: Any, name: str) -> Callable[[Wrapper], Wrapper]:
+    """Replace the method or function `owner.name` by the decorated one, which gets the original as first argument."""
+    original = getattr(owner, name)
+
+    def install(wrapper: Wrapper) -> Wrapper:
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        return wrapper
+
+    return install

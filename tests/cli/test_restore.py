@@ -275,7 +275,7 @@ def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Serv
     pausing = server.engine.pause_scheduler_async
 
     async def pause(*, mode: str, clear_cache: bool) -> None:
-        lease = server.fence.lease.held
+        lease = server.fence.lease
         runs.append(lease and lease.run)
         await pausing(mode=mode, clear_cache=clear_cache)
 
@@ -283,7 +283,7 @@ def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Serv
     other_weights(server, bridge.folder / "other")
     bridge.restores("other")
     assert runs == [f"bridge restore {bridge.folder / 'other'}"]
-    assert server.fence.lease.held is None
+    assert server.fence.lease is None
 
 
 def cut_short(folder: Path) -> None:
@@ -355,7 +355,7 @@ class Slots:
         self.names = ["tiny", "bridge-adapter-3", "mine"]
         self.seated: list[tuple[str, str]] = []
         self.refuses = False
-        server.app.state.bridge_adapter = self
+        server.app.state.bridge_adapters = self
         server.app.get("/v1/models")(self.models)
         server.app.post("/v1/unload_lora_adapter")(self.unload)
 

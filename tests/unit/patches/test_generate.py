@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
+from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
 from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
 from bridge_patches import generate, routes
-from bridge_patches.adapter import AdapterClaim
-from bridge_patches.server_fence import ServerLease
+from bridge_patches.adapter import Adapters
+from bridge_patches.engine_outputs import FILTERED
+from bridge_patches.server_fence import ServerFence
+from tests.unit.checks_sample import manifest
 
 ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
 KEY = "Bearer the key"
@@ -62,7 +66,7 @@ class FakeVllm:
         self.app = FastAPI()
         self.models = FakeModels()
         self.app.state.openai_serving_models = self.models
-        self.app.state.bridge_claim = AdapterClaim(self.models, ServerLease())
+        self.app.state.bridge_adapters = Adapters(None, self.models, ServerFence(None, manifest()))
         guarded = [Depends(self._authorise)]
         self.app.add_api_route("/v1/completions", self._complete, methods=["POST"], dependencies=guarded)
         self.app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
@@ -112,7 +116,7 @@ def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
     }
 
 
-def test_what_the_request_leaves_open_cuts_nothing_off_the_distribution(vllm: FakeVllm) -> None:
+def test_defaults_sample_the_whole_distribution(vllm: FakeVllm) -> None:
     vllm.http.post("/generate", json={**ASKED, "top_p": 0.5, "seed": 7})
     asked = vllm.asked[0]
     assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["seed"]) == ([5, 6], 2, 3, 7)
@@ -148,12 +152,9 @@ def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("{", "the body is not JSON: "),
-        ("[]", "a JSON list, expected an object"),
         ('{"prompt": "a", "temprature": 1}', "/generate does not know temprature, only "),
         ('{"prompt": "a", "stream": true}', "/generate does not stream; /v1/completions does"),
         ("{}", "prompt must be one text"),
-        pytest.param("[" * 100_000, "the body is not JSON", id="deep"),
         ('{"prompt": []}', "with at least one token"),
         ('{"prompt": ["a", "b"]}', "prompt must be one text"),
         ('{"prompt": [[1], [2]]}', "prompt must be one text"),
@@ -167,6 +168,12 @@ def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: 
     assert words in answer.json()["detail"]
     assert "\n" not in answer.json()["detail"]
     assert vllm.asked == []
+
+
+@pytest.mark.parametrize("body", ["{", "[]", "3", "", "[" * 100_000], ids=["cut", "list", "number", "empty", "deep"])
+def test_a_body_that_is_no_json_object_is_refused(vllm: FakeVllm, body: str) -> None:
+    answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code in {400, 422}, vllm.asked) == (True, [])  # vLLM answers 400 in both cases
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "text/plain; a=application/json", "application/x-www-form-urlencoded"])
@@ -187,7 +194,7 @@ def test_without_the_servers_key_nothing_is_generated(vllm: FakeVllm) -> None:
     assert (answer.status_code, vllm.asked) == (401, [])
 
 
-def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) -> None:
+def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
     headers = {"x-request-id": "7", "accept-encoding": "gzip", "content-type": "application/json"}
     vllm.http.post("/generate", content=json.dumps(ASKED), headers=headers)
     inside = vllm.asked[0]["headers"]
@@ -203,7 +210,7 @@ def test_the_request_inside_is_the_clients_own_but_for_its_body(vllm: FakeVllm) 
         ([f"{ADAPTER}-3", f"{ADAPTER}-4", "mine"], f"{ADAPTER}-4"),
     ],
 )
-def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
+def test_the_trained_adapter_answers_unless_a_model_is_named(
     vllm: FakeVllm, served: list[str], asked: str | None
 ) -> None:
     vllm.models.lora_requests = dict.fromkeys(served)
@@ -212,31 +219,31 @@ def test_the_adapter_that_is_trained_answers_unless_a_model_is_named(
     assert [request.get("model") for request in vllm.asked] == [asked, "base"]
 
 
-def test_while_an_adapter_is_trained_the_model_itself_is_never_taken_for_it(vllm: FakeVllm) -> None:
-    claim, first = vllm.app.state.bridge_claim, SimpleNamespace(lora_name=ADAPTER)
-    asyncio.run(claim.load(first))
-    claim._lease.take(Holder.current(), "runs/a")
+def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
+    claim, first = vllm.app.state.bridge_adapters, SimpleNamespace(lora_name=ADAPTER)
+    asyncio.run(vllm.models.load_lora_adapter(first))
+    claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()  # as during a replacement
     refused = vllm.http.post("/generate", json=ASKED)
     assert (refused.status_code, vllm.asked) == (503, [])
     assert "not being served right now" in refused.json()["detail"]
     assert vllm.http.post("/generate", json={**ASKED, "model": "base"}).status_code == 200
-    claim._lease.give_back(Holder.current())
-    asyncio.run(claim.load(first))
+    claim._fence.give_lease_back(Holder.current())
+    asyncio.run(vllm.models.load_lora_adapter(first))
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert [request["model"] for request in vllm.asked] == ["base", ADAPTER]
-    asyncio.run(claim.unload(first))  # by the server's owner: no trainer holds the lease
+    asyncio.run(vllm.models.unload_lora_adapter(first))  # by the server's owner: no trainer holds the lease
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert "model" not in vllm.asked[-1]
 
 
-def test_after_a_trainer_that_ended_while_no_adapter_was_served_the_model_itself_answers(vllm: FakeVllm) -> None:
-    claim = vllm.app.state.bridge_claim
-    asyncio.run(claim.load(SimpleNamespace(lora_name=ADAPTER)))
-    claim._lease.take(Holder.current(), "runs/a")
+def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> None:
+    claim = vllm.app.state.bridge_adapters
+    asyncio.run(vllm.models.load_lora_adapter(SimpleNamespace(lora_name=ADAPTER)))
+    claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()
     assert vllm.http.post("/generate", json=ASKED).status_code == 503
-    claim._lease.give_back(Holder.current())  # the new one was refused
+    claim._fence.give_lease_back(Holder.current())  # the new one was refused
     assert vllm.http.post("/generate", json=ASKED).status_code == 200
     assert "model" not in vllm.asked[-1]
 
@@ -270,3 +277,71 @@ def test_a_server_behind_a_path_asks_itself_behind_that_path(vllm: FakeVllm) -> 
     http = TestClient(vllm.app, headers={"authorization": KEY}, root_path="/behind")
     assert http.post("/behind/generate", json=ASKED).status_code == 200
     assert len(vllm.asked) == 1
+
+
+NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def add_request(self, request_id: str, prompt: str, params: Any, *, lora_request: Any = None) -> str:
+        self.asked.append((request_id, prompt, params, lora_request))
+        return "queue"
+
+
+def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any], name: str = "1") -> list[str]:
+    engine = Engine()
+    generate.watch_sampling(engine)
+    with caplog.at_level(logging.WARNING, logger="vllm.bridge"):
+        for request in requests:
+            params = SimpleNamespace(**{**NEUTRAL, **request})
+            asyncio.run(engine.add_request(name, prompt="p", params=params, lora_request="adapter"))
+            assert engine.asked.pop() == (name, "p", params, "adapter")
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9;"),
+        ({"top_k": 20, "min_p": 0.1}, "top_k=20, min_p=0.1;"),
+        ({"presence_penalty": 1.5}, "presence_penalty=1.5;"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1;"),
+        ({"logit_bias": {5: -100.0}}, "samples with logit_bias;"),
+    ],
+)
+def test_each_set_of_fields_is_logged_once_with_its_values(
+    caplog: pytest.LogCaptureFixture, params: dict[str, Any], words: str
+) -> None:
+    (line,) = logged(caplog, params, params, {})
+    assert words in line
+    assert "generation_config.json" in line
+
+
+def test_a_filtered_rollout_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert logged(caplog, {"top_p": 0.9}, name=f"0_{FILTERED}7") == []
+
+
+def test_the_same_fields_with_other_values_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(logged(caplog, {"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 5, "top_p": 0.8})) == 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 0}, {"top_k": -1, "min_tokens": 0, "bad_words": []}, {"temperature": 0.0, "presence_penalty": 1.0}],
+)
+def test_whole_and_greedy_sampling_is_not_logged(caplog: pytest.LogCaptureFixture, params: dict[str, Any]) -> None:
+    assert logged(caplog, params) == []
+
+
+def test_a_request_that_samples_nothing_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    generate.watch_sampling(engine)
+    assert asyncio.run(engine.add_request("1", "p", SimpleNamespace(task="embed"))) == "queue"
+    assert caplog.records == []
+
+
+def test_what_is_left_out_changes_nothing() -> None:
+    assert changes({"top_p": None, "temperature": 0.3}) == changes({}) == changes(WHOLE) == {}

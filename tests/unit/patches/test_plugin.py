@@ -1,19 +1,73 @@
-"""The tether over real process trees, three generations deep, whose eldest is killed."""
+"""The general plugin: when it patches this process, and in which order."""
 
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from bridge.errors import IncompatibleVersionError
+from bridge_patches import (
+    compatibility,
+    engine_outputs,
+    loading,
+    placement,
+    plugin,
+    prefix_cache,
+)
+
+
+@pytest.fixture(autouse=True)
+def _unregistered() -> Iterator[None]:
+    plugin.register.cache_clear()
+    yield
+    plugin.register.cache_clear()
+
+
+@pytest.mark.parametrize(("value", "patched"), [(None, False), ("0", False), ("", False), ("1", True), ("True", True)])
+def test_vllm_is_patched_once_and_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, patched: bool
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
+    monkeypatch.setattr(plugin, "end_with_parent", lambda: order.append("tie"))
+    for module in (loading, placement, prefix_cache, engine_outputs):
+        monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.rpartition(".")[2]))
+    monkeypatch.delenv(plugin.ENABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(plugin.ENABLE, value)
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    for _ in range(3):
+        plugin.register()
+    for name in ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_SKIP_WEIGHT_DAEMON"):
+        assert (name in envs.environment_variables) is patched
+    everything = ["check", "tie", "loading", "placement", "prefix_cache", "engine_outputs"]
+    assert order == (everything if patched else [])
+
+
+def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise IncompatibleVersionError("0.1", remedy="another")
+
+    monkeypatch.setattr(compatibility, "check_installed", refuse)
+    monkeypatch.setattr(loading, "patch", lambda: pytest.fail("patched"))
+    monkeypatch.setattr(placement, "patch", lambda: pytest.fail("patched"))
+    monkeypatch.setenv(plugin.ENABLE, "1")
+    for _ in range(2):
+        with pytest.raises(IncompatibleVersionError):
+            plugin.register()
+
+
 LIMIT_S = 20.0
 FAMILY = """
 import multiprocessing, signal, sys, time
 from pathlib import Path
-from bridge_patches import tether
+from bridge_patches import plugin
 
 def note(name):
     import os
@@ -24,21 +78,21 @@ def note(name):
 def worker(stubborn):
     if stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    tether.GRACE_S = 1
-    tether.tie()
-    tether.tie()
+    plugin.GRACE_S = 1
+    plugin.end_with_parent()
+    plugin.end_with_parent()
     note("worker")
     time.sleep(60)
 
 def engine(context, stubborn):
-    tether.tie()
+    plugin.end_with_parent()
     context.Process(target=worker, args=(stubborn,)).start()
     note("engine")
     time.sleep(60)
 
 if __name__ == "__main__":
     method, stubborn = sys.argv[2], sys.argv[3] == "stubborn"
-    tether.tie()  # does nothing in the eldest, whom multiprocessing did not start
+    plugin.end_with_parent()  # does nothing in the eldest, whom multiprocessing did not start
     context = multiprocessing.get_context(method)
     context.Process(target=engine, args=(context, stubborn)).start()
     note("eldest")
@@ -47,7 +101,7 @@ if __name__ == "__main__":
 FORGETFUL = """
 import multiprocessing, sys, time
 from pathlib import Path
-from bridge_patches import tether
+from bridge_patches import plugin
 
 def child():
     import os
@@ -56,7 +110,7 @@ def child():
     place.with_suffix(".new").rename(place)
     time.sleep(60)
 
-tether.tie()
+plugin.end_with_parent()
 multiprocessing.get_context("fork").Process(target=child).start()
 time.sleep(60)
 """
@@ -94,7 +148,7 @@ def test_nobody_outlives_a_parent_that_is_killed(tmp_path: Path, method: str, te
     assert left(family) == []
 
 
-def test_a_child_that_was_forked_after_the_tie_is_tied_without_a_call_of_its_own(tmp_path: Path) -> None:
+def test_a_child_forked_later_ends_with_its_parent(tmp_path: Path) -> None:
     eldest = start(FORGETFUL, tmp_path)
     child = find(tmp_path, "child")
     eldest.kill()
@@ -104,8 +158,8 @@ def test_a_child_that_was_forked_after_the_tie_is_tied_without_a_call_of_its_own
 
 def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
     code = (
-        "import multiprocessing, sys, time; from bridge_patches import tether\n"
-        "def child(): tether.tie(); time.sleep(0.5); sys.exit(7)\n"
+        "import multiprocessing, sys, time; from bridge_patches import plugin\n"
+        "def child(): plugin.end_with_parent(); time.sleep(0.5); sys.exit(7)\n"
         "if __name__ == '__main__':\n"
         "    one = multiprocessing.get_context('spawn').Process(target=child)\n"
         "    one.start(); one.join(); sys.exit(one.exitcode)"
@@ -115,15 +169,15 @@ def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
 
 def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
     code = (
-        "import multiprocessing, sys, threading; from bridge_patches import tether\n"
+        "import multiprocessing, sys, threading; from bridge_patches import plugin\n"
         "def child():\n"
-        "    tether.tie(); tether.tie()\n"
-        "    sys.exit(sum(thread.name == 'tether' for thread in threading.enumerate()))\n"
+        "    plugin.end_with_parent(); plugin.end_with_parent()\n"
+        "    sys.exit(sum(thread.name == 'end_with_parent' for thread in threading.enumerate()))\n"
         "if __name__ == '__main__':\n"
-        "    tether.tie()\n"
+        "    plugin.end_with_parent()\n"
         "    one = multiprocessing.get_context(sys.argv[2]).Process(target=child)\n"
         "    one.start(); one.join()\n"
-        "    own = sum(thread.name == 'tether' for thread in threading.enumerate())\n"
+        "    own = sum(thread.name == 'end_with_parent' for thread in threading.enumerate())\n"
         "    sys.exit(10 * own + one.exitcode)"
     )
     assert [start(code, tmp_path, method).wait(LIMIT_S) for method in ("spawn", "fork")] == [1, 1]

@@ -9,19 +9,19 @@ from fastapi.testclient import TestClient
 
 from bridge.server.protocol import ADAPTER, TOKEN_HEADER, Holder
 from bridge_patches import routes
-from bridge_patches.adapter import AdapterClaim
+from bridge_patches.adapter import Adapters
 from bridge_patches.admission import Rules
-from bridge_patches.server_fence import ServerLease
+from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, manifest
-from tests.unit.test_generate import FakeModels
+from tests.unit.patches.test_generate import FakeModels
 
 TRAINERS = [{TOKEN_HEADER: "secret"}, {"authorization": "Bearer secret"}]
 STRANGERS = [{}, {TOKEN_HEADER: "guessed"}, {"authorization": "Bearer the key"}, {TOKEN_HEADER: ""}]
 
 
 @pytest.fixture
-def lease() -> ServerLease:
-    return ServerLease()
+def fence() -> ServerFence:
+    return ServerFence(None, manifest())
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def models() -> FakeModels:
 
 
 @pytest.fixture
-def http(lease: ServerLease, models: FakeModels) -> TestClient:
+def http(fence: ServerFence, models: FakeModels) -> TestClient:
     app = FastAPI()
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_rules = Rules.of(Namespace(api_key=None, host=None, allowed_origins=[]), {})
-    app.state.bridge_manifest, app.state.bridge_claim = manifest(), AdapterClaim(models, lease)
+    app.state.bridge_manifest, app.state.bridge_adapters = manifest(), Adapters(None, models, fence)
 
     @app.post("/{action}/{name}")
     async def act(action: str, name: str) -> str:
@@ -47,10 +47,10 @@ def http(lease: ServerLease, models: FakeModels) -> TestClient:
 @pytest.mark.parametrize("name", [ADAPTER, f"{ADAPTER}-3"])
 @pytest.mark.parametrize("headers", STRANGERS)
 def test_a_stranger_touches_no_adapter_of_a_live_training(
-    http: TestClient, models: FakeModels, lease: ServerLease, name: str, headers: dict[str, str]
+    http: TestClient, models: FakeModels, fence: ServerFence, name: str, headers: dict[str, str]
 ) -> None:
     models.lora_requests = {name: "trained"}
-    lease.take(Holder.current(), "runs/a")
+    fence.take_lease(Holder.current(), "runs/a")
     for action in ("load", "unload"):
         answer = http.post(f"/{action}/{name}", headers=headers)
         assert answer.status_code == 409
@@ -59,21 +59,21 @@ def test_a_stranger_touches_no_adapter_of_a_live_training(
 
 
 @pytest.mark.parametrize("headers", TRAINERS)
-def test_the_trainer_does(http: TestClient, models: FakeModels, lease: ServerLease, headers: dict[str, str]) -> None:
-    lease.take(Holder.current(), "runs/a")
+def test_the_trainer_does(http: TestClient, models: FakeModels, fence: ServerFence, headers: dict[str, str]) -> None:
+    fence.take_lease(Holder.current(), "runs/a")
     assert http.post(f"/load/{ADAPTER}", headers=headers).status_code == 200
     assert http.post(f"/unload/{ADAPTER}", headers=headers).status_code == 200
     assert models.lora_requests == {}
 
 
-def test_other_adapters_are_anybodys(http: TestClient, lease: ServerLease) -> None:
-    lease.take(Holder.current(), "runs/a")
+def test_other_adapters_are_anybodys(http: TestClient, fence: ServerFence) -> None:
+    fence.take_lease(Holder.current(), "runs/a")
     assert http.post("/load/mine").status_code == http.post("/unload/mine").status_code == 200
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_without_a_live_trainer_so_is_its_own(http: TestClient, lease: ServerLease, ended: bool) -> None:
+def test_without_a_live_trainer_so_is_its_own(http: TestClient, fence: ServerFence, ended: bool) -> None:
     if ended:
-        lease.take(Holder.current(), "runs/a")
-        lease._taken = lease._taken and lease._taken.model_copy(update={"holder": dead_holder()})
+        fence.take_lease(Holder.current(), "runs/a")
+        fence._lease = fence._lease and fence._lease.model_copy(update={"holder": dead_holder()})
     assert http.post(f"/load/{ADAPTER}").status_code == http.post(f"/unload/{ADAPTER}").status_code == 200

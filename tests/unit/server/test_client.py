@@ -44,7 +44,7 @@ def error_of(answers: Answers, call: str, *, timeout_s: float = 20) -> BridgeErr
         return caught.value
 
 
-def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
+def test_each_call_sends_its_route_token_and_holder() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         answers = [CALLS[name](client) for name in CALLS]
     assert [f"{asked.method} {asked.path}" for asked in server.asked] == [
@@ -65,7 +65,7 @@ def test_each_call_asks_its_own_route_with_the_token_and_who_it_is() -> None:
     assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
 
 
-def test_a_takeover_names_its_checkpoint_by_an_absolute_path_and_the_version_it_wants() -> None:
+def test_a_takeover_sends_an_absolute_checkpoint_and_version() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         client.pause("keep", last_checkpoint=Path("saved/step_3"), takeover=True)
         client.publish(3)
@@ -74,7 +74,7 @@ def test_a_takeover_names_its_checkpoint_by_an_absolute_path_and_the_version_it_
     assert publish["version"] == 3
 
 
-def test_a_pause_asks_for_the_memory_of_the_kv_cache_where_it_is_wanted() -> None:
+def test_a_pause_requests_sleep_where_it_is_wanted() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         client.pause("keep", sleep=True)
     assert server.asked[0].body["sleep"] is True
@@ -114,7 +114,7 @@ def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
         "409 of html", "409 without remedy", "409 of a list", "no gzip",
     ],
 )  # fmt: skip
-def test_a_server_that_does_not_answer_as_ours_does_is_unreachable(call: str, answers: Answers) -> None:
+def test_an_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) -> None:
     error = error_of(answers, call)
     assert type(error) is ServerUnreachableError
     assert error.exit_code == 5
@@ -139,9 +139,7 @@ def test_a_server_that_is_too_slow_is_unreachable() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_only_calls_that_may_take_long_wait_for_the_whole_time_limit(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
 
     def slow(asked: Asked) -> Answer:
@@ -156,7 +154,7 @@ def test_only_calls_that_may_take_long_wait_for_the_whole_time_limit(
                 CALLS[call](client)
 
 
-def test_a_pause_that_waits_for_requests_has_the_whole_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draining_pause_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
 
     def slow(asked: Asked) -> Answer:
@@ -225,7 +223,7 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("keepalive_s", "num_connections"), [(20.0, 1), (0.0, 3)])
-def test_a_connection_is_used_again_unless_the_server_may_be_closing_it(
+def test_an_idle_connection_is_not_reused(
     monkeypatch: pytest.MonkeyPatch, keepalive_s: float, num_connections: int
 ) -> None:
     monkeypatch.setattr(client_module, "KEEPALIVE_S", keepalive_s)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import Holder, InFlight, PauseRequest
+from bridge.server.protocol import Capabilities, Holder, InFlight, PauseRequest
 from bridge_patches import server_fence
 from bridge_patches.engine_outputs import SERVE_VERSION
 from bridge_patches.server_fence import ServerFence
@@ -101,7 +101,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def test_a_passage_pauses_settles_drops_the_cache_and_publishes_once() -> None:
+def test_a_passage_pauses_settles_drops_cache_and_publishes() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -197,7 +197,7 @@ def test_a_pause_can_be_tried_again_after_it_failed() -> None:
     run(passage())
 
 
-def test_a_second_living_holder_is_refused_and_the_first_keeps_the_fence() -> None:
+def test_a_second_living_holder_is_refused() -> None:
     child = living()
     other = holder_of(child.pid)
     engine = FakeEngine()
@@ -238,7 +238,7 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
         end(child)
 
 
-def test_a_holder_that_dies_leaves_the_weights_torn_for_every_ordinary_writer() -> None:
+def test_a_dead_holder_leaves_weights_torn_for_writers() -> None:
     child = living()
     other = holder_of(child.pid)
     engine = FakeEngine()
@@ -275,7 +275,7 @@ async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncI
     yield fence
 
 
-def test_torn_weights_are_mended_by_who_takes_them_over_and_publishes() -> None:
+def test_torn_weights_are_repaired_by_a_takeover() -> None:
     engine = FakeEngine()
 
     async def passage() -> None:
@@ -292,7 +292,7 @@ def test_torn_weights_are_mended_by_who_takes_them_over_and_publishes() -> None:
     run(passage())
 
 
-def test_who_took_torn_weights_over_cannot_serve_them_as_they_are() -> None:
+def test_a_takeover_cannot_resume_unwritten_weights() -> None:
     engine = FakeEngine()
 
     async def passage() -> None:
@@ -306,7 +306,7 @@ def test_who_took_torn_weights_over_cannot_serve_them_as_they_are() -> None:
     run(passage())
 
 
-def test_who_dies_in_a_takeover_leaves_the_weights_torn_again_and_the_next_may_mend_them() -> None:
+def test_a_takeover_that_dies_leaves_weights_torn() -> None:
     engine = FakeEngine()
     child = living()
 
@@ -362,7 +362,7 @@ def test_a_takeover_never_robs_a_living_holder() -> None:
         end(child)
 
 
-def test_a_server_that_serves_may_be_taken_over_too_and_resumes_if_that_fails() -> None:
+def test_a_failed_takeover_of_a_serving_server_resumes_it() -> None:
     engine = FakeEngine(failing="reset")
     fence = ServerFence(engine, manifest())
 
@@ -378,7 +378,7 @@ def test_a_server_that_serves_may_be_taken_over_too_and_resumes_if_that_fails() 
     run(passage())
 
 
-def test_the_refusal_names_the_checkpoint_that_the_dead_one_had_named(tmp_path: Path) -> None:
+def test_a_torn_refusal_names_the_last_checkpoint(tmp_path: Path) -> None:
     async def passage() -> None:
         async with torn(FakeEngine(), str(tmp_path)) as fence:
             with pytest.raises(AttachError) as refused:
@@ -388,7 +388,7 @@ def test_the_refusal_names_the_checkpoint_that_the_dead_one_had_named(tmp_path: 
     run(passage())
 
 
-def test_a_writer_that_names_no_checkpoint_keeps_the_one_that_was_named() -> None:
+def test_a_writer_without_a_checkpoint_keeps_the_last_one() -> None:
     fence = ServerFence(FakeEngine(), manifest())
 
     async def passage() -> None:
@@ -416,7 +416,7 @@ def test_versions_never_run_backwards() -> None:
     run(passage())
 
 
-def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
+def test_an_invisible_holder_is_refused_the_fence() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
     dead = dead_holder()
@@ -431,7 +431,7 @@ def test_a_holder_whose_end_the_server_would_not_notice_is_refused() -> None:
     run(passage())
 
 
-def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> None:
+def test_torn_weights_and_adapters_need_their_own_kind() -> None:
     engine = FakeEngine()
     child = living()
     fence = ServerFence(engine, manifest())
@@ -461,10 +461,10 @@ def test_torn_weights_and_a_torn_adapter_are_each_mended_by_their_own_kind() -> 
 
 
 def sleeper(engine: FakeEngine) -> ServerFence:
-    return ServerFence(engine, manifest(), can_sleep=True)
+    return ServerFence(engine, manifest(), Capabilities(can_sleep=True))
 
 
-def test_the_kv_cache_sleeps_between_the_dropped_caches_and_the_next_token() -> None:
+def test_the_kv_cache_sleeps_until_the_next_token() -> None:
     engine = FakeEngine()
     fence = sleeper(engine)
 
@@ -509,7 +509,7 @@ def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
 
 
 @pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
-def test_what_fails_before_the_kv_cache_sleeps_wakes_nothing(failing: str) -> None:
+def test_a_failure_before_the_sleep_wakes_nothing(failing: str) -> None:
     engine = FakeEngine(failing=failing)
 
     async def passage() -> None:
@@ -535,7 +535,7 @@ def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some(ends: bool) -> None:
+def test_a_failed_pause_waits_for_memory(ends: bool) -> None:
     engine, child = FakeEngine(failing="sleep"), living()
     fence, holder = sleeper(engine), holder_of(child.pid)
 
@@ -546,7 +546,7 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
         assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
         if ends:
             end(child)
-            await asyncio.sleep(3 * server_fence.LOOK_S)
+            await asyncio.sleep(3 * server_fence.POLL_S)
             assert engine.calls.count("wake") > 1
         engine.missing = [None, None]
         if not ends:
@@ -560,7 +560,7 @@ def test_a_pause_that_fails_and_finds_no_memory_stands_still_until_there_is_some
 
 
 @pytest.mark.parametrize("leave", [ServerFence.publish, ServerFence.release])
-def test_a_kv_cache_that_finds_no_memory_leaves_the_fence_held_until_it_does(
+def test_a_kv_cache_without_memory_keeps_the_fence_held(
     leave: Callable[[ServerFence, Holder], Coroutine[Any, Any, None]], tmp_path: Path
 ) -> None:
     engine = FakeEngine()
@@ -583,7 +583,7 @@ def test_a_kv_cache_that_finds_no_memory_leaves_the_fence_held_until_it_does(
 
 
 @pytest.mark.parametrize("failing", ["", "settle"])
-def test_who_takes_over_from_one_that_died_while_the_kv_cache_slept_wakes_it(failing: str) -> None:
+def test_a_takeover_wakes_the_kv_cache_of_a_dead_holder(failing: str) -> None:
     engine = FakeEngine()
     child = living()
     fence = sleeper(engine)
@@ -609,7 +609,7 @@ def test_who_takes_over_from_one_that_died_while_the_kv_cache_slept_wakes_it(fai
         end(child)
 
 
-def test_a_holder_that_pauses_once_more_may_let_the_kv_cache_sleep_then() -> None:
+def test_a_second_pause_may_let_the_kv_cache_sleep() -> None:
     engine = FakeEngine()
     fence = sleeper(engine)
 
@@ -627,11 +627,11 @@ def test_a_holder_that_pauses_once_more_may_let_the_kv_cache_sleep_then() -> Non
     ("keep_kv", "sleep", "can_keep", "kept"),
     [(True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False)],
 )
-def test_keys_and_values_in_flight_are_kept_if_asked_for_and_possible(
+def test_keys_and_values_are_kept_if_requested_and_possible(
     keep_kv: bool, sleep: bool, can_keep: bool, kept: bool
 ) -> None:
     engine = FakeEngine()
-    fence = ServerFence(engine, manifest(), can_sleep=True, can_keep_kv=can_keep)
+    fence = ServerFence(engine, manifest(), Capabilities(can_sleep=True, can_keep_kv=can_keep))
 
     async def passage() -> None:
         await fence.pause(asking(ME, "keep", keep_kv=keep_kv, sleep=sleep))

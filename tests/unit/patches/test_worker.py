@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_patches import memory_pool
+from bridge_patches import placement, wrap
+from bridge_patches.worker import BridgeWorker
 
 GIB = 2**30
 
@@ -49,7 +50,7 @@ class Gpu:
         self.free_bytes += handle[1]
 
 
-class FakeWorker:
+class FakeWorker(BridgeWorker):
     """vLLM's worker and its pool as of 0.26: sleeping and waking always affect everything in it."""
 
     def __init__(self, gpu: Gpu, allocations: dict[int, Allocation]) -> None:
@@ -93,7 +94,7 @@ def start(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeWorke
     return start
 
 
-def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm: Any) -> None:
+def test_weights_and_slots_stay_out_of_the_sleep_pool(vllm: Any) -> None:
     entered: list[str | None] = []
 
     class CuMemAllocator:
@@ -103,7 +104,7 @@ def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm
             yield
 
     vllm.CuMemAllocator = CuMemAllocator
-    memory_pool.patch()
+    wrap(CuMemAllocator, "use_memory_pool")(placement._use_memory_pool)
     for tag in ("weights", "runtime", "kv_cache", "workspace"):
         with CuMemAllocator().use_memory_pool(tag=tag):
             pass
@@ -112,43 +113,34 @@ def test_what_a_trainer_shares_stays_out_of_the_pool_and_the_kv_cache_in_it(vllm
     assert entered == ["kv_cache", "workspace", None]
 
 
-@pytest.mark.parametrize(
-    ("enabled", "backend", "expected"),
-    [(True, "cumem", True), (False, "cumem", False), (True, "cuda_checkpoint", False)],
-)
-def test_a_vllm_can_sleep_if_its_own_pool_is_switched_on(enabled: bool, backend: str, expected: bool) -> None:
-    config = SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=backend)
-    assert memory_pool.can_sleep(config) is expected
-
-
-def test_the_memory_is_free_in_between_and_each_way_is_gone_once(start: Callable[..., FakeWorker]) -> None:
+def test_sleep_frees_the_memory_and_wake_maps_it_again(start: Callable[..., FakeWorker]) -> None:
     worker = start(20, 30)
-    assert memory_pool.wake(worker) is None  # it is awake
+    assert worker.bridge_wake() is None  # it is awake
     for _ in range(2):
-        memory_pool.sleep(worker)
+        worker.bridge_sleep()
         assert (worker.gpu.free_bytes, worker.gpu.mapped) == (100 * GIB, set())
     for _ in range(2):
-        assert memory_pool.wake(worker) is None
+        assert worker.bridge_wake() is None
         assert (worker.gpu.free_bytes, worker.gpu.mapped) == (50 * GIB, {0, 1})
 
 
-def test_too_little_memory_is_told_in_figures_and_nothing_of_it_is_kept(start: Callable[..., FakeWorker]) -> None:
+def test_too_little_memory_is_reported_and_none_is_kept(start: Callable[..., FakeWorker]) -> None:
     worker = start(20, 30)
-    memory_pool.sleep(worker)
+    worker.bridge_sleep()
     worker.gpu.free_bytes -= 60 * GIB
     for _ in range(2):
-        told = memory_pool.wake(worker)
+        told = worker.bridge_wake()
         assert told == "50.00 GiB are needed, and 40.00 GiB of the GPU are free (CUDA Error: out of memory)"
         assert (worker.gpu.free_bytes, worker.gpu.mapped) == (40 * GIB, set())
         assert all(data.is_asleep for data in worker.allocations.values())
     worker.gpu.free_bytes += 60 * GIB
-    assert memory_pool.wake(worker) is None
+    assert worker.bridge_wake() is None
     assert worker.gpu.mapped == {0, 1}
 
 
-def test_what_vllm_brought_back_with_its_content_is_not_taken_away_again(start: Callable[..., FakeWorker]) -> None:
+def test_restored_contents_are_not_unmapped(start: Callable[..., FakeWorker]) -> None:
     worker = start(1, 1, 1, tag="cudagraph")
-    memory_pool.sleep(worker)
+    worker.bridge_sleep()
     worker.gpu.fails_after = 2
-    assert memory_pool.wake(worker) is not None
+    assert worker.bridge_wake() is not None
     assert worker.gpu.mapped == {0, 1}

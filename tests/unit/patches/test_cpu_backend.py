@@ -5,6 +5,7 @@ Not covered: sampling with them in vLLM (`tests/cpu/test_torn_tokens.py`, where 
 
 import sys
 from enum import Enum
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -118,14 +119,14 @@ def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known
     assert cpu_backend.is_known(layer) == known
 
 
-def test_on_the_cpu_rows_without_an_adapter_get_nothing_from_the_last_slot() -> None:
+def test_rows_without_an_adapter_get_nothing_from_a_slot() -> None:
     def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
         """As in vLLM 0.26 to 0.32: -1 is the last slot."""
         assert add
         output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
 
     inputs, weights, output = torch.ones(3, 5), torch.ones(2, 1, 4, 5), torch.zeros(3, 4)
-    patched = cpu_backend.without_base_rows(kernel)
+    patched = partial(cpu_backend.without_base_rows, kernel)
     patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
     assert output.tolist() == [[0] * 4, [5] * 4, [0] * 4]
     assert inputs.all()
@@ -161,7 +162,7 @@ class Runner:
         return made
 
 
-sample_tokens = cpu_backend.without_unfinished_prompts(Runner.sample_tokens)
+sample_tokens = partial(cpu_backend.without_unfinished_prompts, Runner.sample_tokens)
 
 
 def states(runner: Runner) -> dict[int, bytes]:
@@ -173,7 +174,7 @@ def test_vllm_alone_would_die_of_it() -> None:
         Runner([False, False, True]).sample_tokens(None)
 
 
-def test_a_request_whose_prompt_goes_on_keeps_its_generator_as_it_was() -> None:
+def test_an_unfinished_prompt_keeps_its_generator() -> None:
     runner = Runner([True, True, False, True])
     before = states(runner)
     sample_tokens(runner, None)
@@ -237,7 +238,7 @@ def test_prompt_logits_use_the_adapter_of_their_request() -> None:
     with pytest.raises(RuntimeError, match="einsum"):
         Scoring(Punica())._get_prompt_logprobs_dict(hidden_states, scheduled)
     runner = Scoring(PatchedPunica())
-    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict)(runner, hidden_states, scheduled)
+    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict, runner, hidden_states, scheduled)
     assert found == {"a": [0, 10, 20], "b": [90, 120], "c": [100, 120]}
     assert runner.num_prompt_logprobs == {"gone": 0, "b": 0}
     assert runner.punica.sampler_indices.tolist() == [0, -1, 1]

@@ -127,9 +127,7 @@ def test_an_adapter_is_not_published_without_the_key(
     mode.close()
 
 
-def test_a_server_that_is_watched_by_another_route_than_health_is_sent_it(
-    server: HttpServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_health_check_on_another_route_sends_the_key(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     address = urlsplit(server.url)
     watched = str(address.hostname), int(address.port or 0), "/v1/models"
     assert health(*watched, limit_s=20) == "unwell"
@@ -145,9 +143,7 @@ def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monk
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_credentials_of_a_url_are_sent_to_the_proxy_that_asks_for_them(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_credentials_of_a_url_are_sent_to_the_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     with serving(answers) as server:
         CLIENTS[name](server.url.replace("http://", "http://user:pass@"))

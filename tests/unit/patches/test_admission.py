@@ -14,7 +14,7 @@ from bridge_patches import admission, routes
 from bridge_patches.admission import Rules
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
-from tests.unit.test_routes import AUTHORISED, FakeEngine
+from tests.unit.patches.test_routes import AUTHORISED, FakeEngine
 
 KEYS = ["the key", "another key"]
 CLOSED = ["/invocations", "/adapters", "/metrics", "/v1/models", "/version", "/health/more", "/ping", "/openapi.json"]
@@ -58,7 +58,7 @@ def test_each_of_the_keys_opens_every_route(path: str, given: str) -> None:
     assert asked(vllm(api_key=KEYS), path, authorization=given) == 200
 
 
-def test_health_is_open_and_the_manifests_token_opens_our_own_routes_without_the_key() -> None:
+def test_health_is_open_and_the_token_opens_bridge_routes() -> None:
     app = vllm(api_key=KEYS)
     assert asked(app, "/health") == 200
     assert asked(app, "/bridge/status", **AUTHORISED) == 200

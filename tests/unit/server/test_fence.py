@@ -98,7 +98,7 @@ def noting(number: int, calls: list[str]) -> Iterator[None]:
         signal.signal(number, previous)
 
 
-def test_the_order_is_pause_write_publish_and_the_version_the_servers() -> None:
+def test_an_update_pauses_writes_and_publishes() -> None:
     fake = FakeClient()
     times = update(fake, lambda: fake.calls.append("write"), "wait")
     assert fake.calls == ["pause wait", "write", "publish"]
@@ -134,14 +134,14 @@ def test_nothing_is_written_when_the_fence_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ServerUnreachableError("lost", remedy="look")])
-def test_an_error_on_the_way_back_from_a_pause_lets_the_server_go_on(error: Exception) -> None:
+def test_a_lost_answer_to_a_pause_resumes_the_server(error: Exception) -> None:
     fake = FakeClient({"pause keep": error})
     with pytest.raises(type(error)):
         update(fake, lambda: fake.calls.append("write"))
     assert fake.calls == ["pause keep", "resume"]
 
 
-def test_what_is_prepared_comes_inside_of_the_pause_and_before_the_first_write() -> None:
+def test_prepare_runs_inside_the_pause_before_the_write() -> None:
     fake = FakeClient()
     update(fake, lambda: fake.calls.append("write"), prepare=lambda: fake.calls.append("prepare"))
     assert fake.calls == ["pause keep", "prepare", "write", "publish"]
@@ -155,14 +155,14 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_memory_that_was_kept_for_later_is_given_back_before_the_kv_cache_takes_its_own(emptied: list[str]) -> None:
+def test_cached_memory_is_freed_before_the_kv_cache_wakes(emptied: list[str]) -> None:
     fake = FakeClient()
     fake.calls = emptied
     update(fake, lambda: fake.calls.append("write"), prepare=lambda: fake.calls.append("prepare"), sleep=True)
     assert fake.calls == ["pause keep sleep", "prepare", "write", "empty cache", "publish"]
 
 
-def test_memory_stays_with_this_process_where_the_kv_cache_does(emptied: list[str]) -> None:
+def test_memory_stays_cached_where_the_kv_cache_stays(emptied: list[str]) -> None:
     update(FakeClient(), lambda: None, prepare=lambda: None)
     assert emptied == []
 
@@ -171,7 +171,7 @@ class Computed:
     """Something large."""
 
 
-def test_an_error_before_the_first_write_publishes_nothing_and_the_server_goes_on() -> None:
+def test_an_error_in_prepare_resumes_the_server_unchanged() -> None:
     fake = FakeClient()
 
     def prepare() -> None:
@@ -184,7 +184,7 @@ def test_an_error_before_the_first_write_publishes_nothing_and_the_server_goes_o
     assert fake.version == 4
 
 
-def test_what_was_computed_before_an_error_is_gone_when_the_kv_cache_takes_its_memory(emptied: list[str]) -> None:
+def test_an_error_in_prepare_frees_what_was_computed(emptied: list[str]) -> None:
     fake = FakeClient()
     fake.calls = emptied
     left: list[weakref.ref[Computed]] = []
@@ -221,7 +221,7 @@ def test_a_server_that_cannot_go_on_after_an_error_is_told() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_before_the_first_write_acts_at_once_and_the_server_goes_on(number: int) -> None:
+def test_an_interrupt_in_prepare_resumes_the_server(number: int) -> None:
     fake = FakeClient()
 
     def prepare() -> None:
@@ -236,7 +236,7 @@ def test_an_interrupt_before_the_first_write_acts_at_once_and_the_server_goes_on
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_an_interrupt_while_the_server_pauses_acts_before_anything_is_prepared() -> None:
+def test_an_interrupt_while_pausing_acts_before_prepare() -> None:
     fake = FakeClient()
 
     def pause(*_: Any, **__: Any) -> Status:
@@ -249,7 +249,7 @@ def test_an_interrupt_while_the_server_pauses_acts_before_anything_is_prepared()
     assert fake.calls == ["pause", "resume"]
 
 
-def test_a_second_interrupt_does_not_keep_the_server_from_going_on() -> None:
+def test_a_second_interrupt_does_not_stop_the_resume() -> None:
     fake = FakeClient()
 
     def resume() -> Status:
@@ -262,7 +262,7 @@ def test_a_second_interrupt_does_not_keep_the_server_from_going_on() -> None:
     assert fake.calls == ["pause keep", "resume"]
 
 
-def test_an_interrupt_while_writing_waits_whatever_was_prepared() -> None:
+def test_an_interrupt_while_writing_waits_after_prepare() -> None:
     fake = FakeClient()
     with pytest.raises(KeyboardInterrupt):
         update(fake, interrupt, prepare=lambda: fake.calls.append("prepare"))
@@ -299,7 +299,7 @@ def test_whatever_ends_a_process_waits_too(number: signal.Signals) -> None:
     assert fake.calls == ["pause keep", "publish", number.name]
 
 
-def test_an_error_is_not_hidden_by_an_interrupt_and_the_handlers_are_back() -> None:
+def test_an_interrupt_hides_no_error() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def write() -> None:
@@ -320,7 +320,7 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def test_outside_of_the_main_thread_the_fence_works_without_signals() -> None:
+def test_the_fence_works_outside_the_main_thread() -> None:
     fake, errors = FakeClient(), list[BaseException]()
 
     def work() -> None:
@@ -340,13 +340,13 @@ def restore(fake: FakeClient, write: Callable[[], None], version: int = 0) -> fe
     return update(fake, write, version=version, takeover=True, last_checkpoint=Path("saved/step_3"))
 
 
-def test_an_update_names_what_would_mend_it_and_never_takes_over() -> None:
+def test_an_update_names_its_checkpoint_and_takes_nothing_over() -> None:
     fake = FakeClient()
     update(fake, lambda: None, last_checkpoint=Path("saved/step_2"))
     assert (fake.calls, fake.named) == (["pause keep", "publish"], Path("saved/step_2"))
 
 
-def test_a_restore_takes_the_fence_over_keeps_requests_and_names_its_own_checkpoint() -> None:
+def test_a_restore_takes_over_and_names_its_own_checkpoint() -> None:
     fake = FakeClient()
     restore(fake, lambda: fake.calls.append("write"))
     assert fake.calls == ["pause keep takeover", "write", "publish"]
@@ -354,13 +354,11 @@ def test_a_restore_takes_the_fence_over_keeps_requests_and_names_its_own_checkpo
 
 
 @pytest.mark.parametrize(("asked", "published"), [(0, 5), (4, 5), (5, 5), (9, 9)])
-def test_a_restore_publishes_as_the_next_version_or_the_checkpoints_if_that_is_later(
-    asked: int, published: int
-) -> None:
+def test_a_restore_publishes_the_later_version(asked: int, published: int) -> None:
     assert restore(FakeClient(), lambda: None, asked).version == published
 
 
-def test_a_restore_that_fails_while_writing_neither_publishes_nor_resumes() -> None:
+def test_a_failed_restore_neither_publishes_nor_resumes() -> None:
     fake = FakeClient()
 
     def write() -> None:
@@ -401,7 +399,7 @@ def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
     assert found == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}
 
 
-def test_frozen_only_reads_if_another_process_takes_the_lease_while_it_waits() -> None:
+def test_frozen_only_reads_once_another_process_has_the_lease() -> None:
     fake = FakeClient()
     busy_until(fake, 2)
     pausing = fake.pause
@@ -418,20 +416,20 @@ def test_frozen_only_reads_if_another_process_takes_the_lease_while_it_waits() -
         assert (may_write, fake.writes) == (False, "nothing")
 
 
-def test_what_no_other_process_keeps_from_being_paused_is_told_as_the_server_tells_it() -> None:
+def test_frozen_raises_the_servers_own_refusal() -> None:
     fake = FakeClient({"pause keep": AttachError("torn", remedy="restore")})
     with pytest.raises(AttachError, match="torn"), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")
 
 
-def test_without_a_server_to_pause_an_update_is_run_in_the_same_order() -> None:
+def test_an_update_without_a_server_runs_in_the_same_order() -> None:
     calls: list[str] = []
 
     def published() -> int:
         calls.append("publish")
         return 7
 
-    fenced = fence.run(published, Update())
+    fenced = fence.run(Update(), published)
     times = publish(fenced, lambda: calls.append("write"), lambda: calls.append("prepare"))
     assert (calls, times.version) == (["prepare", "write", "publish"], 7)
 
@@ -449,14 +447,14 @@ def busy_until(fake: FakeClient, attempt: int) -> None:
     fake.pause = pause  # type: ignore[method-assign]
 
 
-def test_a_trainer_waits_for_a_process_that_holds_the_fence_for_a_moment() -> None:
+def test_an_update_waits_while_another_process_has_the_fence() -> None:
     fake = FakeClient()
     busy_until(fake, 3)
     update(fake, lambda: fake.calls.append("write"))
     assert fake.calls == ["pause keep", "pause keep", "pause keep", "write", "publish"]
 
 
-def test_one_that_holds_the_fence_for_too_long_is_named_and_nothing_is_written(
+def test_a_fence_held_too_long_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fence, "BUSY_LIMIT_S", 0.0)
@@ -467,7 +465,7 @@ def test_one_that_holds_the_fence_for_too_long_is_named_and_nothing_is_written(
     assert set(fake.calls) == {"pause keep"}
 
 
-def test_an_interrupt_acts_at_once_while_another_process_holds_the_fence() -> None:
+def test_an_interrupt_acts_while_waiting_for_the_fence() -> None:
     fake = FakeClient()
     busy_until(fake, 100)
     threading.Timer(0.3, interrupt).start()
@@ -489,7 +487,7 @@ def test_frozen_resumes_after_an_error_too() -> None:
     assert fake.calls == ["pause keep", "resume"]
 
 
-def test_frozen_resumes_what_it_may_have_paused_though_the_answer_is_lost() -> None:
+def test_frozen_resumes_after_a_lost_answer() -> None:
     fake = FakeClient({"pause keep": ServerUnreachableError("gone", remedy="restart")})
     with pytest.raises(ServerUnreachableError), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
-from bridge_patches import lora_slots, model_runner
+from bridge_patches import placement
+from tests.unit.patches.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 # The fixture and the fakes of vLLM's layers; pytest finds a fixture by its imported name.
 from tests.unit.test_layout import rows
-from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
@@ -68,7 +68,7 @@ def model_with_slots() -> Any:
 
 def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
     model = model_with_slots()
-    found = lora_slots.find(model, views())
+    found = placement.lora_slots(model, views())
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
     assert {name: (id(a), id(b)) for name, (a, b) in found.items()} == {
         f"{block}.{name}": (id(layer.lora_a_stacked[index]), id(layer.lora_b_stacked[index]))
@@ -88,7 +88,7 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     processor = SimpleNamespace()
     processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
     model.lora_manager = SimpleNamespace(modules={"lm_head": processor})
-    found = lora_slots.find(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
+    found = placement.lora_slots(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
     assert found["lm_head"][0] is processor.lora_a_stacked
     assert found["lm_head"][1] is processor.lora_b_stacked
 
@@ -108,29 +108,29 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
 def test_slots_of_another_layout_are_left_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
     model: Any = nn.Module()
     model.lora_manager = SimpleNamespace(modules={"proj": stack(SimpleNamespace(), *pairs)})
-    assert lora_slots.find(model, {"proj.weight": rows("proj.weight", (16, HIDDEN), 0, 16)}) == {}
+    assert placement.lora_slots(model, {"proj.weight": rows("proj.weight", (16, HIDDEN), 0, 16)}) == {}
 
 
-def test_a_parameter_that_is_part_of_what_the_slots_are_for_is_left_out() -> None:
+def test_a_part_of_a_fused_adapter_is_left_out() -> None:
     model = model_with_slots()
     alone = {"q.weight": rows("attn.qkv_proj.weight", (24, HIDDEN), 0, 16)}
-    assert lora_slots.find(model, alone) == {}
+    assert placement.lora_slots(model, alone) == {}
 
 
 def test_a_model_without_lora_has_no_slots() -> None:
-    assert lora_slots.tensors(nn.Linear(2, 2)) == {}
-    assert lora_slots.find(nn.Linear(2, 2), views()) == {}
+    assert placement.slot_tensors(nn.Linear(2, 2)) == {}
+    assert placement.lora_slots(nn.Linear(2, 2), views()) == {}
 
 
-def test_slots_are_moved_with_the_weights_and_stay_the_objects_that_they_are() -> None:
+def test_slots_move_with_the_weights_as_the_same_objects() -> None:
     model = model_with_slots()
-    before = {name: (tensor, tensor.clone()) for name, tensor in lora_slots.tensors(model).items()}
+    before = {name: (tensor, tensor.clone()) for name, tensor in placement.slot_tensors(model).items()}
     table, tuples = model.embed.lora_a_stacked, model.attn["qkv_proj"].lora_b_stacked
-    model_runner._move_to_shared_memory(model)
-    block = model_runner.shared_block(model)
+    placement._move_to_shared_memory(model)
+    block = placement.shared_block(model)
     assert block is not None
     start, end = block.storage.data_ptr(), block.storage.data_ptr() + block.storage.nbytes()
-    after = lora_slots.tensors(model)
+    after = placement.slot_tensors(model)
     assert len(after) == 2 * 6 + 1
     for name, (tensor, values) in before.items():
         assert after[name] is tensor
@@ -143,7 +143,7 @@ def test_slots_are_moved_with_the_weights_and_stay_the_objects_that_they_are() -
 
 def test_a_slot_that_moves_or_goes_is_noticed() -> None:
     model = model_with_slots()
-    places = model_runner.Places(model)
+    places = placement.Addresses(model)
     model.mlp["down_proj"].lora_a_stacked[0][1] = 5
     assert places.moved() == []
     model.mlp["down_proj"].lora_a_stacked = (model.mlp["down_proj"].lora_a_stacked[0].clone(),)
@@ -153,9 +153,9 @@ def test_a_slot_that_moves_or_goes_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_exports_slots_that_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_slots()
-    model_runner._move_to_shared_memory(model)
+    placement._move_to_shared_memory(model)
     shard = Shard.model_validate_json(worker(model, monkeypatch).bridge_export())
     assert shard.lora_slots.keys() == {name.removesuffix(".weight") for name in SHAPES if "_proj.weight" in name}
     handle: Any = shard.lora_slots["attn.v_proj"].lora_b
@@ -166,7 +166,7 @@ def test_a_worker_exports_slots_that_another_process_can_open(monkeypatch: pytes
     assert (model.attn["qkv_proj"].lora_b_stacked[2][1, 0, 2] == 7).all()
 
 
-def test_the_slots_of_a_rank_are_those_of_its_part_of_the_weights() -> None:
+def test_the_slots_of_a_rank_fit_its_part_of_the_weights() -> None:
     """Of two ranks the second, with half of the outputs of a column layer and half of the inputs of a row layer."""
     model: Any = nn.Module()
     column, row = slots(8, HIDDEN), slots(HIDDEN, 6)
@@ -192,7 +192,7 @@ def test_the_slots_of_a_rank_are_those_of_its_part_of_the_weights() -> None:
     for down in (row, sharded):
         layers = {"up": stack(SimpleNamespace(), column), "down": stack(SimpleNamespace(), down)}
         model.lora_manager = SimpleNamespace(modules=layers)
-        found = lora_slots.find(model, {f"{name}.weight": view for name, view in parts.items()})
+        found = placement.lora_slots(model, {f"{name}.weight": view for name, view in parts.items()})
         assert found.keys() == ({"up", "down"} if down is row else {"up"})
         assert found["up"] == column
 

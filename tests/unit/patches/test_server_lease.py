@@ -3,7 +3,8 @@
 import asyncio
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from bridge.errors import AttachError, FenceBusyError
 from bridge.server.protocol import Holder, InFlight, Written
 from bridge_patches.server_fence import Phase, ServerFence
 from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
-from tests.unit.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run
+from tests.unit.patches.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ async def begun(engine: Draining, pause: "asyncio.Future[None]") -> None:
     assert not pause.done()
 
 
-def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(fence: ServerFence, other: Holder) -> None:
+def test_a_second_trainer_is_refused_and_the_first_named(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     with pytest.raises(AttachError) as refused:
         fence.take_lease(ME, "runs/second")
@@ -66,10 +67,10 @@ def test_a_second_trainer_is_refused_at_its_start_and_the_first_is_named(fence: 
     assert (lease.holder, lease.run) == (other, "runs/first")
 
 
-def test_a_lease_that_is_given_back_is_free_and_nobody_gives_back_anothers(fence: ServerFence, other: Holder) -> None:
+def test_only_its_holder_returns_a_lease(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
     fence.give_lease_back(ME)
-    assert fence.lease.held
+    assert fence.lease
     fence.give_lease_back(other)
     assert fence.status().lease is None
     fence.take_lease(ME, "runs/second")
@@ -80,17 +81,17 @@ def test_the_lease_of_a_dead_process_is_free(fence: ServerFence, child: subproce
     end(child)
     assert fence.status().lease is None
     fence.take_lease(ME, "runs/second")
-    assert fence.lease.held
+    assert fence.lease
 
 
-def test_a_process_whose_end_the_server_would_not_notice_gets_no_lease(fence: ServerFence) -> None:
+def test_an_invisible_process_gets_no_lease(fence: ServerFence) -> None:
     with pytest.raises(AttachError, match="not visible"):
         fence.take_lease(elsewhere(), "runs/elsewhere")
 
 
 @pytest.mark.parametrize("writes", ["weights", "adapter"])
 @pytest.mark.parametrize("takeover", [False, True])
-def test_who_has_no_lease_pauses_for_writing_only_while_nobody_has_it(
+def test_a_writer_without_lease_pauses_only_if_it_is_free(
     fence: ServerFence, engine: FakeEngine, other: Holder, writes: Written, takeover: bool
 ) -> None:
     async def passage() -> None:
@@ -108,9 +109,7 @@ def test_who_has_no_lease_pauses_for_writing_only_while_nobody_has_it(
     run(passage())
 
 
-def test_a_reader_pauses_beside_a_trainer_which_is_told_to_try_again(
-    fence: ServerFence, engine: FakeEngine, other: Holder
-) -> None:
+def test_a_reader_pauses_beside_a_trainer(fence: ServerFence, engine: FakeEngine, other: Holder) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
         await fence.pause(asking(ME, "keep", writes="nothing"))
@@ -128,7 +127,7 @@ def test_a_reader_pauses_beside_a_trainer_which_is_told_to_try_again(
     run(passage())
 
 
-def test_a_reader_that_dies_inside_the_fence_leaves_nothing_torn_and_the_server_goes_on(
+def test_a_reader_that_dies_leaves_nothing_torn(
     fence: ServerFence, engine: FakeEngine, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
@@ -156,14 +155,14 @@ def test_the_lease_waits_for_who_is_inside_the_fence(fence: ServerFence, other: 
     run(passage())
 
 
-def test_who_leaves_the_server_paused_keeps_the_lease_until_its_end(
+def test_a_lease_outlives_its_return_inside_the_fence(
     fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
 ) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
         await fence.pause(asking(other, "keep"))
         fence.give_lease_back(other)
-        assert fence.lease.held
+        assert fence.lease
         end(child)
         assert fence.status().state == "torn"
         assert fence.status().lease is None
@@ -204,7 +203,7 @@ def test_a_publication_whose_answer_was_lost_is_made_once(fence: ServerFence, en
     run(passage())
 
 
-def test_a_late_repetition_of_a_publication_does_not_end_the_next_pause(fence: ServerFence, engine: FakeEngine) -> None:
+def test_a_late_repeated_publication_ends_no_later_pause(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
         await fence.pause(asking(ME, "keep"))
         await fence.publish(ME, after=0)
@@ -218,9 +217,7 @@ def test_a_late_repetition_of_a_publication_does_not_end_the_next_pause(fence: S
     run(passage())
 
 
-def test_a_publication_that_could_not_resume_is_finished_when_it_is_sent_again(
-    fence: ServerFence, engine: FakeEngine
-) -> None:
+def test_a_publication_that_could_not_resume_is_retried(fence: ServerFence, engine: FakeEngine) -> None:
     async def passage() -> None:
         await fence.pause(asking(ME, "keep"))
         engine.failing = "resume"
@@ -247,9 +244,7 @@ def test_who_paused_to_write_does_not_become_a_reader(
     run(passage())
 
 
-def test_a_writer_that_is_stopped_is_waited_for_and_never_robbed(
-    fence: ServerFence, child: subprocess.Popen[bytes], other: Holder
-) -> None:
+def test_a_stopped_writer_keeps_the_fence(fence: ServerFence, child: subprocess.Popen[bytes], other: Holder) -> None:
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
         await fence.pause(asking(other, "keep"))
@@ -266,9 +261,7 @@ def test_a_writer_that_is_stopped_is_waited_for_and_never_robbed(
     run(passage())
 
 
-def test_a_trainer_that_dies_while_its_pause_is_pending_leaves_a_server_that_serves(
-    child: subprocess.Popen[bytes], other: Holder
-) -> None:
+def test_a_death_in_a_pending_pause_leaves_the_server_serving(child: subprocess.Popen[bytes], other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -289,7 +282,7 @@ def test_a_trainer_that_dies_while_its_pause_is_pending_leaves_a_server_that_ser
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_a_trainer_that_no_longer_waits_for_its_pause_does_not_get_it(drained: bool) -> None:
+def test_a_disconnected_trainer_does_not_get_its_pause(drained: bool) -> None:
     async def passage() -> None:
         engine = Draining()
         fence, left = ServerFence(engine, manifest()), asyncio.Event()
@@ -310,9 +303,7 @@ def test_a_trainer_that_no_longer_waits_for_its_pause_does_not_get_it(drained: b
     run(passage())
 
 
-def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
-    child: subprocess.Popen[bytes], other: Holder
-) -> None:
+def test_a_death_in_a_pending_takeover_leaves_it_torn(child: subprocess.Popen[bytes], other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -328,7 +319,7 @@ def test_a_takeover_that_dies_while_it_is_pending_leaves_torn_what_was_torn(
     run(passage())
 
 
-def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: Holder) -> None:
+def test_a_lease_taken_during_a_pending_pause_wins(other: Holder) -> None:
     async def passage() -> None:
         engine = Draining()
         fence = ServerFence(engine, manifest())
@@ -343,9 +334,7 @@ def test_a_lease_that_is_taken_while_anothers_pause_is_pending_wins(other: Holde
     run(passage())
 
 
-def test_a_trainer_that_dies_while_its_publication_resumes_leaves_nothing_torn(
-    child: subprocess.Popen[bytes], other: Holder
-) -> None:
+def test_a_death_while_a_publication_resumes_tears_nothing(child: subprocess.Popen[bytes], other: Holder) -> None:
     class Slow(FakeEngine):
         async def resume_generation(self) -> None:
             reached.set()
@@ -367,4 +356,143 @@ def test_a_trainer_that_dies_while_its_publication_resumes_leaves_nothing_torn(
         await fence.pause(asking(ME, "keep", version=1))
 
     reached, resumes = asyncio.Event(), asyncio.Event()
+    run(passage())
+
+
+Processes = tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Two live ranks, the leader first."""
+    both = living(), living()
+    yield both
+    for process in both:
+        end(process)
+
+
+@pytest.fixture
+def ranks(processes: Processes) -> Holder:
+    return holder_of(*(process.pid for process in processes))
+
+
+def test_ranks_pause_and_publish_as_one_whichever_of_them_calls(
+    fence: ServerFence, engine: FakeEngine, ranks: Holder
+) -> None:
+    async def passage() -> None:
+        fence.take_lease(ranks, "runs/first")
+        await fence.pause(asking(ranks, "keep"))
+        again = Holder.model_validate_json(ranks.model_dump_json())  # as sent by another rank
+        await fence.publish(again, version=7)
+        assert (fence.state, fence.version, engine.calls) == ("serving", 7, [*PAUSED, "resume"])
+        fence.give_lease_back(again)
+        assert fence.lease is None
+
+    run(passage())
+
+
+def test_one_rank_alone_is_another_holder(fence: ServerFence, ranks: Holder, processes: Processes) -> None:
+    async def passage() -> None:
+        fence.take_lease(ranks, "runs/first")
+        await fence.pause(asking(ranks, "keep"))
+        with pytest.raises(AttachError, match="does not hold the fence"):
+            await fence.publish(holder_of(processes[0].pid))
+        await fence.publish(ranks)
+
+    run(passage())
+
+
+def test_a_lease_is_free_when_all_ranks_have_ended(fence: ServerFence, processes: Processes, ranks: Holder) -> None:
+    fence.take_lease(ranks, "runs/first")
+    end(processes[0])
+    with pytest.raises(AttachError, match=f"pid {processes[0].pid}, run runs/first"):
+        fence.take_lease(ME, "runs/second")
+    end(processes[1])
+    fence.take_lease(ME, "runs/second")
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_incomplete_ranks_get_neither_lease_nor_fence(
+    fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder, leads: bool
+) -> None:
+    end(processes[0 if leads else 1])
+    with pytest.raises(AttachError, match="could not notice its end"):
+        fence.take_lease(ranks, "runs/first")
+    with pytest.raises(AttachError, match="could not notice its end"):
+        run(fence.pause(asking(ranks, "keep")))
+    assert engine.calls == []
+
+
+Call = Callable[[ServerFence, Holder], Coroutine[Any, Any, None]]
+
+
+async def _write(fence: ServerFence, holder: Holder) -> None:
+    fence.refuse_unless_writing(holder)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("call", [ServerFence.publish, ServerFence.release, _write])
+def test_a_rank_that_dies_writing_leaves_the_weights_torn(
+    fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder, leads: bool, call: Call
+) -> None:
+    async def passage() -> None:
+        fence.take_lease(ranks, "runs/first")
+        await fence.pause(asking(ranks, "keep", last_checkpoint="/saved"))
+        end(processes[0 if leads else 1])
+        assert fence.state == "torn"
+        with pytest.raises(AttachError, match=f"half-written: process {processes[0].pid} died"):
+            await call(fence, ranks)
+        assert (fence.state, fence.version, engine.paused) == ("torn", 0, True)
+
+    run(passage())
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_no_takeover_while_a_writing_rank_is_alive(
+    fence: ServerFence, processes: Processes, ranks: Holder, leased: bool
+) -> None:
+    async def passage() -> None:
+        if leased:
+            fence.take_lease(ranks, "runs/first")
+        await fence.pause(asking(ranks, "keep"))
+        end(processes[0])
+        for writes in ("weights", "nothing"):
+            with pytest.raises(AttachError if leased and writes == "weights" else FenceBusyError):
+                await fence.pause(asking(ME, "keep", writes=writes, takeover=True))
+        end(processes[1])
+        fence.take_lease(ME, "bridge restore")
+        await fence.pause(asking(ME, "keep", takeover=True))
+        await fence.publish(ME)
+        assert (fence.state, fence.version) == ("serving", 1)
+
+    run(passage())
+
+
+def test_ranks_that_lose_one_do_not_get_a_pending_pause(processes: Processes, ranks: Holder) -> None:
+    async def passage() -> None:
+        engine = Draining()
+        fence = ServerFence(engine, manifest())
+        pause = asyncio.ensure_future(fence.pause(asking(ranks, "wait")))
+        await begun(engine, pause)
+        end(processes[1])
+        with pytest.raises(AttachError, match="nothing was written"):
+            await pause
+        assert (fence.state, engine.paused) == ("serving", False)
+
+    run(passage())
+
+
+def test_reading_ranks_hold_the_fence_until_the_last_ends(
+    fence: ServerFence, engine: FakeEngine, processes: Processes, ranks: Holder
+) -> None:
+    async def passage() -> None:
+        await fence.pause(asking(ranks, "keep", writes="nothing"))
+        end(processes[0])
+        await asyncio.sleep(0.3)
+        assert (fence.state, engine.paused) == ("paused", True)
+        end(processes[1])
+        assert fence._watcher
+        await fence._watcher
+        assert (fence.state, fence.version, engine.paused) == ("serving", 0, False)
+
     run(passage())

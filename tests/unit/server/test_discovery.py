@@ -93,7 +93,7 @@ def test_of_several_servers_none_is_chosen_and_all_are_named(tmp_path: Path) -> 
         assert [check.status for check in checks.examine(None).checks] == ["SKIP"]
 
 
-def test_a_process_that_wrote_no_manifest_or_another_ones_is_no_server(tmp_path: Path) -> None:
+def test_a_process_without_its_own_manifest_is_no_server(tmp_path: Path) -> None:
     switched = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
     path = tmp_path / "other.json"
     manifests.write(manifest(server=dead_server()), path)
@@ -119,7 +119,7 @@ def test_verify_uses_it_and_says_which(
 
 
 @pytest.mark.parametrize("ancestors", [(), (11,)])
-def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(
+def test_doctor_does_not_propose_to_kill_other_servers(
     tmp_path: Path, ancestors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = discovery.choice(tmp_path / "m.json", manifest())
@@ -132,7 +132,7 @@ def test_nobody_is_told_to_kill_a_server_that_was_started_elsewhere(
     assert "kill " not in f"{check.found} {check.remedy}"
 
 
-def test_a_process_whose_environment_cannot_be_read_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_unreadable_environment_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden:
         pid = 1
 

@@ -15,7 +15,7 @@ from bridge.errors import AttachError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import AdapterSlot, Holder, Refusal, Status
 from bridge_patches import routes
-from bridge_patches.adapter import AdapterClaim, ServedAdapter
+from bridge_patches.adapter import Adapters
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import as_json, serving
@@ -125,12 +125,12 @@ def models(engine: FakeEngine) -> FakeModels:
 
 
 @pytest.fixture
-def served(engine: FakeEngine, models: FakeModels) -> ServedAdapter:
-    return ServedAdapter(engine, models)
+def served(engine: FakeEngine, models: FakeModels) -> Adapters:
+    return Adapters(engine, models, ServerFence(engine, manifest()))
 
 
 def test_an_adapter_is_loaded_pinned_and_its_slot_told(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     assert asyncio.run(served.serve("mine", folder)) == 0
     assert engine.order == ["drop caches", "load mine", "pin 1"]
@@ -139,7 +139,7 @@ def test_an_adapter_is_loaded_pinned_and_its_slot_told(
 
 @pytest.mark.parametrize("second", ["mine", "other"])
 def test_a_second_adapter_takes_the_place_of_the_first(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str, second: str
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str, second: str
 ) -> None:
     async def both() -> None:
         await served.serve("mine", folder)
@@ -157,8 +157,8 @@ def test_a_second_adapter_takes_the_place_of_the_first(
     assert engine.slots == [2]
 
 
-def test_a_released_adapter_gives_its_slot_back_and_guards_it_no_more(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+def test_a_released_adapter_frees_its_slot(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def passage() -> None:
         await served.release()
@@ -174,8 +174,8 @@ def test_a_released_adapter_gives_its_slot_back_and_guards_it_no_more(
     assert models.lora_requests == {}
 
 
-def test_an_adapter_that_the_server_was_started_with_is_taken_out(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+def test_an_adapter_of_the_servers_start_is_removed(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["mine"] = adapter("mine", 40)
     engine.slots = [40]
@@ -183,8 +183,8 @@ def test_an_adapter_that_the_server_was_started_with_is_taken_out(
     assert engine.order == ["remove 40", "drop caches", "load mine", "pin 1"]
 
 
-def test_an_adapter_that_somebody_unloaded_gives_its_slot_back_all_the_same(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+def test_an_unloaded_adapter_frees_its_slot(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def both() -> None:
         await served.serve("mine", folder)
@@ -195,8 +195,8 @@ def test_an_adapter_that_somebody_unloaded_gives_its_slot_back_all_the_same(
     assert engine.slots == [2]
 
 
-def test_a_request_whose_adapter_was_taken_out_meanwhile_never_reaches_the_engine(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+def test_a_request_for_a_removed_adapter_is_refused(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def late() -> None:
         await served.serve("mine", folder)
@@ -211,8 +211,8 @@ def test_a_request_whose_adapter_was_taken_out_meanwhile_never_reaches_the_engin
     assert engine.order[-2:] == ["request now", "request base"]
 
 
-def test_nothing_is_loaded_over_the_trained_adapter_or_into_its_slot(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+def test_nothing_replaces_the_trained_adapter(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def load(name: str) -> Any:
         return await models.load_lora_adapter(SimpleNamespace(lora_name=name, lora_path=folder))
@@ -228,10 +228,10 @@ def test_nothing_is_loaded_over_the_trained_adapter_or_into_its_slot(
     assert models.lora_requests.keys() == {"mine"}
 
 
-def test_with_slots_to_spare_other_adapters_are_loaded_and_served(folder: str) -> None:
+def test_spare_slots_serve_other_adapters(folder: str) -> None:
     engine = FakeEngine(num_slots=2)
     models = FakeModels(engine)
-    served = ServedAdapter(engine, models)
+    served = Adapters(engine, models, ServerFence(engine, manifest()))
 
     async def loads() -> list[Any]:
         await served.serve("mine", folder)
@@ -245,7 +245,7 @@ def test_with_slots_to_spare_other_adapters_are_loaded_and_served(folder: str) -
 
 
 def test_without_a_slot_for_every_other_adapter_none_is_lent(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     models.lora_requests["other"] = adapter("other", 40)
     with pytest.raises(AttachError, match="1 LoRA slots for 2 adapters") as caught:
@@ -262,8 +262,8 @@ def test_without_a_slot_for_every_other_adapter_none_is_lent(
         ("mine", "empty", r"no adapter_config\.json in"),
     ],
 )
-def test_a_refused_load_is_told_in_vllms_words_and_leaves_the_next_one_its_place(
-    served: ServedAdapter, engine: FakeEngine, folder: str, name: str, place: str, words: str
+def test_a_refused_load_keeps_vllms_message_and_frees_the_slot(
+    served: Adapters, engine: FakeEngine, folder: str, name: str, place: str, words: str
 ) -> None:
     (Path(folder) / "bad").mkdir()
     (Path(folder) / "bad" / "adapter_config.json").write_text("{}")
@@ -278,7 +278,7 @@ def test_a_refused_load_is_told_in_vllms_words_and_leaves_the_next_one_its_place
 
 
 def test_no_adapter_means_that_the_one_before_stays(
-    served: ServedAdapter, engine: FakeEngine, models: FakeModels, folder: str
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
 ) -> None:
     async def twice() -> None:
         await served.serve("mine", folder)
@@ -290,7 +290,7 @@ def test_no_adapter_means_that_the_one_before_stays(
     assert models.lora_requests.keys() == {"mine"}
 
 
-def test_a_cache_that_cannot_be_dropped_loads_nothing(served: ServedAdapter, engine: FakeEngine, folder: str) -> None:
+def test_a_cache_that_cannot_be_dropped_loads_nothing(served: Adapters, engine: FakeEngine, folder: str) -> None:
     engine.drops = False
     with pytest.raises(AttachError, match="prefix cache"):
         asyncio.run(served.serve("mine", folder))
@@ -299,7 +299,7 @@ def test_a_cache_that_cannot_be_dropped_loads_nothing(served: ServedAdapter, eng
 
 @pytest.mark.parametrize("other_rank", [None, 1])
 def test_ranks_have_to_agree_on_the_slot(
-    served: ServedAdapter, engine: FakeEngine, folder: str, other_rank: int | None
+    served: Adapters, engine: FakeEngine, folder: str, other_rank: int | None
 ) -> None:
     engine.other_rank = [other_rank]
     with pytest.raises(AttachError, match=r"rank 1 answers (None|1), expected 0"):
@@ -311,9 +311,8 @@ def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
     app = FastAPI()
     routes.BridgeRoutes().attach_router(app)
     app.state.bridge_manifest = manifest()
-    app.state.bridge_adapter = ServedAdapter(engine, models)
     app.state.bridge_fence = ServerFence(engine, manifest())
-    app.state.bridge_claim = AdapterClaim(models, app.state.bridge_fence.lease)
+    app.state.bridge_adapters = Adapters(engine, models, app.state.bridge_fence)
     with TestClient(app, headers=AUTHORISED) as client:
         yield client
 
@@ -328,11 +327,11 @@ def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models
     answer = http.request("DELETE", "/bridge/adapter", json=HOLDER)
     assert Status.model_validate_json(answer.content).state == "serving"
     assert models.lora_requests == {}
-    assert http.app.state.bridge_claim.expected() is None  # type: ignore[attr-defined]
+    assert http.app.state.bridge_adapters.expected() is None  # type: ignore[attr-defined]
 
 
 def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient, folder: str) -> None:
-    http.app.state.bridge_adapter = ServedAdapter(FakeEngine(None), None)  # type: ignore[attr-defined]
+    http.app.state.bridge_adapters = Adapters(FakeEngine(None), FakeModels(FakeEngine()), ServerFence(None, manifest()))  # type: ignore[attr-defined]
     answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
@@ -341,7 +340,7 @@ def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient,
 
 
 @pytest.mark.parametrize("body", [{"name": "", "path": "/a"}, {"name": "a", "path": "here"}, {"name": "a"}])
-def test_over_http_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body: dict[str, str]) -> None:
+def test_over_http_an_invalid_request_is_refused(http: TestClient, body: dict[str, str]) -> None:
     assert http.post("/bridge/adapter", json={**HOLDER, **body}).status_code == 422
 
 

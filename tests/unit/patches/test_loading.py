@@ -14,7 +14,7 @@ from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import check_coverage
-from bridge_patches import loading, model_runner
+from bridge_patches import loading, placement, wrap
 from bridge_patches.loading import RECORDS, Record, record_of, watched
 from bridge_patches.worker import BridgeWorker
 
@@ -228,14 +228,14 @@ def test_a_parameter_that_vllm_has_no_place_for_is_refused() -> None:
         laid_out(Model(), {**SHAPES, "extra.weight": (3,)})
 
 
-def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> None:
+def test_moving_to_shared_memory_keeps_values_ties_and_views() -> None:
     model: Any = Model()
     storage = torch.arange(40, dtype=torch.bfloat16)
     model.one, model.other = nn.Parameter(storage[:8]), nn.Parameter(storage[8:40].view(4, 8))
     model.single = nn.Parameter(torch.randn(3))  # float32
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model_runner._move_to_shared_memory(model)
-    block = model_runner.shared_block(model)
+    placement._move_to_shared_memory(model)
+    block = placement.shared_block(model)
     assert block is not None
     start = block.storage.data_ptr()
     for name, p in model.named_parameters():
@@ -254,7 +254,7 @@ def test_moving_into_shared_memory_keeps_values_ties_views_and_alignment() -> No
 
 def test_a_parameter_that_moves_or_goes_is_noticed() -> None:
     model: Any = Model()
-    places = model_runner.Places(model)
+    places = placement.Addresses(model)
     assert places.moved() == []
     model.norm.weight.data += 1
     assert places.moved() == []
@@ -265,23 +265,22 @@ def test_a_parameter_that_moves_or_goes_is_noticed() -> None:
 
 
 def test_the_weights_of_a_runner_are_watched_after_the_load() -> None:
-    order: list[str] = []
-
     class Runner:
-        bridge_places: model_runner.Places
+        bridge_addresses: placement.Addresses
 
         def load_model(self, load_dummy_weights: bool = False) -> None:
-            order.append("load")
             self.model = Model()
 
         def get_model(self) -> nn.Module:
             return self.model
 
-    model_runner._wrap(Runner, lambda _: order.append("after"))
+    wrap(Runner, "load_model")(placement._load_model)
     runner = Runner()
     runner.load_model()
-    assert order == ["load", "after"]
-    assert runner.bridge_places.moved() == []
+    block = placement.shared_block(runner.model)
+    assert block is not None, "on the CPU the weights are moved"
+    assert {p.untyped_storage().data_ptr() for p in runner.model.parameters()} == {block.storage.data_ptr()}
+    assert runner.bridge_addresses.moved() == []
 
 
 def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -292,14 +291,14 @@ def worker(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.rank = 0
     config = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=False)
     made.vllm_config = SimpleNamespace(model_config=config, parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    made.model_runner = SimpleNamespace(get_model=lambda: model, bridge_places=model_runner.Places(model))
+    made.model_runner = SimpleNamespace(get_model=lambda: model, bridge_addresses=placement.Addresses(model))
     return made
 
 
 @pytest.mark.usefixtures("vllm")
 def test_a_worker_exports_what_another_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
-    model_runner._move_to_shared_memory(model)
+    placement._move_to_shared_memory(model)
     shard = json.loads(worker(model, monkeypatch).bridge_export())
     assert shard["param_mappings"].keys() == SHAPES.keys()
     assert shard["gpu_uuid"] is None
@@ -321,7 +320,7 @@ def test_a_worker_refuses_weights_of_another_type_by_name(monkeypatch: pytest.Mo
 def test_a_worker_refuses_a_parameter_without_a_partner(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model.k_scale = parameter(1)
-    model_runner._move_to_shared_memory(model)
+    placement._move_to_shared_memory(model)
     assert "k_scale" in json.loads(worker(model, monkeypatch).bridge_export())["error"]
 
 

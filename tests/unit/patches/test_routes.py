@@ -22,7 +22,7 @@ from bridge.server import fence
 from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
-from bridge.server.protocol import VERSION_HEADER, Digests, Finiteness, Holder, Refusal, Status, Values
+from bridge.server.protocol import VERSION_HEADER, Capabilities, Digests, Finiteness, Holder, Refusal, Status, Values
 from bridge_patches import exporter, routes
 from bridge_patches.server_fence import Phase, ServerFence
 from tests.fenced import publish
@@ -150,7 +150,7 @@ def test_a_passage_with_a_sleeping_kv_cache_over_http(http: TestClient, app: Fas
     assert http.get("/bridge/status").json()["can_sleep"] is False
     refused = http.post("/bridge/pause", json=asking)
     assert (refused.status_code, http.get("/bridge/status").json()["state"]) == (409, "serving")
-    app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest, can_sleep=True)
+    app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest, Capabilities(can_sleep=True))
     paused = http.post("/bridge/pause", json=asking).json()
     assert (paused["state"], paused["can_sleep"], engine.awake) == ("paused", True, False)
     engine.lacks = "too little memory"
@@ -210,7 +210,7 @@ def listening(app: FastAPI) -> Iterator[str]:
         thread.join()
 
 
-def test_a_trainer_that_gives_up_a_pending_pause_leaves_a_server_that_serves(app: FastAPI) -> None:
+def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> None:
     class Busy(FakeEngine):
         paused = False
 
@@ -236,7 +236,7 @@ def test_a_resume_publishes_nothing(http: TestClient) -> None:
     assert http.post("/bridge/resume", json=HOLDER).json()["version"] == 0
 
 
-def test_what_the_writer_names_is_told_and_versions_never_run_backwards(http: TestClient) -> None:
+def test_the_status_has_the_checkpoint_and_versions_only_rise(http: TestClient) -> None:
     paused = http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": "/saved/step_6"})
     assert paused.json()["last_checkpoint"] == "/saved/step_6"
     assert http.post("/bridge/publish", json={**after(0), "version": 6}).json()["version"] == 6
@@ -246,9 +246,7 @@ def test_what_the_writer_names_is_told_and_versions_never_run_backwards(http: Te
     assert http.post("/bridge/publish", json={**after(7), "version": -1}).status_code == 422
 
 
-def test_a_torn_server_refuses_a_pause_with_the_command_that_mends_it_and_takes_a_takeover(
-    http: TestClient, app: FastAPI, tmp_path: Path
-) -> None:
+def test_a_torn_server_refuses_all_but_a_takeover(http: TestClient, app: FastAPI, tmp_path: Path) -> None:
     http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": str(tmp_path)})
     app.state.bridge_fence.enter(Phase.WRITING, dead_holder())
     torn = http.get("/bridge/status").json()
@@ -281,8 +279,7 @@ def test_reading_and_digests_answer_what_the_first_rank_says(http: TestClient, a
 
 
 def test_each_rank_answers_for_its_own_part(http: TestClient, app: FastAPI) -> None:
-    shard = app.state.bridge_manifest.shard(0)
-    app.state.bridge_manifest = manifest().model_copy(update={"shards": (shard, shard), "tp_degree": 2})
+    app.state.bridge_manifest = manifest().model_copy(update={"other_shards": (manifest(),), "tp_degree": 2})
     app.state.bridge_engine = FakeEngine(1, [1.25])
     elements = [{**ELEMENT, "part": 1}, ELEMENT]
     values = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": elements}).content)
@@ -324,7 +321,7 @@ def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: Fas
 @pytest.mark.parametrize(
     ("element", "status", "words"),
     [
-        ({"parameter": "model.w\x1b[2J", "index": 0}, 404, "1 of 2 names are not parameters of tiny"),
+        ({"parameter": "model.w\x1b[2J", "index": 0}, 404, "is not a parameter of tiny"),
         ({"parameter": "w", "index": 4}, 422, "w has 4 elements, so none has index 4"),
         ({"parameter": "w", "index": 10**30}, 422, "w has 4 elements"),
     ],
@@ -385,7 +382,7 @@ def test_a_request_that_does_not_fit_is_no_servers_error(http: TestClient, body:
     assert http.post("/bridge/tensors/read", json=body).status_code == 422
 
 
-def test_every_answer_carries_the_version_and_both_if_it_changed_meanwhile(http: TestClient, app: FastAPI) -> None:
+def test_every_answer_has_the_version_or_both_versions(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_fence.version = 3
     assert http.get("/v1/quick").headers[VERSION_HEADER] == "3"
     assert http.get("/v1/updated").headers[VERSION_HEADER] == "3-4"
@@ -405,7 +402,7 @@ def write_when_listening(url: str, path: Path) -> None:
     asyncio.run(asyncio.wait_for(exporter.write_when_listening(exported, path), 20))
 
 
-def test_the_manifest_is_there_once_the_server_is_well_and_not_before(tmp_path: Path) -> None:
+def test_the_manifest_is_written_once_the_server_is_healthy(tmp_path: Path) -> None:
     path = tmp_path / manifests.MANIFEST_NAME
     asked: list[bool] = []
 
@@ -419,7 +416,7 @@ def test_the_manifest_is_there_once_the_server_is_well_and_not_before(tmp_path: 
     assert manifests.load(path).url == server.url
 
 
-def test_a_server_that_is_not_well_yet_is_not_asked_without_pause(tmp_path: Path) -> None:
+def test_an_unhealthy_server_is_not_polled_without_pause(tmp_path: Path) -> None:
     num_asked = 0
 
     def answers(_: http_server.Asked) -> http_server.Answer:
@@ -447,7 +444,7 @@ def test_a_proxy_in_the_environment_is_passed_by(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "m").exists()
 
 
-def test_a_manifest_that_cannot_be_written_ends_the_server_with_one_line(
+def test_an_unwritable_manifest_ends_the_server_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raised: list[int] = []

@@ -116,7 +116,7 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     assert (second.text, second.finish_reason) == ("<11><21><31>", "length")
 
 
-def test_the_engine_is_asked_for_the_whole_distribution_and_no_text(http: TestClient, engine: FakeEngine) -> None:
+def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, engine: FakeEngine) -> None:
     http.post(COMPLETIONS, json=ASKED)
     http.post(COMPLETIONS, json=ASKED)
     (prompt, params, first, adapter), (*_, second, _) = engine.asked
@@ -171,7 +171,7 @@ def test_filters_and_speculation_are_refused_together(http: TestClient, engine: 
 
 
 @pytest.mark.parametrize(("reason", "text"), [("x", "<10><20><30>"), (30, "<10><20>"), (None, "<10><20>")])
-def test_a_text_that_ends_a_completion_stays_in_it_and_a_stop_token_does_not(
+def test_a_stop_text_stays_and_a_stop_token_does_not(
     http: TestClient, engine: FakeEngine, reason: int | str | None, text: str
 ) -> None:
     engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], reason)]
@@ -227,7 +227,7 @@ def test_an_engine_that_died_is_no_refusal(http: TestClient, engine: FakeEngine)
     assert http.post(COMPLETIONS, json=ASKED).status_code == 500
 
 
-def test_weights_that_are_no_numbers_are_named_with_what_loads_others(http: TestClient, engine: FakeEngine) -> None:
+def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     engine.not_finite = ["a", "b", "c", "d"]
     answer = http.post(COMPLETIONS, json=ASKED)
@@ -237,9 +237,7 @@ def test_weights_that_are_no_numbers_are_named_with_what_loads_others(http: Test
     assert refusal.remedy.startswith("bridge restore CHECKPOINT")
 
 
-def test_log_probabilities_that_are_no_numbers_in_spite_of_the_weights_are_an_error(
-    http: TestClient, engine: FakeEngine
-) -> None:
+def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     answer = http.post(COMPLETIONS, json=ASKED)
     assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
