@@ -21,7 +21,7 @@ from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 MakeOptimizer = Callable[..., InPlaceOptimizer]
 """As `factory.make`."""

@@ -20,8 +20,7 @@ from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER
 from bridge.weights import loaded, model_folder
 from bridge.weights.adapter import Adapter
-from bridge.weights.attach import AttachedModel, attach, attach_again
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import AttachedModel, OpenedModel, attach, attach_again
 
 
 class LoraDisk:

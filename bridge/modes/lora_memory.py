@@ -22,8 +22,7 @@ from bridge.server.manifest import LoraSlot
 from bridge.server.protocol import ADAPTER
 from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter, Matrices
-from bridge.weights.attach import RESTART, open_handles
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import RESTART, OpenedModel, open_handles
 
 
 class LoraMemory(PatchedServer):

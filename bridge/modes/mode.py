@@ -13,7 +13,7 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 
 class ServerProcess(Protocol):

@@ -24,7 +24,7 @@ from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
 from bridge.weights import loaded, model_folder
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 
 class OwnCopy(ABC):

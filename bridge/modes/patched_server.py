@@ -16,8 +16,7 @@ from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER, Holder, Status, Written
 from bridge.weights import skeleton
-from bridge.weights.attach import attach, attach_again
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel, attach, attach_again
 
 
 class PatchedServer:

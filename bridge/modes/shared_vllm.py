@@ -5,8 +5,8 @@ from pathlib import Path
 from bridge.config import TrainConfig
 from bridge.modes.mode import RunContext
 from bridge.modes.patched_server import PatchedServer, manifest_of
-from bridge.weights import model_folder, parts_folder
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights import model_folder
+from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 
 
@@ -23,24 +23,16 @@ class SharedVllm(PatchedServer):
         return self.attach()
 
     def save(self, folder: Path) -> None:
-        model, source = self._attached.model, self._config.model_name
-        if self._parts is None:
-            model_folder.save(model, source, folder)
-        else:
-            parts_folder.save(model, self._parts, source, folder)
+        model_folder.save(self._attached.model, self._config.model_name, folder, self._parts)
 
     def pass_on(self) -> None:
         if self._parts is not None:
-            parts_folder.pass_on(self._attached.model, self._parts)
+            model_folder.pass_on(self._attached.model, self._parts)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model, parts = self._attached.model, self._parts
-        if parts is None:
-            model_folder.check(model, checkpoint)  # before the server pauses
-            self.overwrite(lambda: model_folder.load_into(model, checkpoint), checkpoint, version)
-        else:
-            parts_folder.check(model, parts, checkpoint)
-            self.overwrite(lambda: parts_folder.load_into(model, parts, checkpoint), checkpoint, version)
+        model_folder.check(model, checkpoint, parts)  # before the server pauses
+        self.overwrite(lambda: model_folder.load_into(model, checkpoint, parts), checkpoint, version)
 
     @property
     def _parts(self) -> Parts | None:

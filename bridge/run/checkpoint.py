@@ -30,8 +30,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.run.whole_state import WholeState
 from bridge.server.protocol import Version
 from bridge.types import TrainedProblems
-from bridge.weights.cut import Cut
-from bridge.weights.parts import Parts
+from bridge.weights.parts import Cut, Parts
 
 MARKER_NAME = "bridge_checkpoint.json"
 """Written last: a folder that holds it is a checkpoint of Bridge."""

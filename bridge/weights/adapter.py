@@ -27,9 +27,8 @@ from transformers import PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.ranks.world import ALONE, Ranks
-from bridge.weights.adapter_folder import WEIGHTS_NAME
-from bridge.weights.cut import Cut
-from bridge.weights.parts import Parts
+from bridge.weights.parts import Cut, Parts
+from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 
 NAME = "default"
 """PEFT's name of the one adapter."""
@@ -113,7 +112,7 @@ class Adapter:
             RankError: what parts hold alike differs; nothing was written.
         """
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
-        save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
+        save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
 
     def pass_on(self) -> None:
@@ -140,7 +139,7 @@ class Adapter:
             UsageError: it cannot be read, or has other shapes, other modules or another scaling.
         """
         try:
-            saved: dict[str, Tensor] = load_file(folder / WEIGHTS_NAME)
+            saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
             config = LoraConfig.from_pretrained(str(folder))
         except (OSError, ValueError, SafetensorError) as error:
             raise UsageError(f"{folder} holds no readable adapter: {error}", remedy="name another one") from error

@@ -19,7 +19,7 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import HttpServer, serving

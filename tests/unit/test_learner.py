@@ -25,7 +25,7 @@ from bridge.passes import budget
 from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from tests.models import tiny
 
 CPU = torch.device("cpu")

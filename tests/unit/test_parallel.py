@@ -22,7 +22,7 @@ from bridge.passes.parallel import Parallel, Shared, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import prepare
 from bridge.ranks.world import Ranks
-from bridge.weights.cut import Cut
+from bridge.weights.parts import Cut, shared_elements
 from tests import family_results
 from tests.family_results import NUM_PARTS
 from tests.models import vllm_cuts
@@ -340,6 +340,6 @@ def test_heads_are_this_parts_and_all_else_is_the_models_own_even_in_a_copy() ->
 def test_a_run_may_hold_what_is_shared_beside_what_is_not() -> None:
     """A fused parameter with one KV head: on the last part its queries, keys and values follow each other."""
     cuts = [Cut((6,), (((0, 2), (4, 2)),)), Cut((6,), (((2, 4),),))]
-    (shared,) = parallel._shared({"w": 0}, [{"w": cut} for cut in cuts], {"w"})
+    (shared,) = shared_elements([{"w": cut} for cut in cuts], {"w"})
     assert (shared.start, shared.length, shared.parts, shared.adds_up) == (4, 2, (0, 1), True)
     assert all(shared.of(cut.of(torch.arange(6)), cut).tolist() == [4, 5] for cut in cuts)

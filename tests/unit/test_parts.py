@@ -24,11 +24,10 @@ from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run.whole_state import WholeState
 from bridge.types import Group
-from bridge.weights import model_folder, parts_folder
+from bridge.weights import model_folder
 from bridge.weights import parts as parts_
-from bridge.weights.cut import Cut
-from bridge.weights.opened_model import OpenedModel
-from bridge.weights.parts import Parts
+from bridge.weights.attach import OpenedModel
+from bridge.weights.parts import Cut, Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
 from tests.unit.several_ranks import on_ranks
@@ -276,14 +275,14 @@ def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
     model, parts = in_parts(ranks, FAMILIES[family]())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if ranks.leads:
-        parts_folder.save(model, parts, source, folder)
+        model_folder.save(model, source, folder, parts)
     else:
-        parts_folder.pass_on(model, parts)
+        model_folder.pass_on(model, parts)
     for parameter in model.parameters():
         parameter.data.zero_()
     ranks.told(None)
-    parts_folder.check(model, parts, folder)
-    parts_folder.load_into(model, parts, folder)
+    model_folder.check(model, folder, parts)
+    model_folder.load_into(model, folder, parts)
     return all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
