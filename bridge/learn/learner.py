@@ -34,8 +34,8 @@ from bridge.learn.policy_loss import NUM_SUMS, LossShares, LossSpec, least_entro
 from bridge.learn.reference import Reference
 from bridge.learn.samples import mini_batches
 from bridge.optimizers import factory
+from bridge.optimizers.gradients import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.optimizers.release import added_in_float32
 from bridge.passes.budget import Budget
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -100,7 +100,7 @@ class Learner:
         self.optimizer, self._ranks, self._parallel = optimizer, ranks, parallel
         self._config, self._model, self._budget, self._reference = config, model, budget, reference
         self._spec, self._temperature = LossSpec.of(config.loss), config.sampling.temperature
-        self._schedule, self._num_before = factory.schedule(config), 0
+        self._schedule, self._num_before = factory.schedule(config.optimizer, config.training_steps), 0
         """Factor of the learning rate by the number of planned updates before, and that number for this batch."""
         self._updates_in_backward = config.optimizer.gradient_release and not config.optimizer.offload
         self._refusal: UsageError | None = None

@@ -13,7 +13,7 @@ from bridge.errors import UsageError
 from bridge.learn.learner import Learner
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
-from bridge.optimizers.alike import Alike
+from bridge.optimizers.gradients import Alike
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
@@ -64,7 +64,7 @@ def learner_of(
     several: dict[str, Any] = {} if ranks.size == 1 else {"ranks": ranks}
     if parallel is not None:
         several["alike"] = _alike(model, parallel)
-    optimizer = make_optimizer(config, groups, **several)
+    optimizer = make_optimizer(config.optimizer, groups, seed=config.seed, **several)
     try:
         optimizer.allocate()
         reference = open_reference(config, model, opened.device, note, max_model_len=max_model_len)

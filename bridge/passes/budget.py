@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.config.optimizers import FLOAT32_BYTES
 from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
-from bridge.optimizers.state_bytes import FLOAT32_BYTES
 from bridge.passes import attention, layers
 from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs

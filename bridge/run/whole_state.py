@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.moments import CodedMoments
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.weights.parts import Parts
 
 
 class WholeState:
     """The state of an optimizer of parts; it is read and written like an optimizer's."""
 
-    def __init__(self, optimizer: SharedOptimizer, trained: Mapping[str, nn.Parameter], parts: Parts) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, trained: Mapping[str, nn.Parameter], parts: Parts) -> None:
         self.flags = optimizer.flags
         self._optimizer, self._parts = optimizer, parts
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
@@ -98,5 +98,5 @@ def of(
     """Return what a checkpoint is written from and loaded into; `parts` None: the optimizer has whole parameters."""
     if parts is None:
         return optimizer
-    assert isinstance(optimizer, SharedOptimizer), "the library has no parts"
+    assert isinstance(optimizer, ShardedOptimizer), "the library has no parts"
     return WholeState(optimizer, trained, parts)

@@ -18,11 +18,11 @@ from bridge.passes import attention, cut_layers, layers, logprobs, parallel, wid
 from bridge.passes.cut_layers import Words
 from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
-from bridge.passes.parallel import Parallel, Shared, divide
+from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import prepare
 from bridge.ranks.world import Ranks
-from bridge.weights.parts import Cut, shared_elements
+from bridge.weights.parts import Cut, Shared, shared_elements
 from tests import family_results
 from tests.family_results import NUM_PARTS
 from tests.models import vllm_cuts

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from bridge.errors import RankError, UsageError
 from bridge.learn.opening import learner_of
 from bridge.optimizers import slabs
-from bridge.optimizers.alike import counted
+from bridge.optimizers.gradients import counted
 from bridge.optimizers.offload import OffloadedAdamW
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
@@ -155,7 +155,7 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
     if parts is not None:
         same = [name for name in trained if all(cuts[name].axis is None for cuts in parts.cuts)]
         alike = {trained[n]: [] if ranks.part == 0 else [range(trained[n].numel())] for n in same}
-    optimizer: SharedOptimizer
+    optimizer: ShardedOptimizer
     if kind == OFFLOADED:
         optimizer = OffloadedAdamW(trained.values(), lr=1e-2, ranks=ranks, alike=alike)
     else:

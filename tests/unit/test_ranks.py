@@ -27,7 +27,7 @@ from bridge.learn.balance import busiest, dealt
 from bridge.learn.learner import Learner, Learnt
 from bridge.optimizers import offload, slabs
 from bridge.optimizers.offload import OffloadedAdamW
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
@@ -84,7 +84,7 @@ def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CHUNK_ELEMENTS", 1024)
 
 
-def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> SharedOptimizer:
+def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> ShardedOptimizer:
     if name == OFFLOADED:
         return OffloadedAdamW(weights, lr=1e-2, weight_decay=0.1, ranks=ranks)
     return SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
