@@ -1,7 +1,6 @@
-"""Print how large the product is: statements, lines and files of each package (`python -m tests.architecture.statements`).
+"""Print the size of the product by package: `python -m tests.architecture.statements`.
 
-A statement is one of Python's syntax tree, without docstrings: splitting a long one over lines costs nothing, and joining
-two in one line saves nothing.
+Statements are those of Python's syntax tree, without docstrings, so neither joining lines nor splitting them changes it.
 """
 
 import ast
