@@ -12,8 +12,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.modes import way_of
-from bridge.modes.lora_disk import LoraDisk
-from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import RunContext
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server import manifest as manifests

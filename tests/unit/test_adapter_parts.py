@@ -52,7 +52,14 @@ def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -
     for name, parameter in model.named_parameters() if cuts else ():
         parameter.data = cuts[ranks.part][name].of(parameter.detach()).clone()
     config = config_of(**CHOICES, lora_dropout=dropout)
-    return Adapter(model.requires_grad_(False), config, cuts=cuts, within=ranks.within)
+    return Adapter(
+        model.requires_grad_(False),
+        config.lora,
+        seed=config.seed,
+        base_name=config.model_name,
+        cuts=cuts,
+        within=ranks.within,
+    )
 
 
 def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:

@@ -442,7 +442,7 @@ def test_only_the_most_uncertain_tokens_of_an_update_have_an_advantage(
 
 def with_adapter(model: PreTrainedModel) -> Adapter:
     model.requires_grad_(False)
-    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8))
+    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8).lora, seed=0, base_name="base")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for matrices in adapter.modules.values():

@@ -66,7 +66,9 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
         cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.num_parts) if ranks.size > 1 else ()
         for name, parameter in base.model.named_parameters() if cuts else ():
             parameter.data = cuts[ranks.part][name].of(parameter.detach()).clone()
-        adapter = Adapter(base.model, config, cuts=cuts, within=ranks.within)
+        adapter = Adapter(
+            base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=cuts, within=ranks.within
+        )
         mode.save, mode.pass_on = adapter.save, adapter.pass_on  # type: ignore[attr-defined, method-assign]
 
         def restore(checkpoint: Path, *, version: int) -> None:

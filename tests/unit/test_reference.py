@@ -41,7 +41,7 @@ def config_of(**choices: Any) -> TrainConfig:
 
 def filled(model: PreTrainedModel, **choices: Any) -> Adapter:
     """Put an adapter into `model` that changes its output."""
-    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8, **choices))
+    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8, **choices).lora, seed=0, base_name="base")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for matrices in adapter.modules.values():
