@@ -1,6 +1,6 @@
 """Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -50,12 +50,6 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
     factor: Callable[[int], float]
     (factor,) = scheduler.lr_lambdas
     return factor
-
-
-def decays(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether weight decay, where it is not 0, has an effect in float32."""
-    rates = [group["lr"] * group["weight_decay"] for group in groups]
-    return all(rate == 0 or rate > LEAST_DECAY for rate in rates)
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:

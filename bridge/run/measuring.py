@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bridge.learn.learner import Learnt
+from bridge.learn.batch import Learnt
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
 from bridge.rollouts.stream import Stream

@@ -72,7 +72,7 @@ def train(
         BridgeError: the mode, the environment, the server or the disk ended the run.
     """
     chosen = chosen or config
-    reference.check(config)
+    reference.check(config.model_name, config.loss.reference_model)
     config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
     name = str(run.path.absolute())
     scratch = run.served if ranks.leads else run.ranks / str(ranks.rank) / run.served.name

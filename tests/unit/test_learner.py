@@ -17,7 +17,8 @@ from bridge.config import OptimizerConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.learn import learner as module
 from bridge.learn import opening, policy_loss, reference
-from bridge.learn.learner import Learner, Learnt
+from bridge.learn.batch import Learnt
+from bridge.learn.learner import Learner
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW

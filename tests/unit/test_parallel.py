@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, UnsupportedModelError
-from bridge.passes import attention, cut_layers, layers, logprobs, parallel, wide_linear
+from bridge.passes import attention, cut_layers, layers, logprobs, parallel
 from bridge.passes.cut_layers import Words
 from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
@@ -239,7 +239,7 @@ def test_layers_in_parts_are_copied_recomputed_and_compiled() -> None:
 
 def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
     """Return whether parts agree to the bit, and how far bf16 is from float32 in parts, and in the whole model."""
-    wide_linear.is_wanted = lambda: True  # type: ignore[assignment]
+    layers.bf16_is_emulated = lambda: True  # type: ignore[assignment]
     whole = whole_model(FAMILIES[family]())
     model, divided = part_of(whole, ranks.rank, ranks.size)
     expected = model_logprobs(whole, batch(), 1.0)[0]
