@@ -8,11 +8,9 @@ the reference, and the cosine with its direction.
 Runs on a CPU, about two minutes per optimizer.
 """
 
-import math
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import _results
 from benchmarks._results import say
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import OptimizerConfig, ServeConfig, TrainConfig
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.run.reporting import Listener
@@ -54,18 +52,14 @@ LAST_STEPS = 20
 class Rival(InPlaceOptimizer):
     """torch's AdamW on the live weights, or on float32 masters that are rounded into them."""
 
-    flags = ""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig, *, has_masters: bool) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], choices: OptimizerConfig, *, has_masters: bool) -> None:
         groups = list(groups)
-        betas = config.optimizer.beta1, 0.999 if config.optimizer.beta2 is None else config.optimizer.beta2
-        super().__init__(
-            groups, lr=config.learning_rate, betas=betas, eps=EPS, weight_decay=config.optimizer.weight_decay
-        )
+        betas = choices.beta1, 0.999 if choices.beta2 is None else choices.beta2
+        super().__init__(groups, betas=betas)
         self._live = [parameter for group in groups for parameter in group["params"]]
         self._stepped = [p.detach().float().clone() if has_masters else p for p in self._live]
         self._inner = torch.optim.AdamW(
-            self._stepped, lr=config.learning_rate, betas=betas, eps=EPS, weight_decay=config.optimizer.weight_decay
+            self._stepped, lr=groups[0]["lr"], betas=betas, eps=EPS, weight_decay=choices.weight_decay
         )
 
     def _step(self, norm: float, max_norm: float) -> None:
@@ -77,18 +71,6 @@ class Rival(InPlaceOptimizer):
         for live, stepped in zip(self._live, self._stepped, strict=True):
             live.data.copy_(stepped)
         self._num_changed = [(old != new).sum() for old, new in zip(before, self._live, strict=True)]
-
-    def allocate(self) -> None:
-        """Do nothing: what it takes is of no interest here."""
-
-    def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
-        raise AssertionError(max_norm)
-
-    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        raise AssertionError(parameter.shape)
-
-    def _state(self) -> Iterable[Tensor]:
-        return ()
 
 
 def main() -> None:
@@ -152,10 +134,10 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
 
     ours = factory.make
 
-    def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
+    def make(choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **shared: Any) -> InPlaceOptimizer:
         if name in OURS:
-            return ours(config, groups)
-        return Rival(groups, config, has_masters=name == REFERENCE)
+            return ours(choices, groups, **shared)
+        return Rival(groups, choices, has_masters=name == REFERENCE)
 
     environment = registry.load(config.task)
     listener = Listener(lambda metrics: shares.append(metrics.changed_weight_share))

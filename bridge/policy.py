@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
@@ -25,7 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bridge.checks import verify
 from bridge.checks.result import Check
-from bridge.config import ComputeConfig, SamplingConfig, TrainConfig
+from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig
+from bridge.config.optimizers import OptimizerName
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
@@ -230,7 +231,7 @@ class Policy:
 
     def optimizer(
         self,
-        name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw",
+        name: OptimizerName = "adamw",
         *,
         lr: float,
         weight_decay: float = 0.0,
@@ -251,7 +252,7 @@ class Policy:
         """
         chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
         try:
-            config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+            choices = OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
         except ValidationError as error:
             first = error.errors()[0]
             raise UsageError(
@@ -261,7 +262,7 @@ class Policy:
         given = [*(self.parameters() if params is None else params)]
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        return factory.make(config, [{**defaults, **group} for group in groups])
+        return factory.make(choices, [{**defaults, **group} for group in groups], seed=seed)
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from bridge.config.borrowed import TRAIN_ALIASES
 from bridge.config.choices import Config, NoEffectError, Section, flag
+from bridge.config.optimizers import OPTIMIZERS, OptimizerName
 from bridge.config.rollouts import RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.serve import DEFAULT_PORT
 from bridge.core.address import Host
@@ -70,7 +71,7 @@ class OptimizerConfig(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"name": "optimizer", "offload": "offload_optimizer"}
 
-    name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw"
+    name: OptimizerName = "adamw"
     """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""
@@ -376,7 +377,7 @@ class TrainConfig(Config):
                 f"--warmup-steps {choices.warmup_steps} must be less than --training-steps {self.training_steps}: the"
                 " learning rate would never reach --lr"
             )
-        if choices.offload and choices.name != "adamw":
+        if choices.offload and OPTIMIZERS[choices.name].offloaded_by is None:
             yield (
                 "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
                 f" {choices.name}"

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from bridge.learn.learner import Learnt
+from bridge.learn.batch import Learnt
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
 from bridge.rollouts.stream import Stream
 from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 ROUNDING = 1e-9
 """A weighted sum of rewards may be so much too small."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.moments import CodedMoments
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.weights.parts import Parts
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits
 
@@ -133,7 +133,7 @@ class WholeState:
     replica calls `parts` together.
     """
 
-    def __init__(self, optimizer: SharedOptimizer, trained: Mapping[str, nn.Parameter], parts: Parts) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, trained: Mapping[str, nn.Parameter], parts: Parts) -> None:
         self.flags = optimizer.flags
         self._optimizer = optimizer
         self._parts = parts

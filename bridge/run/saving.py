@@ -14,14 +14,14 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError
 from bridge.modes.mode import Mode
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, optimizer_state
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.optimizer_state import WholeState
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Group, TrainedProblems
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 
 
@@ -45,7 +45,7 @@ class Checkpoints:
         self._weights = {name: opened.model.get_parameter(name) for name in opened.lr_factors}
         self._state: InPlaceOptimizer | WholeState = optimizer
         if opened.cuts:
-            assert isinstance(optimizer, SharedOptimizer), "a loop of the user's has no parts"
+            assert isinstance(optimizer, ShardedOptimizer), "a loop of the user's has no parts"
             whole = WholeState(optimizer, self._weights, Parts(cuts=opened.cuts, tp_group=ranks.tp_group))
             self._state = whole
             if whole.codes is not None:

@@ -210,7 +210,7 @@ class Run:
     def _open(self, opened: ExitStack) -> None:
         """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
         ranks, directory = self._ranks, self._directory
-        reference.check(self._config)
+        reference.check(self._config.model_name, self._config.loss.reference_model)
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
             name=str(directory.path.absolute()), scratch=scratch, note=directory.note,

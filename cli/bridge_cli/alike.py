@@ -1,7 +1,7 @@
 """What must be equal on all hosts of one run, and the first difference.
 
 Not covered: how hosts tell each other (`rendezvous.py`), and the weights, which are compared once they are served
-(`bridge/modes/patched_server.py`).
+(`bridge/modes/shared_vllm.py`).
 """
 
 import hashlib

@@ -29,7 +29,7 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     from bridge.run import metrics, trackers
 
     metrics.goal_of(config.stop_at)
-    reference.check(config)
+    reference.check(config.model_name, config.loss.reference_model)
     trackers.check(config)
     chosen = config
     passed_over: list[str] = []

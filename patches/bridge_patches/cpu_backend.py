@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bridge.passes import wide_linear
+from bridge.passes import layers
 from bridge_patches import wrap
 
 PINS = """
@@ -153,7 +153,7 @@ def apply_plain(
 
 
 def _linear() -> Callable[..., Tensor]:
-    return wide_linear.linear if wide_linear.is_wanted() else functional.linear
+    return layers.wide_linear if layers.bf16_is_emulated() else functional.linear
 
 
 def without_base_rows(

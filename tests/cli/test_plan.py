@@ -13,7 +13,7 @@ from bridge.config import TrainConfig
 from bridge_cli import accelerator, console
 from bridge_cli.main import answer
 from bridge_cli.plan import tokens
-from bridge_cli.plan_rows import OPTIMIZERS
+from bridge_cli.plan_rows import SETUPS
 from tests.models.sizes import PARAMETERS, folder_of, qwen2
 
 
@@ -76,7 +76,7 @@ def test_every_mode_and_optimizer_has_a_row_with_its_verdict(
 ) -> None:
     document = planned(capsys, "--model", model("14B", tmp_path), "--gpu-memory", "139.8")
     places = [(row["mode"], row["trainer_device"]) for row in document["rows"]]
-    number = len(OPTIMIZERS)
+    number = len(SETUPS)
     assert places == [
         *[("shared_vllm", "auto")] * number, *[("lora_only", "auto")] * 2, *[("none", "auto")] * number,
         *[("none", "cuda:1")] * number,

@@ -388,7 +388,8 @@ def adapter(server: Server, folder: Path, **choices: Any) -> Path:
     config = {"model_name": server.toy.manifest.model, "mode": "lora_only", **fixed, **choices}
     model = AutoModelForCausalLM.from_pretrained(server.toy.manifest.model).requires_grad_(False)
     folder.mkdir()
-    Adapter(model, TrainConfig.model_validate(config)).save(folder)
+    made = TrainConfig.model_validate(config)
+    Adapter(model, made.lora, seed=made.seed, base_name=made.model_name).save(folder)
     return folder
 
 
@@ -493,7 +494,7 @@ def test_an_adapter_of_a_larger_model_is_refused_before_the_pause(bridge: Bridge
     model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
     config = TrainConfig.of(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
     (bridge.folder / "adapter_step_3").mkdir()
-    Adapter(model, config).save(bridge.folder / "adapter_step_3")
+    Adapter(model, config.lora, seed=config.seed, base_name=config.model_name).save(bridge.folder / "adapter_step_3")
     assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]
     assert (server.routes(), slots.seated) == ([], [])
 
@@ -551,7 +552,7 @@ def test_without_a_server_nothing_is_looked_at(bridge: Bridge, monkeypatch: pyte
 
 
 def failing_halfway(error: BaseException) -> Callable[[PreTrainedModel, Path], None]:
-    def load_into(model: PreTrainedModel, _: Path) -> None:
+    def load_into(model: PreTrainedModel, *_: object) -> None:
         with torch.no_grad():
             next(model.parameters()).fill_(9.0)
         raise error
@@ -581,7 +582,7 @@ def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(
     model = other_weights(server, bridge.folder / "other")
     whole = model_folder.load_into
 
-    def interrupted(attached: PreTrainedModel, folder: Path) -> None:
+    def interrupted(attached: PreTrainedModel, folder: Path, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         whole(attached, folder)
 

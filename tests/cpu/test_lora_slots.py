@@ -1,6 +1,6 @@
 """LoRA slots with the real vLLM on the CPU: exported, filled by vLLM, written by another process, and served.
 
-Not covered: training an adapter (`bridge/modes/lora_memory.py`), and tensor parallelism, which exports no slots.
+Not covered: training an adapter (`bridge/modes/lora.py`), and tensor parallelism, which exports no slots.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.lora import LoraMemory
 from bridge.modes.mode import RunContext
 from bridge.server import fence
 from bridge.server.client import BridgeClient

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.modes import way_of
-from bridge.modes.lora_disk import LoraDisk
-from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import RunContext
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from tests.fenced import publish
 from tests.models import tiny
 from tests.unit import toy_server

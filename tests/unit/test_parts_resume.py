@@ -22,9 +22,9 @@ from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
-from bridge.weights import parts_folder
+from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 from tests.models import tiny, vllm_cuts
 from tests.unit.several_ranks import on_ranks
@@ -44,11 +44,11 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
         for name, parameter in whole.model.named_parameters():
             parameter.data = parts.own[name].of(parameter.detach()).clone()
         source, model = mode.server.manifest.model, whole.model
-        mode.save = lambda folder: parts_folder.save(model, parts, source, folder)  # type: ignore[method-assign]
-        mode.pass_on = lambda: parts_folder.pass_on(model, parts)  # type: ignore[attr-defined]
+        mode.save = lambda folder: model_folder.save(model, source, folder, parts)  # type: ignore[method-assign]
+        mode.pass_on = lambda: model_folder.pass_on(model, parts)  # type: ignore[attr-defined]
 
         def restore(checkpoint: Path, *, version: int) -> None:
-            parts_folder.load_into(model, parts, checkpoint)
+            model_folder.load_into(model, checkpoint, parts)
             mode.version = version
 
         mode.restore = restore  # type: ignore[method-assign]
@@ -67,7 +67,9 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
         cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.tp_size) if ranks.world_size > 1 else ()
         for name, parameter in base.model.named_parameters() if cuts else ():
             parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
-        adapter = Adapter(base.model, config, cuts=cuts, tp_group=ranks.tp_group)
+        adapter = Adapter(
+            base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=cuts, tp_group=ranks.tp_group
+        )
         mode.save, mode.pass_on = adapter.save, adapter.pass_on  # type: ignore[attr-defined, method-assign]
 
         def restore(checkpoint: Path, *, version: int) -> None:

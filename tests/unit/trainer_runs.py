@@ -28,8 +28,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update, Window
 from bridge.types import Problem
 from bridge.weights import model_folder
-from bridge.weights.attach import attach
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel, attach
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, serving
@@ -73,7 +72,7 @@ class FakeWindow(Window):
     prepare_s = 0.0
 
     def __init__(self, calls: list[str]) -> None:
-        super().__init__(0.0, ALONE, lambda _: None)
+        super().__init__(0.0, None, ALONE)
         self._calls = calls
 
     @contextmanager

@@ -1,10 +1,41 @@
-"""Handle each gradient as soon as a backward pass has completed it: take it away, or widen it to float32."""
+"""Gradients: their norm, and what is done with each one as soon as a backward pass has completed it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+
+Alike = Mapping[Tensor, Sequence[range]]
+"""Every trained parameter of which several tensor-parallel ranks hold the same elements, in an order that all ranks
+have -> those elements of this rank's that another one counts in a sum over all ranks."""
+NOTHING: Alike = {}
+
+
+def counted(tensor: Tensor, others: Sequence[range], first: int = 0) -> Tensor:
+    """Return `tensor`, of a parameter's elements from `first` on, with zeros for those in `others`."""
+    if not others:
+        return tensor
+    kept = tensor.clone()
+    for elements in others:
+        kept.view(-1)[max(0, elements.start - first) : max(0, elements.stop - first)] = 0
+    return kept
+
+
+def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
+    """Return the L2 norm of all tensors together, each times its factor, accumulated in float32 (waits for the device).
+
+    Tensors of one dtype, device and factor share a few kernels.
+    """
+    similar: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
+    for tensor, factor in scaled:
+        similar.setdefault((tensor.dtype, tensor.device, factor), []).append(tensor)
+    norms = []
+    for (_, _, factor), tensors in similar.items():
+        norm_of_each = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+        norms.append(factor * float(torch.linalg.vector_norm(norm_of_each)))
+    return math.hypot(*norms)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the two optimizers share, with state beside the weights (`split_adamw.py`) or in host memory (`offload.py`).
+"""The base of both AdamWs, whose state lies beside the weights (`split_adamw.py`) or in host memory (`offload.py`).
 
 Several ranks share the work (ZeRO, in place): each has the state of its part of every slab's rows. `exchange` gives it
 the sum of all gradients for them; `step` updates them, and gathers everybody's rows into everybody's weights. So each
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.optimizers.alike import NOTHING, Alike, counted
-from bridge.optimizers.in_place import InPlaceOptimizer, norm_of
+from bridge.optimizers.gradients import NOTHING, Alike, counted, norm_of
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.slabs import Slab, slabs
 from bridge.optimizers.split_master import Kind
 from bridge.ranks.world import ALONE, Ranks
 
 
-class SharedOptimizer(InPlaceOptimizer):
+class ShardedOptimizer(InPlaceOptimizer):
     """An optimizer whose state lies in slabs, of which several ranks each have their rows.
 
     Raises:
@@ -43,8 +43,10 @@ class SharedOptimizer(InPlaceOptimizer):
     ) -> None:
         """Lay out the state; it lies on `state_device`, or beside the weights."""
         super().__init__(params, **{"betas": (0.9, kind.beta2), **hyperparameters})
-        self._world, self._ranks = ranks, ranks.dp_group
-        self.kind, self._alike = kind, alike
+        self._world = ranks
+        self._ranks = ranks.dp_group
+        self.kind = kind
+        self._alike = alike
         self._device = next(iter(self._steps)).device
         self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, alike=alike, device=state_device)
         self._places = {
@@ -99,7 +101,7 @@ class SharedOptimizer(InPlaceOptimizer):
         """
         if self._ranks.world_size == 1:
             return
-        self._sums, self._summed = {}, set()
+        self._drop_sums()
         widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
         own = [widths[None if each.grad is None else each.grad.dtype] for each in self._places]
         dtypes = dict(zip(self._places, self._ranks.all_reduce_max(own), strict=True))
@@ -124,8 +126,12 @@ class SharedOptimizer(InPlaceOptimizer):
             member.parameter.grad = None
         return sum_RB
 
+    def _drop_sums(self) -> None:
+        self._sums = {}
+        self._summed = set()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._sums, self._summed = {}, set()
+        self._drop_sums()
         super().zero_grad(set_to_none)
 
     @property
@@ -177,7 +183,7 @@ class SharedOptimizer(InPlaceOptimizer):
         for slab, indices in stepped:
             for index in indices:
                 self._steps[slab.members[index].parameter] += 1
-        self._sums, self._summed = {}, set()
+        self._drop_sums()
 
     @contextmanager
     def _rows_of_all(self, slab: Slab, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
