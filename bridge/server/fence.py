@@ -91,15 +91,19 @@ def publish(
     AttachError if the server refuses the fence, or has no memory for its KV cache afterwards; ServerUnreachableError if
     it does not answer.
     """
-    pause = client and partial(
-        client.pause,
-        in_flight,
-        version=served,
-        last_checkpoint=update.last_checkpoint,
-        writes=writes,
-        takeover=update.takeover,
-        sleep=update.sleep,
-        keep_kv=keep_kv,
+    pause = (
+        None
+        if client is None
+        else partial(
+            client.pause,
+            in_flight,
+            version=served,
+            last_checkpoint=update.last_checkpoint,
+            writes=writes,
+            takeover=update.takeover,
+            sleep=update.sleep,
+            keep_kv=keep_kv,
+        )
     )
     others_sleep = update.sleep and ranks.tp_size > 1
     server = _Server(client, pause, update, resume_limit_s=LET_GO_LIMIT_S if others_sleep else 0)
