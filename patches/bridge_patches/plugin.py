@@ -6,6 +6,7 @@ raised inside the function.
 
 import functools
 import multiprocessing
+import multiprocessing.connection  # now: a fork while the thread below imports it would leave half of it
 import multiprocessing.util
 import os
 import signal
