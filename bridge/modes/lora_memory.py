@@ -2,7 +2,7 @@
 
 With several parts each one trains in the slot of its rank of the server.
 
-Not covered: how the server keeps the slot in place (`patches/bridge_patches/lora_slots.py`).
+Not covered: how the server keeps the slot in place (`patches/bridge_patches/placement.py`).
 """
 
 from collections.abc import Mapping
