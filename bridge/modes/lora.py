@@ -4,7 +4,7 @@ By memory, the adapter's tensors are vLLM's slot, and to publish is to pass the 
 and the server loads it through vLLM's own route. That works with any vLLM, and pauses nothing: every version has its
 own name, and in-flight requests keep the adapter that they named.
 
-Not covered: how the server keeps the slot in place (`patches/bridge_patches/lora_slots.py`).
+Not covered: how the server keeps the slot in place (`patches/bridge_patches/placement.py`).
 """
 
 import shutil

@@ -174,7 +174,8 @@ class VllmClient:
     def _answer(
         self, method: str, route: str, kind: type[Answer], body: BaseModel | None = None, limit_s: float | None = None
     ) -> Answer:
-        response = self._send(method, route, body and body.model_dump(mode="json"), limit_s=limit_s)
+        content = None if body is None else body.model_dump(mode="json")
+        response = self._send(method, route, content, limit_s=limit_s)
         if refused := refusal_of(response):
             raise (FenceBusyError if refused.busy else AttachError)(refused.error, remedy=refused.remedy)
         if not response.is_success:
@@ -224,7 +225,7 @@ class BridgeClient(VllmClient):
 
         `choices` are fields of `PauseRequest`. The server refuses if it does not serve their `version`.
         """
-        checkpoint = last_checkpoint and str(last_checkpoint.absolute())
+        checkpoint = None if last_checkpoint is None else str(last_checkpoint.absolute())
         body = protocol.PauseRequest(holder=self._holder, in_flight=in_flight, last_checkpoint=checkpoint, **choices)
         limit_s = None if in_flight == "wait" else self._control_limit_s
         paused = self._answer("POST", "/bridge/pause", Status, body, limit_s=limit_s)

@@ -1,7 +1,7 @@
 """The trainer's side of the fence: the only window in which served weights change.
 
     pause      the scheduler stops, every rank's device is idle, the prefix cache is dropped
-    prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps meanwhile
+    prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps
     write      the caller writes; the fence waits for its device
     publish    the version goes up, generation resumes
 
@@ -18,7 +18,7 @@ training, may hold the fence too; the next process waits for it.
 
 Ctrl-C acts at once while the caller prepares: nothing has been written, and the server resumes unchanged. Anywhere else
 in the window it is deferred, so an interrupt never leaves half-written weights. An error during the write leaves the
-server paused, and torn once this process is gone: half-written weights are never served.
+server paused, and torn once this process has ended: half-written weights are never served.
 """
 
 import time

@@ -123,11 +123,11 @@ class Status(Capabilities):
         last = self.last_checkpoint
         if last and Path(last).is_dir():
             return f"bridge restore {shlex.quote(last)}"
-        gone = f"{last} is gone; " if last else ""
+        missing = f"{last} is gone; " if last else ""
         if self.writes == "adapter":
-            return f"bridge restore ADAPTER ({gone}any saved adapter with the same modules and rank works)"
+            return f"bridge restore ADAPTER ({missing}any saved adapter with the same modules and rank works)"
         first = f"for the first weights: bridge restore {shlex.quote(self.model)}"
-        return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model works; {first})"
+        return f"bridge restore CHECKPOINT ({missing}any folder with weights of this model works; {first})"
 
 
 class HolderRequest(Record):

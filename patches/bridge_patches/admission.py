@@ -119,7 +119,7 @@ class Admission:
             await send({"type": "websocket.close", "code": 1008, "reason": refusal[1][:100]})
         elif refusal:
             await JSONResponse({"error": refusal[1]}, refusal[0])(scope, receive, send)
-        elif not has_body(headers):
+        elif scope["type"] != "http" or not has_body(headers):
             await self._answer(scope, receive, send)
         else:
             try:

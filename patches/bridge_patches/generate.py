@@ -72,22 +72,22 @@ def _refuse_other_types(request: Request) -> None:
 @router.post("/generate", dependencies=[Depends(_refuse_other_types)])
 async def generate(body: dict[str, Any], request: Request) -> Response:
     """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
-    given = _checked(body)
-    prompt = given["prompt"]
+    fields = _checked(body)
+    prompt = fields["prompt"]
     adapters: Adapters = request.app.state.bridge_adapters
-    trained = None if given.get("model") else adapters.expected()
+    trained = None if fields.get("model") else adapters.expected()
     model = {"model": trained} if trained else {}
-    inner = {**UNCUT, **given, **model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    inner = {**UNCUT, **fields, **model, "return_token_ids": True, "return_tokens_as_token_ids": True}
     answer = await _forward(request, COMPLETIONS, inner)
     if answer.status_code == 200 and not isinstance(prompt, str):
         decoded = await _forward(request, DETOKENIZE, {"tokens": prompt})
         if decoded.status_code != 200:
             return decoded
-        prompt = json.loads(decoded.body)["prompt"]
+        prompt = json.loads(bytes(decoded.body))["prompt"]
     if answer.status_code != 200:
         return answer
-    choices = sorted(json.loads(answer.body)["choices"], key=lambda choice: int(choice["index"]))
-    return JSONResponse(_reply(given, choices, prompt))
+    choices = sorted(json.loads(bytes(answer.body))["choices"], key=lambda choice: int(choice["index"]))
+    return JSONResponse(_reply(fields, choices, prompt))
 
 
 async def _forward(request: Request, route: str, document: Mapping[str, Any]) -> Response:
@@ -142,7 +142,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "stream"} | {"prompt": prompt}
 
 
-def _reply(given: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dict[str, Any]:
+def _reply(fields: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dict[str, Any]:
     reply = {
         "text": [choice["text"] for choice in choices],
         "prompt": prompt,
@@ -150,9 +150,9 @@ def _reply(given: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dic
         "token_ids": [choice["token_ids"] for choice in choices],
         "prompt_token_ids": choices[0]["prompt_token_ids"],
     }
-    if given.get("logprobs") is not None:
+    if fields.get("logprobs") is not None:
         reply["logprobs"] = [_logprobs(choice) for choice in choices]
-    if given.get("prompt_logprobs") is not None:  # the first token of the prompt has none
+    if fields.get("prompt_logprobs") is not None:  # the first token of the prompt has none
         reply["prompt_logprobs"] = [
             position and {token: entry["logprob"] for token, entry in position.items()}
             for position in choices[0]["prompt_logprobs"]

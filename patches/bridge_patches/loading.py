@@ -98,13 +98,13 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
-def views(model: Any, theirs: PreTrainedModel) -> dict[str, View]:
-    """Return where each parameter of `theirs`, transformers' model, goes in vLLM's `model`, which is still empty.
+def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
+    """Return where each parameter of `empty`, transformers' model without values, goes in vLLM's `model`.
 
     UnsupportedModelError if vLLM does not copy one of them unchanged to one place.
     """
-    sources = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
-    saved = saved_form(theirs, sources)
+    sources = {name: parameter.detach() for name, parameter in empty.named_parameters()}
+    saved = saved_form(empty, sources)
     recorder = CopyRecorder(sources, dict(model.named_parameters()))
     try:
         with torch.no_grad(), recorder:

@@ -6,6 +6,7 @@ raised inside the function.
 
 import functools
 import multiprocessing
+import multiprocessing.connection  # now: a fork while the thread below imports it would leave half of it
 import multiprocessing.util
 import os
 import signal
@@ -59,7 +60,7 @@ def end_with_parent() -> None:
     Symptom: after kill -9 of the API server, EngineCore and the workers live on for minutes and hold their GPU memory,
     so no other server fits.
     Cause: they notice only when they next use their connection to it.
-    Why this is safe: a process whose parent has ended has nobody to serve. Nothing of vLLM is replaced.
+    Why this is safe: a process whose parent has ended serves no one. Nothing of vLLM is replaced.
     Seen in vLLM 0.26 to 0.33.
     """
     if not _tied:

@@ -65,21 +65,24 @@ class BridgeRoutes:
         state.bridge_rules = Rules.of(args)
         state.bridge_limits = asyncio.create_task(limit_connections(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
-        model_config = engine_client.model_config
-        cache_config = engine_client.vllm_config.cache_config
-        capabilities = protocol.Capabilities(
-            # Backends other than vLLM's own pool would free weights as well.
-            can_sleep=bool(model_config.enable_sleep_mode) and model_config.sleep_mode_backend == "cumem",
-            # A connector finds blocks by their tokens.
-            can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
-            kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
-        )
-        state.bridge_fence = ServerFence(engine_client, exported, capabilities)
+        state.bridge_fence = ServerFence(engine_client, exported, capabilities(engine_client))
         state.bridge_engine = engine_client
         generate.watch_sampling(engine_client)
         state.bridge_adapters = Adapters(engine_client, state.openai_serving_models, state.bridge_fence)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
+
+
+def capabilities(engine_client: Any) -> protocol.Capabilities:
+    model_config = engine_client.model_config
+    cache_config = engine_client.vllm_config.cache_config
+    return protocol.Capabilities(
+        # Backends other than vLLM's own pool would free weights as well.
+        can_sleep=bool(model_config.enable_sleep_mode) and model_config.sleep_mode_backend == "cumem",
+        # A connector finds blocks by their tokens.
+        can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
+        kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
+    )
 
 
 def _authorize(request: Request) -> None:

@@ -183,7 +183,7 @@ class ServerFence:
 
     async def release(self, holder: Holder) -> None:
         """Resume without a new version, because nothing was written; does nothing if the server is not paused."""
-        if self.holder is None:  # the pending pause of a caller that has left is not granted
+        if self.holder is None:  # the pending pause of a caller that has disconnected is not granted
             return
         async with self._lock:
             self._refuse_unless_held(holder)

@@ -1,11 +1,11 @@
 """Report with each sampled token what top-k, top-p and min-p kept: a threshold on the logits, and a number of words.
 
-Symptom: log-probabilities are normalized over the words that a filter kept, and nobody else knows which these were.
+Symptom: log-probabilities are normalized over the words that a filter kept, and the trainer cannot know which.
 Cause: vLLM has them as logits that are not -inf, and drops those. From 0.28 on, one of its two model runners can return
 the ids, of at most as many words as a top-k that each request must then have.
 What is done: all three filters keep the likeliest words, so that two numbers say which. The threshold is in the middle
 between the least logit that was kept and the greatest that was dropped, over the temperature: another engine's logits,
-which round differently, then mostly fall on the same sides; the number of words tells whether they do.
+which round differently, then mostly fall on the same sides; the number of words shows whether they do.
 Why this is safe: nothing is computed for a step without such a request. Both share 64 bits with the token's rank in the
 vocabulary, and `engine_outputs.py` takes them apart.
 """

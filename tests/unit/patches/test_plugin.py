@@ -193,3 +193,9 @@ def test_the_process_that_was_told_to_end_can_end_by_itself(tmp_path: Path) -> N
     eldest.wait()
     assert left([engine, worker]) == []
     assert int((tmp_path / "told").read_text()) == worker.pid
+
+
+def test_a_fork_finds_no_half_imported_module_in_the_watch() -> None:
+    """Whatever the thread imports late, a fork at that moment leaves unfinished in the child, whose thread then dies."""
+    code = "import sys; from bridge_patches import plugin; print('multiprocessing.connection' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True\n"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -456,3 +457,22 @@ def test_an_unwritable_manifest_ends_the_server_with_one_line(
     error, empty, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: cannot use the manifest")
     assert (empty, hint[:6]) == ("", "hint: ")
+
+
+@pytest.mark.parametrize(
+    ("sleep_mode", "backend", "num_blocks", "connector", "expected"),
+    [
+        (True, "cumem", 8, None, Capabilities(can_sleep=True, kv_tokens=128, can_keep_kv=True)),
+        (False, "cumem", 8, "connector", Capabilities(can_sleep=False, kv_tokens=128, can_keep_kv=False)),
+        (True, "cuda_checkpoint", None, None, Capabilities(can_sleep=False, kv_tokens=None, can_keep_kv=True)),
+    ],
+)
+def test_the_capabilities_are_those_of_vllms_config(
+    sleep_mode: bool, backend: str, num_blocks: int | None, connector: str | None, expected: Capabilities
+) -> None:
+    cache_config = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=16)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=sleep_mode, sleep_mode_backend=backend),
+        vllm_config=SimpleNamespace(cache_config=cache_config, kv_transfer_config=connector),
+    )
+    assert routes.capabilities(engine) == expected
