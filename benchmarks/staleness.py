@@ -36,10 +36,10 @@ from bridge.passes.packing import MicroBatch
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
-from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -148,8 +148,8 @@ def measure(task: str, options: Any, folder: Path) -> Iterator[Row]:
                 for bound in bounds:
                     with BridgeClient(exported, timeout_s=60) as client:
                         later = client.status().version + 1
-                        again = Update(lambda: model_folder.load_into(live.model, model), version=later, takeover=True)
-                        fence.publish(client, again)
+                        with fence.publish(client, Update(version=later, takeover=True)):
+                            model_folder.load_into(live.model, model)
                     config = _config(task, model, command.manifest, folder / f"{clipping}-{bound}-{seed}", options)
                     row = trained(task, config.changed(max_staleness=bound, seed=seed), clipping)
                     say(
@@ -180,7 +180,7 @@ def trained(task: str, config: TrainConfig, clipping: str) -> Row:
     steps: list[StepMetrics] = []
     run = RunDirectory.create(config.run_dir, environment=config.task.environment)
     with naive() if clipping == NAIVE else contextlib.nullcontext():
-        summary = trainer.train(config, registry.load(config.task), run, Listener(steps.append))
+        summary = Run(config, registry.load(config.task), run, Listener(steps.append)).train()
     assert summary.reward_before is not None, "it evaluates"
     assert summary.reward_after is not None, "it evaluates"
     return Row(

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from bridge.config.choices import Config
 from bridge.config.declaration import Section, declare
+from bridge.config.optimizers import OptimizerName
 from bridge.config.rollouts import EVALUATION, RolloutConfig
 from bridge.core.address import Host
 
@@ -115,7 +116,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
 class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", "offload": "offload_optimizer"}):
     """The optimizer and the updates that it takes on each batch."""
 
-    name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = declare("adamw", position=1)
+    name: OptimizerName = declare("adamw", position=1)
     """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
     lr: float | None = declare(None, gt=0, borrowed=("learning_rate",))
     """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
-from bridge.passes import attention, layers, wide_linear
+from bridge.passes import attention, layers
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
 
@@ -70,8 +70,8 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
             remedy="train another model, of those in docs/families.md, or report this one",
         ) from error
     compiles = model.device.type == "cuda" if compute.compile_layers is None else compute.compile_layers
-    if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
-        wide_linear.widen(model)  # not both: torch would compile every layer separately
+    if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
+        layers.widen(model)  # not both: torch would compile every layer separately
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     _choose_attention(model, expected, note)

@@ -3,39 +3,32 @@
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import flag
+from bridge.config.optimizers import OPTIMIZERS
 from bridge.errors import UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, SERVERS_GPU, Need
 from bridge.planning.model_size import ModelSize
 
 Choices = Mapping[str, Any]
-OPTIMIZERS = tuple(
-    {"optimizer": kind, "offload_optimizer": offloaded, "gradient_release": released}
-    for kind, offloaded, released in (
-        ("adamw", False, False),
-        ("adamw-bf16", False, False),
-        ("adamw-8bit", False, False),
-        ("adamw", True, False),
-        ("adamw", False, True),
-        ("adamw-bf16", False, True),
-        ("adamw-8bit", False, True),
-        ("adamw", True, True),
-        ("adamw-4bit", False, False),
-        ("adamw-4bit", False, True),
-    )
+SETUPS = tuple(
+    {"optimizer": name, "offload_optimizer": offloaded, "gradient_release": released}
+    for has_master, released, offloaded in product((True, False), (False, True), (False, True))
+    for name, spec in OPTIMIZERS.items()
+    if spec.has_master == has_master and (spec.offloaded_by or not offloaded)
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
 ANOTHER_GPU = "cuda:1"
 PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
-    ({"mode": "shared_vllm"}, OPTIMIZERS),
+    ({"mode": "shared_vllm"}, SETUPS),
     ({"mode": "lora_only"}, ({"lora_handover": "memory"}, {"lora_handover": "disk"})),
-    ({"mode": "none", "trainer_device": "auto"}, OPTIMIZERS),
-    ({"mode": "none", "trainer_device": ANOTHER_GPU}, OPTIMIZERS),
+    ({"mode": "none", "trainer_device": "auto"}, SETUPS),
+    ({"mode": "none", "trainer_device": ANOTHER_GPU}, SETUPS),
 )
 """Mode and device of the trainer, with the setups there."""
 VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}

@@ -240,6 +240,24 @@ class Ranks(Tensors):
         self.run_and_gather(lambda: mine.append(act()), undo=undo)
         return mine[0]
 
+    @contextmanager
+    def raise_on_all(self) -> Iterator[None]:
+        """Raise an error of the block on every rank, once all have left theirs; raises as `run_and_gather`."""
+        raised: BaseException | None = None
+
+        def outcome() -> None:
+            if raised is not None:
+                raise raised
+
+        try:
+            try:
+                yield
+            except BaseException as error:  # noqa: BLE001  raised again, on every rank
+                raised = error
+            self.run_and_gather(outcome)
+        finally:
+            raised = None  # its traceback holds this frame
+
     def run_on_rank_zero(self, act: Callable[[], Result]) -> Result:
         """Run `act` on rank 0 and return its result on every rank; if it raises, raise that on every rank."""
         return self.run_and_gather(lambda: act() if self.is_rank_zero else None)[0]  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from bridge.rollouts.stream import Stream
 from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 ROUNDING = 1e-9
 """A weighted sum of rewards may be so much too small."""

@@ -47,6 +47,8 @@ class RunDirectory:
     """The folders that were made for it, innermost first."""
     echo: Callable[[str], None] | None = None
     """Shows a person an event when it happens."""
+    chosen: TrainConfig | None = None
+    """What the user chose, if the run's configuration has derived values, too."""
     is_writer: bool = True
     """False on every rank but the first: it shows events, and writes nothing."""
 

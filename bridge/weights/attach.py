@@ -18,12 +18,29 @@ from transformers import PreTrainedModel
 from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
-from bridge.weights.cut import Cut
 from bridge.weights.layout import Shape
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.parts import Cut
 
 SAME_FLAGS = "start it with the flags that it had before"
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """The model to train, and where its weights are."""
+
+    model: PreTrainedModel
+    """In evaluation mode; what is trained requires gradients, and nothing else does."""
+    device: torch.device
+    """Where its weights are."""
+    lr_factors: Mapping[str, float]
+    """Every trained parameter, by its name in the model -> factor of the learning rate."""
+    cuts: Sequence[Mapping[str, Cut]] = ()
+    """What each part of a replica holds of every parameter; empty: the model is whole."""
+    open_s: float
+    """Seconds to attach or load its weights."""
+    weight_bytes: int
+    """Bytes of weights that this process holds beside the server's; 0 with one copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from bridge.core import memory
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights import rope, skeleton
-from bridge.weights.attach import leave_a_core
+from bridge.weights.attach import OpenedModel, leave_a_core
 from bridge.weights.model_folder import no_progress_bar
-from bridge.weights.opened_model import OpenedModel
 
 GIB = 2**30
 AGAIN = "download or copy the model again"

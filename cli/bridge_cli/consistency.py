@@ -1,6 +1,6 @@
 """What must be equal on all hosts of one run: it is compared once, before anything is started.
 
-Not covered: the weights, which are compared once they are served (`bridge/modes/patched_server.py`).
+Not covered: the weights, which are compared once they are served (`bridge/modes/shared_vllm.py`).
 """
 
 import hashlib

@@ -214,7 +214,7 @@ def trained(
 
         process = ranks.run_on_all(start)
         yield train_in(
-            run, train, job.environment, as_json=job.as_json, process=process, resume=opened.resume, chosen=job.chosen,
+            run, train, job.environment, as_json=job.as_json, process=process, resume=opened.resume,
             ranks=ranks,
         )  # fmt: skip
 

@@ -33,8 +33,9 @@ def open_run(config: TrainConfig) -> OpenedRun:
     if config.loss.is_own:
         metrics.check_names(of_loss[1:], config.loss.name)  # `kl` is Bridge's
     metrics.goal_of(config.stop_at, of_loss)
-    reference.check(config)
+    reference.check(config.model_name, config.loss.reference_model)
     reporting.check_trackers(config)
+    chosen = config
     passed_over: list[str] = []
     config, found = _resumed(config, passed_over) if config.resume else (config, None)
     if found is not None:
@@ -54,7 +55,7 @@ def open_run(config: TrainConfig) -> OpenedRun:
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
     config = config.changed(save_path=folder or run.checkpoints)
-    return OpenedRun(config, dataclasses.replace(run, made=(*run.made, *made)), found)
+    return OpenedRun(config, dataclasses.replace(run, made=(*run.made, *made), chosen=chosen), found)
 
 
 def _resumed(config: TrainConfig, passed_over: list[str]) -> "tuple[TrainConfig, Found | None]":

@@ -4,6 +4,7 @@ Not covered: the training itself (`bridge/run/trainer.py`), and what `--resume` 
 """
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge.config import FeedConfig, TrainConfig
@@ -46,7 +47,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
             StartedServer(command, run.server_log, output=console).running() if command else contextlib.nullcontext()
         )
         with server as process, ending.printed(run, settled):
-            train_in(run, settled, environment, as_json=as_json, process=process, resume=found, chosen=config)
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=found)
     finally:
         run.remove_if_unused()
 
@@ -87,35 +88,24 @@ def train_in(
     as_json: bool,
     process: "ServerProcess | None" = None,
     resume: "Found | None" = None,
-    chosen: TrainConfig | None = None,
     ranks: "Ranks | None" = None,
 ) -> "Summary":
-    """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived."""
+    """Train, print one line per step, and write everything to `run`."""
     from bridge.ranks.world import ALONE
-    from bridge.run import reporting, trainer
+    from bridge.run import reporting
+    from bridge.run.trainer import Run
 
     ranks = ranks or ALONE
+    run_of = partial(Run, config, environment, run, process=process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
-        return trainer.train(
-            config, environment, run, reporting.Reporter(), process=process, resume=resume, chosen=chosen,
-            ranks=ranks,
-        )  # fmt: skip
+        return run_of(reporting.Reporter()).train()
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
         reporting.trackers_of(config, run, first_step=first_step) as curves,
     ):
-        summary = trainer.train(
-            config,
-            environment,
-            run,
-            reporting.Several(curves, lines),
-            process=process,
-            resume=resume,
-            chosen=chosen,
-            ranks=ranks,
-        )
+        summary = run_of(reporting.Several(curves, lines)).train()
     run.write_summary(summary)
     console.note(summary_line(summary))
     if as_json:

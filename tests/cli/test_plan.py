@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.planning.setups import OPTIMIZERS
+from bridge.planning.setups import SETUPS
 from bridge.processes import accelerator
 from bridge_cli import console
 from bridge_cli.main import answer
@@ -105,7 +105,7 @@ def test_folder_with_a_space_is_quoted(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_every_mode_and_optimizer_has_a_row(plan: Planned) -> None:
     document = plan("14B", "139.8")
-    number = len(OPTIMIZERS)
+    number = len(SETUPS)
     assert [(row["mode"], row["trainer_device"]) for row in document["rows"]] == [
         *[("shared_vllm", "auto")] * number, *[("lora_only", "auto")] * 2, *[("none", "auto")] * number,
         *[("none", "cuda:1")] * number,

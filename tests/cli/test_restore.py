@@ -275,7 +275,7 @@ def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Serv
     pausing = server.engine.pause_scheduler_async
 
     async def pause(*, mode: str, clear_cache: bool) -> None:
-        lease = server.fence.lease.held
+        lease = server.fence.lease
         runs.append(lease and lease.run)
         await pausing(mode=mode, clear_cache=clear_cache)
 
@@ -283,7 +283,7 @@ def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Serv
     other_weights(server, bridge.folder / "other")
     bridge.restores("other")
     assert runs == [f"bridge restore {bridge.folder / 'other'}"]
-    assert server.fence.lease.held is None
+    assert server.fence.lease is None
 
 
 def cut_short(folder: Path) -> None:
@@ -363,7 +363,7 @@ class Slots:
         self.names = ["tiny", "bridge-adapter-3", "mine"]
         self.seated: list[tuple[str, str]] = []
         self.refuses = False
-        server.app.state.bridge_adapter = self
+        server.app.state.bridge_adapters = self
         server.app.get("/v1/models")(self.models)
         server.app.post("/v1/unload_lora_adapter")(self.unload)
 
@@ -396,7 +396,8 @@ def adapter(server: Server, folder: Path, **choices: Any) -> Path:
     config = {"model_name": server.toy.manifest.model, "mode": "lora_only", **fixed, **choices}
     model = AutoModelForCausalLM.from_pretrained(server.toy.manifest.model).requires_grad_(False)
     folder.mkdir()
-    Adapter(model, TrainConfig.model_validate(config)).save(folder)
+    made = TrainConfig.model_validate(config)
+    Adapter(model, made.lora, seed=made.seed, base_name=made.model_name).save(folder)
     return folder
 
 
@@ -499,7 +500,7 @@ def test_an_adapter_of_a_larger_model_is_refused(bridge: Bridge, server: Server,
     model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
     config = TrainConfig.of(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
     (bridge.folder / "adapter_step_3").mkdir()
-    Adapter(model, config).save(bridge.folder / "adapter_step_3")
+    Adapter(model, config.lora, seed=config.seed, base_name=config.model_name).save(bridge.folder / "adapter_step_3")
     assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]
     assert (server.routes(), slots.seated) == ([], [])
 
@@ -537,7 +538,7 @@ def test_without_a_server_nothing_is_looked_at(bridge: Bridge, monkeypatch: pyte
 
 
 def failing_halfway(error: BaseException) -> Callable[[PreTrainedModel, Path], None]:
-    def load_into(model: PreTrainedModel, _: Path) -> None:
+    def load_into(model: PreTrainedModel, *_: object) -> None:
         with torch.no_grad():
             next(model.parameters()).fill_(9.0)
         raise error
@@ -567,7 +568,7 @@ def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(
     model = other_weights(server, bridge.folder / "other")
     whole = model_folder.load_into
 
-    def interrupted(attached: PreTrainedModel, folder: Path) -> None:
+    def interrupted(attached: PreTrainedModel, folder: Path, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         whole(attached, folder)
 

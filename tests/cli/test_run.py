@@ -10,10 +10,9 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
 from bridge.processes.server_command import ServerCommand
-from bridge.run import trainer
 from bridge.run.metrics import Summary
-from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import api_key
 from bridge_cli import demo, ranks, run, steps, train, verify
 from tests.cli.test_run_directory import evaluation, metrics
@@ -110,13 +109,13 @@ def test_the_json_of_a_run_is_steps_evaluations_and_summary(
         rewards=(0.5, 0.5), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0, weight_bytes=0,
     )  # fmt: skip
 
-    def trained(config: TrainConfig, _: None, run: RunDirectory, reporter: Reporter, **__: object) -> Summary:
-        reporter.phase("evaluation")
-        reporter.evaluation(evaluation(0, 0.25))
-        reporter.step(metrics(1, loss=math.nan), [])
+    def trained(run: Run) -> Summary:
+        run._reporter.phase("evaluation")
+        run._reporter.evaluation(evaluation(0, 0.25))
+        run._reporter.step(metrics(1, loss=math.nan), [])
         return came_to
 
-    monkeypatch.setattr(trainer, "train", trained)
+    monkeypatch.setattr(Run, "train", trained)
     folder = RunDirectory.create(tmp_path / "run", environment="letters")
     config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
     assert train.train_in(folder, config, None, as_json=True) is came_to

@@ -15,10 +15,10 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
-from bridge.run import trainer
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios
 from tests.models import tiny
@@ -81,7 +81,7 @@ def test_the_server_is_another_process_after_each_step_and_serves_what_was_train
         lr=3e-3, max_new_tokens=16, vllm_port=stock.port, save_path=tmp_path / "saved", environment=ENVIRONMENT,
     )  # fmt: skip
     run = RunDirectory.create(tmp_path / "run", environment="vowels")
-    summary = trainer.train(config, registry.load(config.task), run, Listener(report), process=stock.engine)
+    summary = Run(config, registry.load(config.task), run, Listener(report), process=stock.engine).train()
     after = scenarios.sampled(stock.url)
     scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, after, device="cpu")
     assert len({*pids}) == 3, pids

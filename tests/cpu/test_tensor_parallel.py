@@ -105,7 +105,8 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     for step in range(1, STEPS + 1):
         learner.take(sampled(), step=step)
         learner.prepare()
-        mode.publish(Update(learner.write))
+        with mode.publish(Update()):
+            learner.write()
         figures.append((learner.learnt().grad_norm, learner.optimizer.changed_weight_share, mode.version))
     after = logprob_diffs(opened.model, sampled()).mean().item()
     if ranks.is_rank_zero:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge.learn.learner import Learnt
+from bridge.learn.batch import Learnt
 from tests.unit.test_first_ratios import Still, groups, model
 from tests.unit.test_learner import updated
 

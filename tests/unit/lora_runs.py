@@ -12,14 +12,14 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.modes import way_of
-from bridge.modes.lora_disk import LoraDisk
-from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import RunContext
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import Manifest
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
+from tests.fenced import publish
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import HttpServer, serving
@@ -64,8 +64,8 @@ class Running:
             for name in self.opened.lr_factors:
                 self.opened.model.get_parameter(name).add_(0.25)
 
-    def publish(self, **choices: Any) -> FenceTimes:
-        return self.mode.publish(Update(self.write, **choices))
+    def publish(self, prepare: Callable[[], object] | None = None, **choices: Any) -> FenceTimes:
+        return publish(self.mode.publish(Update(**choices)), self.write, prepare)
 
     def calls(self, action: Callable[[], object]) -> list[str]:
         """Return the requests that `action` sent."""

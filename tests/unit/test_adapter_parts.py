@@ -22,9 +22,9 @@ from bridge.passes.parallel_proof import check_layers
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.manifest import LoraSlot, Shard, SharedMemoryHandle, View
 from bridge.types import Group
-from bridge.weights import adapter_folder
+from bridge.weights import stored_tensors
 from bridge.weights.adapter import Adapter
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
@@ -52,7 +52,14 @@ def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -
     for name, parameter in model.named_parameters() if cuts else ():
         parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
     config = config_of(**CHOICES, lora_dropout=dropout)
-    return Adapter(model.requires_grad_(False), config, cuts=cuts, tp_group=ranks.tp_group)
+    return Adapter(
+        model.requires_grad_(False),
+        config.lora,
+        seed=config.seed,
+        base_name=config.model_name,
+        cuts=cuts,
+        tp_group=ranks.tp_group,
+    )
 
 
 def filled(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -> Adapter:
@@ -241,9 +248,9 @@ def shard(part: int) -> Shard:
 def test_a_saved_adapter_is_compared_with_the_whole_of_what_a_ranks_slots_are_parts_of(tmp_path: Path) -> None:
     put_in(base()).save(tmp_path)
     for part in range(2):
-        adapter_folder.check(tmp_path, shard(part))
+        stored_tensors.check_adapter(tmp_path, shard(part))
     matrices = load_file(tmp_path / "adapter_model.safetensors")
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     save_file({name: matrices[name][:, :128].contiguous()}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UsageError, match=r"is \(8, 128\), its slot \(8, 256\)"):
-        adapter_folder.check(tmp_path, shard(1))
+        stored_tensors.check_adapter(tmp_path, shard(1))

@@ -11,20 +11,10 @@ from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.passes import attention
 from bridge.passes import budget as module
-from bridge.passes.budget import (
-    CPU_LOGITS_BYTES,
-    HOST_SHARE,
-    MASKED_TOKENS,
-    PROBES,
-    SHARE,
-    Budget,
-    Cost,
-    cost_on_gpu,
-    free_memory,
-    measure_cost,
-)
+from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
 from bridge.passes.packing import Sample
-from bridge.passes.preparation import recompute_activations
+from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
+from bridge.passes.preparation import Note, recompute_activations
 from bridge.planning.memory import FEW, MOST_TOKENS
 from bridge.ranks.world import ALONE, Ranks
 
@@ -96,7 +86,7 @@ class Beside(Ranks):
     def __init__(self) -> None:
         super().__init__(0, 2)
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def told(self, mine: Any) -> list[Any]:
         return [mine, mine // 10]
 
 
@@ -107,7 +97,21 @@ def budget(
     trained = model() if trained is None else trained
     trained.__class__ = OnGpu
     trained.memory = memory
-    return Budget(trained, config, notes.append, tp_group=parts)
+    return budget_of(trained, config, notes.append, parts=parts)
+
+
+def budget_of(trained: PreTrainedModel, config: TrainConfig, note: Note, parts: Ranks = ALONE) -> Budget:
+    num_groups = config.rollouts.batch_size // config.sampling.group_size
+    return Budget(
+        trained,
+        config.compute,
+        config.optimizer,
+        note,
+        temperature=config.sampling.temperature,
+        num_groups=num_groups,
+        replicas=config.replicas,
+        parts=parts,
+    )
 
 
 def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:
@@ -237,7 +241,7 @@ def test_memory_is_short_where_less_fits_than_the_user_asked_for_and_never_on_th
     batch = samples(*(1_000,) * 20)
     assert budget(Memory(4_100, plain=1), [], micro_batch_tokens=5_000).is_short(batch)
     assert not budget(Memory(4_100, plain=1), [], micro_batch_tokens=3_000).is_short(batch)
-    assert not Budget(model(), TrainConfig.of(model_name="m"), list[str]().append).is_short(batch)
+    assert not budget_of(model(), TrainConfig.of(model_name="m"), list[str]().append).is_short(batch)
 
 
 def test_gradients_that_are_there_already_are_not_counted_again() -> None:
@@ -305,7 +309,7 @@ def on_the_cpu(
     trained = model()
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return Budget(trained, TrainConfig.of(model_name="m", temperature=0.7, **choices), notes.append)
+    return budget_of(trained, TrainConfig.of(model_name="m", temperature=0.7, **choices), notes.append)
 
 
 @pytest.mark.parametrize(("available", "limit"), [(400, None), (400, 10_000), (10_000, 400)])

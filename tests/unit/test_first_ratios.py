@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from bridge.learn import learner, policy_loss
-from bridge.learn.learner import Learnt
+from bridge.learn.batch import Learnt
 from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
 from bridge.passes.packing import MicroBatch

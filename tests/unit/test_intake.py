@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from bridge.core import intake
 from bridge.core.intake import limit_connections
-from bridge_patches.admission import Intake
+from bridge_patches.admission import Admission
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"
@@ -34,7 +34,7 @@ def app(limit_s: float = LIMIT_S) -> FastAPI:
     async def nothing() -> dict[str, int]:
         return {"length": 0}
 
-    made.add_middleware(Intake, limit_bytes=LIMIT_BYTES, limit_s=limit_s)
+    made.add_middleware(Admission, limit_bytes=LIMIT_BYTES, limit_s=limit_s)
     return made
 
 

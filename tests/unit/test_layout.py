@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
-from bridge.weights.cut import Cut
 from bridge.weights.layout import Copy, Shape, check_coverage, check_parts, contiguous_stride, cut_of, join
+from bridge.weights.parts import Cut
 
 NUM_LAYOUTS = 250
 

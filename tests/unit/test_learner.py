@@ -3,21 +3,23 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bridge.config import TrainConfig
+from bridge.config import OptimizerConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.learn import learner as module
 from bridge.learn import opening, policy_loss, reference
-from bridge.learn.learner import Learner, Learnt
+from bridge.learn.batch import Learnt
+from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import Sums
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
@@ -26,7 +28,7 @@ from bridge.passes import budget
 from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from tests.models import tiny
 
 CPU = torch.device("cpu")
@@ -91,7 +93,8 @@ def learner_of(
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if told is None else told
-    return opening.learner_of(config_of(**choices), opened, notes.append, make_optimizer=make_optimizer, ranks=ranks)
+    with mock.patch.object(factory, "make", make_optimizer):
+        return opening.learner_of(config_of(**choices), opened, notes.append, ranks=ranks)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:
@@ -134,27 +137,14 @@ def moved(after: Weights, before: Weights) -> Weights:
 class Descent(InPlaceOptimizer):
     """Plain gradient descent: unlike Adam's, its steps are as close to each other as the gradients are."""
 
-    flags = ""
-
-    def __init__(self, config: TrainConfig, groups: Iterable[dict[str, Any]]) -> None:
-        super().__init__(groups, lr=config.learning_rate, betas=(0, 0), eps=1, weight_decay=0)
+    def __init__(self, _choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **_shared: Any) -> None:
+        super().__init__(groups)
 
     def _step(self, norm: float, max_norm: float) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=group["lr"] * min(1.0, max_norm / norm))
-
-    def allocate(self) -> None: ...
-
-    def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
-        raise AssertionError(max_norm)
-
-    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        raise AssertionError(parameter.shape)
-
-    def _state(self) -> Iterable[Tensor]:
-        return ()
 
 
 # The same as simply as possible: one completion at a time, the whole vocabulary, torch's own autograd.
@@ -458,7 +448,7 @@ def test_only_the_most_uncertain_tokens_of_an_update_have_an_advantage(
 
 def with_adapter(model: PreTrainedModel) -> Adapter:
     model.requires_grad_(False)
-    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8))
+    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8).lora, seed=0, base_name="base")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for matrices in adapter.modules.values():

@@ -41,7 +41,8 @@ def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def put_in(model: PreTrainedModel, **choices: Any) -> Adapter:
     fixed = {"model_name": "tiny", "mode": "lora_only", "lora_r": 8, "lora_alpha": 16.0}
-    return Adapter(model, TrainConfig.model_validate(fixed | choices))
+    config = TrainConfig.model_validate(fixed | choices)
+    return Adapter(model, config.lora, seed=config.seed, base_name=config.model_name)
 
 
 def fill(adapter: Adapter, seed: int = 0) -> None:

@@ -245,7 +245,7 @@ def test_beside_another_trainer_nothing_changes_and_no_base_is_even_loaded(
 ) -> None:
     world.export()
     world.server.refuses["POST lease"] = refusal("another trainer is updating this server", "wait")
-    for way in ("patched_server.attach", "lora_disk.attach", "lora_disk.loaded.load"):
+    for way in ("shared_vllm.attach", "lora.attach", "lora.loaded.load"):
         monkeypatch.setattr(f"bridge.modes.{way}", lambda *_, **__: pytest.fail("the base is there"))
     with pytest.raises(AttachError, match="another trainer is updating this server"):
         world.opened(handover)

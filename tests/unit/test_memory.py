@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.optimizers.state_bytes import MOMENT_BYTES
+from bridge.config.optimizers import OPTIMIZERS
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need, activation_bytes, micro_batch_tokens
 from bridge.planning.model_size import Dimensions, ModelSize
@@ -171,7 +171,7 @@ WAYS: list[dict[str, Any]] = [
     {"mode": mode, **device, "optimizer": optimizer, "offload_optimizer": offloaded, "gradient_release": released}
     for (mode, device), optimizer, offloaded, released in itertools.product(
         [("shared_vllm", {}), ("lora_only", {}), ("none", {}), ("none", {"trainer_device": "cuda:1"})],
-        MOMENT_BYTES,
+        OPTIMIZERS,
         (False, True),
         (False, True),
     )
@@ -195,7 +195,7 @@ def test_more_memory_never_fits_less(name: str, kv_sleep: str) -> None:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_sleep_and_smaller_states_never_fit_less(name: str) -> None:
     for gib in range(8, 400, 14):
-        kinds = [need_of(name, gpu_bytes=gib * GIB, optimizer=kind) for kind in MOMENT_BYTES]
+        kinds = [need_of(name, gpu_bytes=gib * GIB, optimizer=kind) for kind in OPTIMIZERS]
         for need in kinds:
             assert fit(need, kv_sleep="always").kv >= fit(need, kv_sleep="never").kv
             assert fit(need).lacking == min(fit(need, kv_sleep=way).lacking for way in ("always", "never"))

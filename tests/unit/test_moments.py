@@ -9,14 +9,15 @@ from torch import Tensor
 from bridge.optimizers.moments import (
     EIGHT_BIT,
     FOUR_BIT,
+    key,
     pack,
     positive_code,
     positive_level,
+    random_bits,
     signed_code,
     signed_level,
     unpack,
 )
-from bridge.optimizers.rounding import key, random_bits
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 

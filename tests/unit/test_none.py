@@ -22,15 +22,16 @@ from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update
 from bridge.server.manifest import View
 from bridge.server.protocol import Status
 from bridge.types import Problem
 from bridge.weights import skeleton
+from tests.fenced import publish
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, Asked, as_json, serving
@@ -86,8 +87,8 @@ class Running:
     def publish(self) -> int:
         return self.timed().version
 
-    def timed(self, **choices: Any) -> FenceTimes:
-        return self.mode.publish(Update(self.write, **choices))
+    def timed(self, prepare: Callable[[], object] | None = None, **choices: Any) -> FenceTimes:
+        return publish(self.mode.publish(Update(**choices)), self.write, prepare)
 
     def scratch_folders(self) -> list[str]:
         return sorted(folder.name for folder in self.scratch.iterdir()) if self.scratch.is_dir() else []
@@ -410,7 +411,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
             max_new_tokens=8, vllm_host=host, vllm_port=int(port), save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment="letters")
-        summary = trainer.train(config, Letters(), run, Listener(), process=process)
+        summary = Run(config, Letters(), run, Listener(), process=process).train()
     assert (summary.steps, summary.weight_version) == (2, 1)
     assert summary.weight_bytes > 0
     assert asked_before == [2]  # two groups per step, then the restart; none after the last step, when the server ends

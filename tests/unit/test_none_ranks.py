@@ -13,9 +13,10 @@ from bridge.errors import BridgeError, ServerUnreachableError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint, trainer
+from bridge.run import checkpoint
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
 from bridge.weights import skeleton
 from tests.models import tiny
@@ -195,7 +196,7 @@ def ran(ranks: Ranks, folder: Path, last: int, dies: bool = False) -> tuple[int,
         made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
         run = made or RunDirectory.join(place)
-        summary = trainer.train(settled, Letters(), run, Reporter(), process=process, resume=found, ranks=ranks)
+        summary = Run(settled, Letters(), run, Reporter(), process=process, resume=found, ranks=ranks).train()
     return summary.weight_version, process.started, process.weights
 
 

@@ -327,7 +327,8 @@ def make_from(**choices: Any) -> InPlaceOptimizer:
     config = TrainConfig.of(model_name="m", **choices)
     weight = torch.nn.Parameter(torch.ones(4).bfloat16())
     return make(
-        config, [scaled_group(weight, 1.0, lr=config.learning_rate, weight_decay=config.optimizer.weight_decay)]
+        config.optimizer,
+        [scaled_group(weight, 1.0, lr=config.learning_rate, weight_decay=config.optimizer.weight_decay)],
     )
 
 
@@ -355,7 +356,8 @@ def test_the_factory_makes_what_the_configuration_names() -> None:
 def test_a_schedule_counts_the_planned_updates(kind: str, expected: dict[int, float]) -> None:
     """Of 6 steps with 2 updates each, 2 steps are for warm-up."""
     choices = {"training_steps": 6, "passes_per_batch": 2, "warmup_steps": 2 * (kind != "constant")}
-    factor = schedule(TrainConfig.of(model_name="m", lr_scheduler_type=kind, **choices))
+    config = TrainConfig.of(model_name="m", lr_scheduler_type=kind, **choices)
+    factor = schedule(config.optimizer, config.training_steps)
     assert {number: factor(number) for number in expected} == pytest.approx(expected, abs=1e-12)
 
 

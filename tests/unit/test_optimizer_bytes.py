@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from bridge.config.optimizers import OPTIMIZERS, BytesPerParameter, OptimizerName
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
-from bridge.optimizers.state_bytes import MOMENT_BYTES, BytesPerParameter
 
 SHAPES = [(1000, 300), (64, 128), (16, 520), (300,)]
 NUM_PARAMETERS = 300_000 + 64 * 128 + 16 * 520 + 300
@@ -30,8 +30,8 @@ def check(optimizer: InPlaceOptimizer, expected: BytesPerParameter) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", MOMENT_BYTES)
-def test_the_table_is_what_state_beside_the_weights_takes(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_table_is_what_state_beside_the_weights_takes(name: OptimizerName, dtype: torch.dtype) -> None:
     weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     check(SplitMasterAdamW(weights, kind=KINDS[name]), BytesPerParameter.of(name, weight_bytes=dtype.itemsize))
 
@@ -45,10 +45,10 @@ def test_the_table_is_what_state_in_host_memory_takes(release: bool) -> None:
 
 
 def test_every_kind_is_in_the_table_with_its_block() -> None:
-    assert set(MOMENT_BYTES) == set(KINDS)
-    assert [round(BytesPerParameter.of(name).device, 2) for name in MOMENT_BYTES] == [10, 6, 4.03, 1.06]
+    assert set(OPTIMIZERS) == set(KINDS)
+    assert [round(BytesPerParameter.of(name).device, 2) for name in OPTIMIZERS] == [10, 6, 4.03, 1.06]
 
 
 def test_it_is_read_without_torch() -> None:
-    program = "import sys, bridge.optimizers.state_bytes; sys.exit('torch' in sys.modules)"
+    program = "import sys, bridge.config.optimizers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

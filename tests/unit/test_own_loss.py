@@ -13,7 +13,7 @@ import bridge
 from bridge.config import LossConfig
 from bridge.errors import RewardError, UsageError
 from bridge.learn import own_loss
-from bridge.learn.learner import Learnt
+from bridge.learn.batch import Learnt
 from bridge.learn.policy_loss import LossSpec, policy_loss
 from bridge.passes.packing import packs
 from bridge.ranks.world import Ranks

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import AttachError, UnsupportedModelError
-from bridge.passes import attention, cut_layers, layers, logprobs, parallel, wide_linear
+from bridge.passes import attention, cut_layers, layers, logprobs, parallel
 from bridge.passes.cut_layers import Words
 from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
-from bridge.passes.parallel import Parallel, Shared, divide
+from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import prepare
 from bridge.ranks.world import Ranks
-from bridge.weights.cut import Cut
+from bridge.weights.parts import Cut, Shared, shared_elements
 from tests import family_results
 from tests.family_results import NUM_PARTS
 from tests.models import vllm_cuts
@@ -239,7 +239,7 @@ def test_layers_in_parts_are_copied_recomputed_and_compiled() -> None:
 
 def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
     """Return whether parts agree to the bit, and how far bf16 is from float32 in parts, and in the whole model."""
-    wide_linear.is_wanted = lambda: True  # type: ignore[assignment]
+    layers.bf16_is_emulated = lambda: True  # type: ignore[assignment]
     whole = whole_model(FAMILIES[family]())
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
     expected = model_logprobs(whole, batch(), 1.0)[0]
@@ -340,6 +340,6 @@ def test_heads_are_this_parts_and_all_else_is_the_models_own_even_in_a_copy() ->
 def test_a_run_may_hold_what_is_shared_beside_what_is_not() -> None:
     """A fused parameter with one KV head: on the last part its queries, keys and values follow each other."""
     cuts = [Cut((6,), (((0, 2), (4, 2)),)), Cut((6,), (((2, 4),),))]
-    (shared,) = parallel._shared({"w": 0}, [{"w": cut} for cut in cuts], {"w"})
+    (shared,) = shared_elements([{"w": cut} for cut in cuts], {"w"})
     assert (shared.start, shared.length, shared.parts, shared.adds_up) == (4, 2, (0, 1), True)
     assert all(shared.of(cut.of(torch.arange(6)), cut).tolist() == [4, 5] for cut in cuts)

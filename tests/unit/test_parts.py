@@ -16,19 +16,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from bridge.errors import RankError, UsageError
 from bridge.learn.opening import learner_of
 from bridge.optimizers import slabs
-from bridge.optimizers.alike import counted
+from bridge.optimizers.gradients import counted
 from bridge.optimizers.offload import OffloadedAdamW
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run.whole_state import WholeState
+from bridge.run.optimizer_state import WholeState
 from bridge.types import Group
-from bridge.weights import model_folder, parts_folder
+from bridge.weights import model_folder
 from bridge.weights import parts as parts_
-from bridge.weights.cut import Cut
-from bridge.weights.opened_model import OpenedModel
-from bridge.weights.parts import Parts
+from bridge.weights.attach import OpenedModel
+from bridge.weights.parts import Cut, Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
 from tests.unit.several_ranks import on_ranks
@@ -160,7 +159,7 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
     if parts is not None:
         same = [name for name in trained if all(cuts[name].axis is None for cuts in parts.cuts)]
         alike = {trained[n]: [] if ranks.tp_rank == 0 else [range(trained[n].numel())] for n in same}
-    optimizer: SharedOptimizer
+    optimizer: ShardedOptimizer
     if kind == OFFLOADED:
         optimizer = OffloadedAdamW(trained.values(), lr=1e-2, ranks=ranks, alike=alike)
     else:
@@ -280,14 +279,14 @@ def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
     model, parts = in_parts(ranks, FAMILIES[family]())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if ranks.is_rank_zero:
-        parts_folder.save(model, parts, source, folder)
+        model_folder.save(model, source, folder, parts)
     else:
-        parts_folder.pass_on(model, parts)
+        model_folder.pass_on(model, parts)
     for parameter in model.parameters():
         parameter.data.zero_()
     ranks.all_gather_object(None)
-    parts_folder.check(model, parts, folder)
-    parts_folder.load_into(model, parts, folder)
+    model_folder.check(model, folder, parts)
+    model_folder.load_into(model, folder, parts)
     return all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 

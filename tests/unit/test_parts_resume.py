@@ -17,13 +17,14 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint, trainer
+from bridge.run import checkpoint
 from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
-from bridge.weights import parts_folder
+from bridge.run.trainer import Run
+from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 from tests.models import tiny, vllm_cuts
 from tests.unit.several_ranks import on_ranks
@@ -43,11 +44,11 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
         for name, parameter in whole.model.named_parameters():
             parameter.data = parts.own[name].of(parameter.detach()).clone()
         source, model = mode.server.manifest.model, whole.model
-        mode.save = lambda folder: parts_folder.save(model, parts, source, folder)  # type: ignore[method-assign]
-        mode.pass_on = lambda: parts_folder.pass_on(model, parts)  # type: ignore[attr-defined]
+        mode.save = lambda folder: model_folder.save(model, source, folder, parts)  # type: ignore[method-assign]
+        mode.pass_on = lambda: model_folder.pass_on(model, parts)  # type: ignore[attr-defined]
 
         def restore(checkpoint: Path, *, version: int) -> None:
-            parts_folder.load_into(model, parts, checkpoint)
+            model_folder.load_into(model, checkpoint, parts)
             mode.version = version
 
         mode.restore = restore  # type: ignore[method-assign]
@@ -66,7 +67,9 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
         cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.tp_size) if ranks.world_size > 1 else ()
         for name, parameter in base.model.named_parameters() if cuts else ():
             parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
-        adapter = Adapter(base.model, config, cuts=cuts, tp_group=ranks.tp_group)
+        adapter = Adapter(
+            base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=cuts, tp_group=ranks.tp_group
+        )
         mode.save, mode.pass_on = adapter.save, adapter.pass_on  # type: ignore[attr-defined, method-assign]
 
         def restore(checkpoint: Path, *, version: int) -> None:
@@ -95,7 +98,7 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices
         made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
         run = made or RunDirectory.join(place)
-        return trainer.train(config, Letters(), run, Reporter(), resume=found, ranks=ranks)
+        return Run(config, Letters(), run, Reporter(), resume=found, ranks=ranks).train()
 
 
 def content(folder: Path) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from bridge.weights.attach import _view
 from bridge.weights.layout import check_coverage, check_parts
 from bridge_patches import loading
 from tests.unit import random_server
+from tests.unit.patches.test_loading import skeleton
 from tests.unit.random_server import Server
-from tests.unit.test_loading import skeleton
 
 NUM_CASES, NUM_TESTS = 10_000, 8
 

@@ -27,6 +27,15 @@ IDS = torch.arange(3, 19).view(2, 8)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def check_of(config: TrainConfig) -> None:
+    check(config.model_name, config.loss.reference_model)
+
+
+def opened(config: TrainConfig, *model: Any, **server: Any) -> Reference | None:
+    has_adapter = config.mode == "lora_only"
+    return open_reference(config.loss, config.compute, *model, has_adapter=has_adapter, **server)
+
+
 def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(7)
     config = tiny.llama()
@@ -41,7 +50,7 @@ def config_of(**choices: Any) -> TrainConfig:
 
 def filled(model: PreTrainedModel, **choices: Any) -> Adapter:
     """Put an adapter into `model` that changes its output."""
-    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8, **choices))
+    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8, **choices).lora, seed=0, base_name="base")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for matrices in adapter.modules.values():
@@ -178,7 +187,7 @@ def test_the_reference_of_an_adapter_is_its_base_at_the_trainings_temperature() 
     model = base()
     alone = logprobs(model)
     filled(model)
-    asked = open_reference(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
+    asked = opened(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
     assert isinstance(asked, Reference)
     assert asked.model is model
     found = asked.logprobs(micro_batch(), 0.7)
@@ -195,9 +204,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    asked = open_reference(
-        config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note
-    )
+    asked = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
     assert asked is not None
     assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
     preparation.prepare(model, config_of().compute, note)
@@ -213,7 +220,7 @@ def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
 
 def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    asked = open_reference(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    asked = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
     assert asked is not None
     assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
     assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
@@ -221,12 +228,12 @@ def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
 
 def test_without_a_divergence_there_is_no_reference() -> None:
     for mode in ("shared_vllm", "lora_only", "none"):
-        check(config_of(mode=mode))
-        assert open_reference(config_of(mode=mode), base(), CPU, note) is None
+        check_of(config_of(mode=mode))
+        assert opened(config_of(mode=mode), base(), CPU, note) is None
 
 
 def test_an_adapter_needs_no_other_reference() -> None:
-    check(config_of(mode="lora_only", kl_coef=0.1))
+    check_of(config_of(mode="lora_only", kl_coef=0.1))
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
@@ -255,14 +262,14 @@ def test_a_divergence_in_the_reward_refuses_filters(given: dict[str, float]) -> 
 
 def refusal(**choices: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        check(config_of(kl_coef=0.1, **choices))
+        check_of(config_of(kl_coef=0.1, **choices))
     assert "\n" not in caught.value.message + caught.value.remedy
     return caught.value
 
 
 def test_a_reference_of_the_same_vocabulary_is_taken_whatever_else_it_is(folder: Path, tmp_path: Path) -> None:
     other = tiny.write(tiny.qwen2(), tmp_path / "other")
-    check(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(other)))
+    check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(other)))
 
 
 def test_a_reference_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -293,6 +300,6 @@ def test_a_reference_that_does_not_fit_is_refused_before_it_is_loaded(
     monkeypatch.setattr(loaded, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(loaded, "load", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UsageError, match="GiB are free") as caught:
-        open_reference(config_of(kl_coef=0.1, reference_model=str(folder)), base(), CPU, note)
+        opened(config_of(kl_coef=0.1, reference_model=str(folder)), base(), CPU, note)
     assert "--reference-model" in caught.value.message
     assert "--mode lora_only" in caught.value.remedy

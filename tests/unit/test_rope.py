@@ -181,6 +181,14 @@ def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer)
     with pytest.raises(UsageError, match="the server reports none"):
         loaded.load(folder, device="cpu")
     config = TrainConfig.of(model_name=folder, kl_coef=0.1, reference_model=folder)
-    reference = open_reference(config, own.model, own.device, pytest.fail, max_model_len=LONGEST)
+    reference = open_reference(
+        config.loss,
+        config.compute,
+        own.model,
+        own.device,
+        pytest.fail,
+        has_adapter=False,
+        max_model_len=LONGEST,
+    )
     assert reference is not None
     torch.testing.assert_close(turned(reference.model, 5), of_factors("long", 5, 1.4142135))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bridge.optimizers.rounding import key, random_bits, round_by_chance, uniform
+from bridge.optimizers.moments import key, random_bits, round_by_chance, uniform
 
 
 def place(number: int, row: int = 0) -> Tensor:

@@ -19,6 +19,7 @@ from bridge.ranks.world import Ranks
 from bridge.server import manifest as manifests
 from bridge.server.fence import Update
 from bridge.server.protocol import Status
+from tests.fenced import publish
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import manifest
@@ -56,7 +57,7 @@ def test_it_knows_the_servers_version_from_the_start_and_after_each_update(tmp_p
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path, in_flight="abort"), RUN)
         assert (mode.version, mode.endpoint.url) == (7, server.url)
-        assert mode.publish(Update(lambda: None)).version == mode.version == 8
+        assert publish(mode.publish(Update())).version == mode.version == 8
         mode.close()
     assert paths(server) == ["lease", "pause", "publish", "lease"]
     assert server.asked[1].body["in_flight"] == "abort"
@@ -66,7 +67,7 @@ def test_an_interrupt_in_the_fence_comes_after_the_new_version_is_known(tmp_path
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         with pytest.raises(KeyboardInterrupt):
-            mode.publish(Update(lambda: os.kill(os.getpid(), signal.SIGINT)))
+            publish(mode.publish(Update()), lambda: os.kill(os.getpid(), signal.SIGINT))
         assert mode.version == 8
         mode.close()
 
@@ -75,8 +76,11 @@ def test_the_span_before_writing_lies_inside_of_the_fence_and_has_the_memory_of_
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         seen: list[list[str]] = []
-        update = Update(lambda: seen.append(paths(server)), prepare=lambda: seen.append(paths(server)), sleep=True)
-        times = mode.publish(update)
+        with mode.publish(Update(sleep=True)) as window:
+            with window.preparing():
+                seen.append(paths(server))
+            seen.append(paths(server))
+        times = window.times
         assert mode.can_sleep
         assert times.version == mode.version == 8
         mode.close()
@@ -87,8 +91,9 @@ def test_the_span_before_writing_lies_inside_of_the_fence_and_has_the_memory_of_
 def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
+        fenced = mode.publish(Update())
         with pytest.raises(KeyboardInterrupt):
-            mode.publish(Update(lambda: pytest.fail("written"), prepare=lambda: os.kill(os.getpid(), signal.SIGINT)))
+            publish(fenced, lambda: pytest.fail("written"), prepare=lambda: os.kill(os.getpid(), signal.SIGINT))
         assert mode.version == 7
         mode.close()
     assert paths(server) == ["lease", "pause", "resume", "lease"]
@@ -191,7 +196,7 @@ def test_each_update_names_the_version_that_this_run_has_written(tmp_path: Path)
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         for _ in range(2):
-            mode.publish(Update(lambda: None))
+            publish(mode.publish(Update()))
         mode.close()
     pauses, publications = ([a.body for a in server.asked if a.path.endswith(way)] for way in ("pause", "publish"))
     assert [body["version"] for body in pauses] == [7, 8]
@@ -220,20 +225,20 @@ def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
     own.mkdir()
     with serving(routes) as server:
         mode = SharedVllm(config(server, own), replace(RUN, ranks=ranks))
-        publish = mode.client.publish
+        answer = mode.client.publish
 
         def lost(*_: object) -> Status:
             raise ServerUnreachableError("gone", remedy="")
 
         def restart(_: object) -> None:
-            routes.version, mode.client.publish = 0, publish  # type: ignore[method-assign]
+            routes.version, mode.client.publish = 0, answer  # type: ignore[method-assign]
 
         mode.client.models = tuple  # type: ignore[method-assign]
         if ranks.rank == 1:
             mode.client.publish = mode.client.models = lost  # type: ignore[method-assign,assignment]
             mode.restart = restart  # type: ignore[method-assign,assignment]
         with pytest.raises(ServerUnreachableError):
-            mode.publish(Update(lambda: None))
+            publish(mode.publish(Update()))
         mode.revive(None)
         mode.close()
         return mode.version, routes.version

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from bridge.passes import wide_linear
+from bridge.passes import layers
 from tests.models import tiny
 
 
@@ -21,7 +21,7 @@ def test_it_is_the_exact_product_rounded_once_and_so_are_its_gradients(shape: tu
     layer = nn.Linear(16, 5, bias=has_bias, dtype=torch.bfloat16)
     rows = random(*shape).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (rows, *layer.parameters())]
-    wide_linear.widen(layer)
+    layers.widen(layer)
     out = layer(rows)
     expected = functional.linear(*exact)
     assert out.dtype == torch.bfloat16
@@ -37,7 +37,7 @@ def test_it_is_the_exact_product_rounded_once_and_so_are_its_gradients(shape: tu
 
 def test_what_is_frozen_gets_no_gradient_and_passes_one_on() -> None:
     layer = nn.Linear(8, 4, dtype=torch.bfloat16).requires_grad_(False)
-    wide_linear.widen(layer)
+    layers.widen(layer)
     rows = random(3, 8).requires_grad_()
     layer(rows).sum().backward()
     assert rows.grad is not None
@@ -48,7 +48,7 @@ def test_float32_is_multiplied_as_it_is() -> None:
     layer = nn.Linear(8, 4)
     rows = random(3, 8, dtype=torch.float32)
     before = layer(rows)
-    wide_linear.widen(layer)
+    layers.widen(layer)
     assert torch.equal(layer(rows), before)
 
 
@@ -58,7 +58,7 @@ def test_a_model_keeps_its_parameters_and_what_it_computes() -> None:
     places = [parameter.data_ptr() for parameter in model.parameters()]
     with torch.no_grad():
         before = model(input_ids=tokens).logits.float()
-        wide_linear.widen(model)
+        layers.widen(model)
         after = model(input_ids=tokens).logits.float()
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
     assert (after - before).abs().max() < before.abs().max() / 64
@@ -67,6 +67,6 @@ def test_a_model_keeps_its_parameters_and_what_it_computes() -> None:
 def test_only_bf16_is_widened_where_nothing_is_learnt() -> None:
     rows, weight, bias = random(3, 8), random(4, 8), random(4)
     expected = functional.linear(rows.double(), weight.double(), bias.double()).float().bfloat16()
-    assert torch.equal(wide_linear.linear(rows, weight, bias), expected)
+    assert torch.equal(layers.wide_linear(rows, weight, bias), expected)
     wide = [tensor.float() for tensor in (rows, weight, bias)]
-    assert torch.equal(wide_linear.linear(*wide), functional.linear(*wide))
+    assert torch.equal(layers.wide_linear(*wide), functional.linear(*wide))
