@@ -125,7 +125,6 @@ class ServerFence:
             self._lease = None
 
     def refuse_without_lease(self, holder: Holder) -> None:
-        """Raise AttachError if another holder has the lease."""
         lease = self.lease
         if lease and lease.holder != holder:
             stop = f"stop it (kill -INT {lease.holder.pid})"
