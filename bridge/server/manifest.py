@@ -1,7 +1,4 @@
-"""The manifest: what a server exports so that a trainer can attach, and the file that holds it.
-
-`bridge/weights/attach.py` opens its handles.
-"""
+"""The manifest: what a server exports so that a trainer can attach, and the file that holds it."""
 
 import errno
 import json
@@ -231,8 +228,9 @@ def read(path: Path) -> Manifest:
         return Manifest.model_validate(document)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ManifestError(
-            f"{path} is not a valid manifest, with {len(faults)} faults: {'; '.join(faults[:3])}",
+            f"{path} is not a valid manifest: {'; '.join(faults[:3])}{more}",
             remedy=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
         ) from error
 

@@ -169,8 +169,11 @@ async def _unless_disconnected(request: Request, answers: AsyncGenerator[Any, No
     """Return the last of `answers`; if the client disconnects first, cancel them and return None."""
 
     async def sample() -> Any:
+        last = None
         async with aclosing(answers):
-            return [answer async for answer in answers][-1]
+            async for answer in answers:
+                last = answer
+        return last
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

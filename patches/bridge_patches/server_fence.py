@@ -3,8 +3,8 @@
 A trainer takes the lease before it changes anything, and returns it when it ends; when all of its processes have ended,
 the lease is free. While it has the lease, only that trainer may pause to write; any process may pause to read.
 
-Cached keys and values are dropped as soon as the scheduler has stopped: nothing is computed until it resumes, and if
-vLLM refuses, no weight has changed yet. Until then no request needs the KV cache, so the holder may have its memory.
+Cached keys and values are dropped as soon as the scheduler has stopped: if vLLM refuses, no weight has changed yet. No
+request needs the KV cache until the scheduler resumes, so the holder may have its memory.
 """
 
 import asyncio
@@ -24,8 +24,7 @@ vllm.v1.engine.async_llm
     AsyncLLM: engine_core
     call async AsyncLLM.reset_prefix_cache(reset_running_requests, reset_connector)
     call async AsyncLLM.resume_generation()
-# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye, as the comment
-# beside it says; 0.33's calls pause_generation_async.
+# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye.
 vllm.v1.engine.core_client
     call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
     call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
@@ -126,7 +125,6 @@ class ServerFence:
             self._lease = None
 
     def refuse_without_lease(self, holder: Holder) -> None:
-        """Raise AttachError if another holder has the lease."""
         lease = self.lease
         if lease and lease.holder != holder:
             stop = f"stop it (kill -INT {lease.holder.pid})"

@@ -196,6 +196,6 @@ def test_the_process_that_was_told_to_end_can_end_by_itself(tmp_path: Path) -> N
 
 
 def test_a_fork_finds_no_half_imported_module_in_the_watch() -> None:
-    """A fork during a late import of the thread leaves the module unfinished in the child, whose thread then dies."""
+    """A fork while the thread imports a module would leave half of it in the child, whose thread would then die."""
     code = "import sys; from bridge_patches import plugin; print('multiprocessing.connection' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True\n"
