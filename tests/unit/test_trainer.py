@@ -284,7 +284,7 @@ def test_a_mistake_of_ours_costs_no_published_step(
                 raise error
             return original(*arguments, **choices)
 
-        monkeypatch.setattr("bridge.learn.learner.packs", broken)
+        monkeypatch.setattr("bridge.passes.budget.packs", broken)
         run.stopped(error)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
