@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from bridge.server.manifest import Shard, View
 from bridge.weights import shared_memory
 from bridge_patches import lora_slots, model_runner
+from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 # The fixture and the fakes of vLLM's layers; pytest finds a fixture by its imported name.
-from tests.unit.test_layout import rows
-from tests.unit.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
+from tests.unit.weights.test_layout import rows
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11
