@@ -9,8 +9,8 @@ have changed sides by rounding or by an update; each counts as if its logit was 
 normalizer log(n exp(t) + sum of max(exp(z) - exp(t), 0)), for n kept words and the threshold t, is continuous in all
 logits z.
 
-With tensor parallelism each part has the logits of its own words. Forward, the parts exchange a maximum and four sums
-per row; backward, they add up the gradients of the rows.
+With tensor parallelism each rank has the logits of its own words. The ranks exchange a maximum and four sums per row,
+and add up the gradients of the rows.
 
 Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary, W words of one
 block of it.
@@ -211,10 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """The running sums of a softmax over blocks, relative to the largest logit so far, kept or not.
-
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
-    """
+    """Running sums of a softmax over blocks, relative to the largest logit so far (arXiv 1805.02867, algorithm 3)."""
 
     maxima_N: Tensor
     weights_N: Tensor
@@ -225,12 +222,7 @@ class _Sums(NamedTuple):
 
 
 def _added(
-    sums: _Sums,
-    raw_NW: Tensor,
-    bias_W: Tensor | None,
-    targets_N: Tensor,
-    by: LogitTransform,
-    kept: Kept | None,
+    sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor, by: LogitTransform, kept: Kept | None
 ) -> _Sums:
     """Add one block: the head's product, and the targets counted from its first word, in the block or not."""
     logits_NW = by.apply(raw_NW, bias_W)
@@ -300,7 +292,7 @@ def _within(targets_N: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block; yield its bias, too."""
+    """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block, with its bias."""
     size = max(1, BLOCK_LOGITS[head_VH.device.type] // max(1, num_rows) // BLOCK_WORDS) * BLOCK_WORDS
     for start in range(0, len(head_VH), size):
         block = slice(start, min(start + size, len(head_VH)))
