@@ -1,6 +1,6 @@
 """`lora_only --lora-handover memory`: where base and adapter lie, and the order of requests to the server.
 
-Not covered: the adapter itself (`test_lora_adapter.py`).
+Not covered: the adapter itself (`tests/unit/weights/test_adapter.py`).
 """
 
 import shutil
