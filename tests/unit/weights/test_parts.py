@@ -1,6 +1,7 @@
 """Parts: ranks know their replica and their peers, and what parts hold is stepped, saved and loaded as one process's.
 
-Not covered: what parts compute (`tests/unit/passes/test_parallel.py`), and a real server (`tests/cpu/test_tensor_parallel.py`).
+Not covered: what parts compute (`tests/unit/passes/test_parallel.py`), and a real server
+(`tests/cpu/test_tensor_parallel.py`).
 """
 
 from collections.abc import Mapping, Sequence
