@@ -74,8 +74,8 @@ def learner_of(
     )  # fmt: skip
     return Learner(
         model, optimizer, config.optimizer,
-        lr=lr, schedule=factory.schedule(config.optimizer, config.training_steps), spec=LossSpec.of(config.loss), sampling=config.sampling,
-        budget=budget, reference=reference, ranks=ranks, parallel=parallel,
+        lr=lr, schedule=factory.schedule(config.optimizer, config.training_steps), spec=LossSpec.of(config.loss),
+        sampling=config.sampling, budget=budget, reference=reference, ranks=ranks, parallel=parallel,
     )  # fmt: skip
 
 
